@@ -40,7 +40,7 @@ cdef class Ring:
     cdef uint32_t next_cell   # where a free cell is looked for; in a queue, the one to post in
     cdef uint32_t unwoken     # tickets posted since the runners were last woken
     cdef public uint32_t wake_at  # as many tickets posted wake the runners
-    cdef public uint32_t first  # of a queue of a thread: where its cells' objects begin, among all queues'
+    cdef public uint32_t first_entry  # of a queue of a thread: where its cells' objects begin, among all queues'
     cdef public Turns turns     # of a thread's queue, the same in all; else None
     cdef cseq_meter* meter      # the trainer's: that of the ring at 0
     cdef cseq_cell* at(self, uint32_t cell) except NULL

@@ -66,7 +66,7 @@ class Ring:
     limit: int
     kept: list[Any]  # of a queue; a shared ring has None
     wake_at: int
-    first: int
+    first_entry: int
     turns: Turns | None
     def __new__(
         cls,

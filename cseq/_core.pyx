@@ -216,9 +216,9 @@ cdef class FeistelReader(Reader):
         self.seed = natural(seed, "seed", <uint64_t>-1)
         if self.units < CSEQ_FEISTEL_LEAST:
             raise ValueError(f"n={n} is less than {CSEQ_FEISTEL_LEAST}")
-        self.begin(0)
+        self.set_epoch(0)
 
-    cdef void begin(self, uint64_t epoch) noexcept:
+    cdef void set_epoch(self, uint64_t epoch) noexcept:
         cdef uint64_t words[2 * CSEQ_ROUNDS]
         cseq_derive(self.seed, epoch, CSEQ_PURPOSE_FEISTEL, words, 2 * CSEQ_ROUNDS)
         cseq_feistel_init(&self.feistel, self.units, words)
@@ -227,8 +227,8 @@ cdef class FeistelReader(Reader):
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
         if epoch != self.epoch:
-            self.begin(epoch)
-        cseq_feistel_read(&self.feistel, start, count, out)
+            self.set_epoch(epoch)
+        cseq_feistel_range(&self.feistel, start, count, out)
         return count
 
 
@@ -266,7 +266,7 @@ cdef class TableReader(Reader):
                               f"({pages * 4096} bytes)")
         self.table, self.tags = table, tags
         cseq_order_init(&self.order, self.units, self.table, self.tags)
-        cseq_order_begin(&self.order, self.seed, self.epoch)
+        cseq_order_start(&self.order, self.seed, self.epoch)
         return 0
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
@@ -275,7 +275,7 @@ cdef class TableReader(Reader):
             self.make_table()
         while True:
             if epoch != self.epoch:  # a signal handler may have read another one
-                cseq_order_begin(&self.order, self.seed, epoch)
+                cseq_order_start(&self.order, self.seed, epoch)
                 self.epoch = epoch
             if start + count <= self.order.position + BRIEF:
                 break
@@ -283,7 +283,7 @@ cdef class TableReader(Reader):
                 cseq_order_advance(&self.order, start + count, SLICE)
             PyErr_CheckSignals()
         cseq_order_advance(&self.order, start + count, BRIEF)
-        cseq_order_read(&self.order, start, count, out)
+        cseq_order_copy(&self.order, start, count, out)
         return count
 
 
@@ -307,7 +307,7 @@ cdef class Turns:
 
     @property
     def holder(self):
-        """The runner whose turn it is: `Ring.first` plus its number; 0: none."""
+        """The runner whose turn it is: `Ring.first_entry` plus its number; 0: none."""
         return self.t.holder
 
     def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
@@ -495,7 +495,7 @@ cdef class Ring:
         c.stage = c.status = 0
         if cell < self.r.round:  # else a call, which is not in the round
             if not self.outstanding and not self.r.calls:
-                cseq_ring_begin(self.r, cell)
+                cseq_ring_set_hints(self.r, cell)
             self.outstanding += 1
             self.next_cell = 0 if cell + 1 == self.r.round else cell + 1
         cseq_ring_post(self.r, cell, ticket)

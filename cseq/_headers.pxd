@@ -60,10 +60,10 @@ cdef extern from "cseq_meter.h" nogil:
 
     void cseq_histogram_add(cseq_histogram* h, uint64_t ns) noexcept
     void cseq_meter_renew(cseq_meter* m) noexcept
-    void cseq_meter_begin(cseq_meter* m, uint64_t now) noexcept
+    void cseq_meter_start_epoch(cseq_meter* m, uint64_t now) noexcept
     void cseq_meter_slept(cseq_meter* m, uint64_t before, uint64_t now) noexcept
     uint64_t cseq_meter_step(cseq_meter* m, uint64_t now, int first) noexcept
-    void cseq_meter_read(cseq_meter* m, uint64_t now, int whole, int counts) noexcept
+    void cseq_meter_read_system(cseq_meter* m, uint64_t now, int whole, int counts) noexcept
     void cseq_meter_poll(cseq_meter* m, uint64_t now, int whole, int counts) noexcept
 
 
@@ -130,7 +130,7 @@ cdef extern from "cseq_ring.h" nogil:
     int cseq_ring_claim(cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     int cseq_ring_publish(cseq_ring* r, uint32_t cell, int next, int later) noexcept
     void cseq_ring_post(cseq_ring* r, uint32_t cell, uint64_t ticket) noexcept
-    void cseq_ring_begin(cseq_ring* r, uint32_t cell) noexcept
+    void cseq_ring_set_hints(cseq_ring* r, uint32_t cell) noexcept
     int cseq_ring_leaves(const cseq_ring* r, uint32_t stage, uint32_t owner) noexcept
     void cseq_ring_extend(cseq_ring* r, uint32_t cells) noexcept
     void cseq_ring_admit(cseq_ring* r, uint32_t count) noexcept
@@ -161,9 +161,9 @@ cdef extern from "cseq_turns.h" nogil:
         uint32_t runners
         uint32_t between
 
-    void cseq_turns_take(cseq_turns* t, uint32_t runner) noexcept
+    void cseq_turns_enter(cseq_turns* t, uint32_t runner) noexcept
     int cseq_turns_has(const cseq_turns* t, uint32_t runner) noexcept
-    void cseq_turns_give(cseq_turns* t, uint32_t runner) noexcept
+    void cseq_turns_leave(cseq_turns* t, uint32_t runner) noexcept
     void cseq_turns_learn(cseq_turns* t, uint64_t before, uint64_t awake, uint64_t taken) noexcept
 
 
@@ -179,8 +179,8 @@ cdef extern from "cseq_feistel.h" nogil:
         uint64_t n
 
     void cseq_feistel_init(cseq_feistel* f, uint64_t n, const uint64_t* words) noexcept
-    void cseq_feistel_gather(const cseq_feistel* f, const int64_t* places, uint64_t count, int64_t* out) noexcept
-    void cseq_feistel_read(const cseq_feistel* f, uint64_t start, uint64_t count, int64_t* out) noexcept
+    void cseq_feistel_gather(const cseq_feistel* f, const int64_t* positions, uint64_t count, int64_t* out) noexcept
+    void cseq_feistel_range(const cseq_feistel* f, uint64_t start, uint64_t count, int64_t* out) noexcept
     void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key, uint64_t* words,
                            size_t count) noexcept
     uint64_t cseq_fold(uint64_t z, const uint64_t* words, size_t count) noexcept
@@ -206,9 +206,9 @@ cdef extern from "cseq_shuffle.h" nogil:
 
     uint64_t cseq_table_pages(uint64_t n) noexcept
     void cseq_order_init(cseq_order* order, uint64_t n, uint32_t* table, uint32_t* tags) noexcept
-    void cseq_order_begin(cseq_order* order, uint64_t seed, uint64_t epoch) noexcept
+    void cseq_order_start(cseq_order* order, uint64_t seed, uint64_t epoch) noexcept
     uint64_t cseq_order_advance(cseq_order* order, uint64_t upto, uint64_t most) noexcept
-    void cseq_order_read(const cseq_order* order, uint64_t start, uint64_t count, int64_t* out) noexcept
+    void cseq_order_copy(const cseq_order* order, uint64_t start, uint64_t count, int64_t* out) noexcept
     void cseq_permute(uint32_t* result, uint64_t n, uint64_t start, uint64_t end, uint64_t* state) noexcept
 
 
@@ -229,9 +229,9 @@ cdef extern from "cseq_allocator.h":
         pass
 
 
-cdef extern from "cseq_place.h":
+cdef extern from "cseq_slot_allocator.h":
     enum:
-        LINE "CSEQ_PLACE_ALIGN"  # bytes
+        LINE "CSEQ_SLOT_ALIGN"  # bytes
 
     ctypedef struct cseq_region:
         char* base
@@ -239,23 +239,23 @@ cdef extern from "cseq_place.h":
         uint64_t live        # pieces that were not given back
         void* owner
 
-    ctypedef struct cseq_place:
+    ctypedef struct cseq_slot_allocator:
         cseq_allocator below
         void (*release)(void* owner) noexcept
         int active
-        cseq_region at
+        cseq_region slot
         uint64_t used        # bytes
         uint32_t count       # large allocations of this ticket
         uint64_t wanted      # bit k: number k was part of the last batch
 
-    void* cseq_place_malloc(void* ctx, size_t size) noexcept
-    void* cseq_place_calloc(void* ctx, size_t count, size_t size) noexcept
-    void* cseq_place_realloc(void* ctx, void* p, size_t size) noexcept
-    void cseq_place_free(void* ctx, void* p, size_t size) noexcept
-    int cseq_place_begin(cseq_place* p, void* base, uint64_t size, void* owner) noexcept
-    uint64_t cseq_place_end(cseq_place* p) noexcept
-    int cseq_place_holds(const cseq_place* p, const void* base) noexcept
-    void cseq_place_learn(cseq_place* p, const void* address, uint64_t* wanted) noexcept
+    void* cseq_slot_malloc(void* ctx, size_t size) noexcept
+    void* cseq_slot_calloc(void* ctx, size_t count, size_t size) noexcept
+    void* cseq_slot_realloc(void* ctx, void* p, size_t size) noexcept
+    void cseq_slot_free(void* ctx, void* p, size_t size) noexcept
+    int cseq_slot_serve(cseq_slot_allocator* p, void* base, uint64_t size, void* owner) noexcept
+    uint64_t cseq_slot_stop(cseq_slot_allocator* p) noexcept
+    int cseq_slot_holds(const cseq_slot_allocator* p, const void* base) noexcept
+    void cseq_slot_learn(cseq_slot_allocator* p, const void* address, uint64_t* wanted) noexcept
 
 
 cdef extern from "cseq_reuse.h":
@@ -266,7 +266,7 @@ cdef extern from "cseq_reuse.h":
     void* cseq_reuse_calloc(void* ctx, size_t count, size_t size) noexcept
     void* cseq_reuse_realloc(void* ctx, void* p, size_t size) noexcept
     void cseq_reuse_free(void* ctx, void* p, size_t size) noexcept
-    void cseq_reuse_count(cseq_reuse* r, bint begins) noexcept
+    void cseq_reuse_count_thread(cseq_reuse* r, bint begins) noexcept
 
 
 # References to objects: whether there are others, and how one is handed on.

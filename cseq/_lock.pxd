@@ -26,16 +26,16 @@ cdef class Lock:
     cdef list calls      # that were put off
     cdef bint has(self) noexcept
     cdef int look_at_fork(self) noexcept
-    cdef bint take(self, double timeout) except -1
-    cdef bint take_anew(self, double timeout) except -1
+    cdef bint acquire(self, double timeout) except -1
+    cdef bint acquire_first(self, double timeout) except -1
     cdef bint sleep(self, double timeout) except -1
-    cdef int leave(self) except -1
+    cdef int release(self) except -1
     cdef int make_calls(self) except -1
     cdef object next_call(self)
     cpdef int refuse_mine(self) except -1
-    cdef inline int enter_anew(self) except -1:
+    cdef inline int acquire_once(self) except -1:
         """Take it; RuntimeError if this thread has it."""
-        return self.refuse_mine() if self.has() else self.take_anew(-1)
+        return self.refuse_mine() if self.has() else self.acquire_first(-1)
 
 
 @cython.final

@@ -102,17 +102,17 @@ cdef class Lock:
                 "ends the run once that call is over. Let a handler set a flag, and look at it after the call")
         return 0
 
-    cdef bint take(self, double timeout) except -1:
+    cdef bint acquire(self, double timeout) except -1:
         """Take it; wait at most `timeout` seconds for it, -1: for any time. Return whether it was.
 
         Signal handlers run meanwhile; if one raises, it was not taken.
         """
         if not self.has():
-            return self.take_anew(timeout)
+            return self.acquire_first(timeout)
         self.depth += 1
         return True
 
-    cdef bint take_anew(self, double timeout) except -1:
+    cdef bint acquire_first(self, double timeout) except -1:
         """Do so where this thread does not have it."""
         if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
             if not timeout or not self.sleep(timeout):
@@ -133,7 +133,7 @@ cdef class Lock:
             waited = cseq_now_ns() - begun
         return False
 
-    cdef int leave(self) except -1:
+    cdef int release(self) except -1:
         """Give it back; the caller has it. Then make the calls that were put off until now."""
         self.depth -= 1
         if not self.depth:
@@ -147,8 +147,8 @@ cdef class Lock:
         at once if none has it."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
-        if self.take(0):
-            self.leave()
+        if self.acquire(0):
+            self.release()
 
     cdef int make_calls(self) except -1:
         """Make the calls that were put off, unless this thread has it still."""
@@ -182,17 +182,17 @@ cdef class Hold:
     cdef readonly bint has
 
     def __enter__(self):
-        self.has = self.lock.take(self.timeout)
+        self.has = self.lock.acquire(self.timeout)
         return self
 
     def __exit__(self, *error):
         if self.has:
             self.has = False
-            self.lock.leave()
+            self.lock.release()
 
     def __dealloc__(self):
         if self.has:
-            self.lock.leave()
+            self.lock.release()
 
 
 @cython.final

@@ -60,7 +60,7 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    static cseq_place cseq_placed; /* one for the process: arrays that outlive everything point to it */
+    static cseq_slot_allocator cseq_slot_arrays; /* one for the process: arrays that outlive everything point to it */
     static cseq_reuse cseq_reused;
     static uint32_t cseq_forks;  /* between this process and the program that was executed */
     static uint64_t cseq_forker; /* the thread that this process is a copy of */
@@ -82,7 +82,7 @@ cdef extern from *:
         return pid;
     }
     static void cseq_at_child(void) {
-        cseq_placed.active = 0; /* the child is in the middle of no ticket */
+        cseq_slot_arrays.active = 0; /* the child is in the middle of no ticket */
         cseq_reuse_forget(&cseq_reused);
         cseq_forks++;
         cseq_forker = PyThread_get_thread_ident();
@@ -90,7 +90,7 @@ cdef extern from *:
     static int cseq_fork_install(void) { return pthread_atfork(0, 0, cseq_at_child); }
     #endif
     """
-    cseq_place cseq_placed
+    cseq_slot_allocator cseq_slot_arrays
     cseq_reuse cseq_reused
     uint32_t cseq_forks
     uint64_t cseq_forker
@@ -443,9 +443,9 @@ def keep_freed():
     return bool(cseq_keep_freed())
 
 
-# -- numpy's allocators: arrays made in place, in the batch's slot (cseq_place.h)
+# -- numpy's allocators: arrays made in place, in the batch's slot (cseq_slot_allocator.h)
 
-cdef PyDataMem_Handler place_handler, reuse_handler
+cdef PyDataMem_Handler slot_handler, reuse_handler
 
 
 cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
@@ -458,7 +458,7 @@ cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* hand
     return 0
 
 
-cdef void place_release(void* owner) noexcept:
+cdef void release_slot(void* owner) noexcept:
     """Called when no array is left in the region of this `Mapping`."""
     Py_DECREF(<object>owner)
 
@@ -466,69 +466,69 @@ cdef void place_release(void* owner) noexcept:
 @cython.final
 @cython.no_gc
 cdef class SlotAllocator:
-    """Makes numpy allocate the arrays of a batch in the batch's slot: see cseq_place.h.
+    """Makes numpy allocate the arrays of a batch in the batch's slot: see cseq_slot_allocator.h.
 
     Holds for the thread and `contextvars` context that make it, until the process ends; a worker
     process has one.
     """
 
     def __cinit__(self):
-        if cseq_placed.release == NULL:
+        if cseq_slot_arrays.release == NULL:
             put_above(
-                PyDataMem_GetHandler(), &cseq_placed.below, &place_handler, b"cseq", PyDataMemAllocator(
-                    &cseq_placed, cseq_place_malloc, cseq_place_calloc, cseq_place_realloc, cseq_place_free))
-            cseq_placed.release = place_release
-        PyDataMem_SetHandler(PyCapsule_New(&place_handler, "mem_handler", NULL))
+                PyDataMem_GetHandler(), &cseq_slot_arrays.below, &slot_handler, b"cseq", PyDataMemAllocator(
+                    &cseq_slot_arrays, cseq_slot_malloc, cseq_slot_calloc, cseq_slot_realloc, cseq_slot_free))
+            cseq_slot_arrays.release = release_slot
+        PyDataMem_SetHandler(PyCapsule_New(&slot_handler, "mem_handler", NULL))
 
     @property
     def count(self):
         """Large allocations since `begin`."""
-        return cseq_placed.count
+        return cseq_slot_arrays.count
 
     @property
     def used(self):
         """Bytes of the slot that are allocated."""
-        return cseq_placed.used
+        return cseq_slot_arrays.used
 
     @used.setter
     def used(self, uint64_t nbytes):
-        cseq_placed.used = nbytes
+        cseq_slot_arrays.used = nbytes
 
     @property
     def live(self):
         """Arrays that lie in the slot."""
-        return cseq_placed.at.live
+        return cseq_slot_arrays.slot.live
 
-    def begin(self, Mapping slot not None, uint64_t nbytes):
+    def serve(self, Mapping slot not None, uint64_t nbytes):
         """Begin to number large allocations, and serve the wanted ones from this slot of
         `nbytes` bytes."""
-        if cseq_placed.at.live:
-            raise RuntimeError(f"{cseq_placed.at.live} arrays lie in the slot before")
+        if cseq_slot_arrays.slot.live:
+            raise RuntimeError(f"{cseq_slot_arrays.slot.live} arrays lie in the slot before")
         if nbytes > <uint64_t>slot.size:
             raise ValueError(f"nbytes={nbytes} exceeds a mapping of {slot.size} bytes")
-        if cseq_place_begin(&cseq_placed, slot.data, nbytes, <void*>slot):
+        if cseq_slot_serve(&cseq_slot_arrays, slot.data, nbytes, <void*>slot):
             raise MemoryError("no memory for the table of slots in use")
-        Py_INCREF(slot)  # place_release gives it back
+        Py_INCREF(slot)  # release_slot gives it back
 
     def pause(self):
         """Serve no more allocations from the slot."""
-        cseq_placed.active = 0
+        cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
         """Serve the allocations that these arrays of the batch lie in from the slot next time."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
-            cseq_place_learn(&cseq_placed, cnp.PyArray_DATA(array), &wanted)
-        cseq_placed.wanted = wanted
+            cseq_slot_learn(&cseq_slot_arrays, cnp.PyArray_DATA(array), &wanted)
+        cseq_slot_arrays.wanted = wanted
 
-    def end(self):
+    def stop(self):
         """Serve nothing from the slot any more; return how many arrays are alive in it."""
-        return cseq_place_end(&cseq_placed)
+        return cseq_slot_stop(&cseq_slot_arrays)
 
     def holds(self, Mapping slot not None):
         """Whether arrays are alive in a slot after its `end`."""
-        return bool(cseq_place_holds(&cseq_placed, slot.data))
+        return bool(cseq_slot_holds(&cseq_slot_arrays, slot.data))
 
 
 # -- arrays of worker threads: numpy allocates them where earlier ones lay (cseq_reuse.h)
@@ -546,9 +546,9 @@ cdef class Reuse:
     """
 
     def __enter__(self):
-        cseq_reuse_count(&cseq_reused, True)
+        cseq_reuse_count_thread(&cseq_reused, True)
         if PyDataMem_GetHandler() is <object>PyDataMem_DefaultHandler:
             PyDataMem_SetHandler(PyCapsule_New(&reuse_handler, "mem_handler", NULL))
 
     def __exit__(self, *_):
-        cseq_reuse_count(&cseq_reused, False)
+        cseq_reuse_count_thread(&cseq_reused, False)

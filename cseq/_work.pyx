@@ -78,7 +78,7 @@ cdef class Runner:
         self.ring = ring
         self.r = ring.r
         if ring.turns is not None:
-            self.turns, self.turn = &ring.turns.t, ring.first + owner
+            self.turns, self.turn = &ring.turns.t, ring.first_entry + owner
         self.stage = stage
         self.owner = owner
         self.last = last
@@ -102,7 +102,7 @@ cdef class Runner:
                 with nogil:
                     self.pause()
                     cell = cseq_ring_await(self.r, self.stage, self.owner, self.park)
-                    if self.turns and cell >= 0: cseq_turns_take(self.turns, self.turn)
+                    if self.turns and cell >= 0: cseq_turns_enter(self.turns, self.turn)
                 self.since = cseq_now_ns()
         else:
             self.pause()
@@ -116,7 +116,7 @@ cdef class Runner:
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
-        if self.turns: cseq_turns_give(self.turns, self.turn)
+        if self.turns: cseq_turns_leave(self.turns, self.turn)
 
     def __iter__(self):
         return self
@@ -210,7 +210,7 @@ cdef class Runner:
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
             self.room = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
         array = self.room
-        if n > LEAST // 8:  # not kept: it may lie in the batch's slot (cseq_place.h)
+        if n > LEAST // 8:  # not kept: it may lie in the batch's slot (cseq_slot_allocator.h)
             self.room = NOTHING
         CSEQ_POINT("slice")
         memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),

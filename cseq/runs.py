@@ -21,7 +21,7 @@ from cseq import tracing
 from cseq._lock import end_daemons
 from cseq.processes.launcher.forks import in_forked_children
 from cseq.stage import HURRY
-from cseq.threads import Latch, await_left, await_told
+from cseq.threads import Latch, await_left, await_logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -196,7 +196,7 @@ def _close_all() -> None:
         stack.callback(await_left, EXIT_SECONDS)
         for run in list(_runs):
             stack.callback(run.close, hurried=True)
-    await_told(time.monotonic() + LOG_SECONDS)
+    await_logged(time.monotonic() + LOG_SECONDS)
 
 
 def _interrupt_all() -> None:

@@ -36,11 +36,11 @@ __all__ = [
     "Latch",
     "Threads",
     "await_left",
-    "await_told",
-    "later",
+    "await_logged",
+    "call_later",
     "leave_running",
     "refuse_patches",
-    "tell",
+    "log_later",
     "thread_limits",
 ]
 
@@ -178,18 +178,18 @@ _writing = False
 _guard = Lock()  # around all three
 
 
-def tell(level: int, text: str, *args: object) -> None:
+def log_later(level: int, text: str, *args: object) -> None:
     """Log a message on a thread of its own, after those before it.
 
     Handlers of `logging` are the user's: one may raise, or wait for a server. That must not keep a
     thread from its work that others wait for. What a handler raises is printed.
     """
     if log.isEnabledFor(level):
-        later(partial(log.log, level, text, *args))
+        call_later(partial(log.log, level, text, *args))
 
 
-def later(call: Callable[[], object]) -> None:
-    """Call a function of logging, as `tell` does."""
+def call_later(call: Callable[[], object]) -> None:
+    """Call a function of logging, as `log_later` does."""
     global _writer, _writing
     with _guard.hold():
         _pending.append(call)
@@ -222,7 +222,7 @@ def _write() -> None:
                 traceback.print_exc()
 
 
-def await_told(deadline: float) -> None:
+def await_logged(deadline: float) -> None:
     """Wait until all messages are logged, or `deadline` (of time.monotonic)."""
     _writer.join(deadline)
 

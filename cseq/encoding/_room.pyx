@@ -107,7 +107,7 @@ cdef class Room:
         self.begin_empty()
         if self.slot_allocator is not None and self.capacity > LEAST and self.may_lend():
             mapping = self.mapped[self.slot]
-            self.slot_allocator.begin(mapping, self.capacity)
+            self.slot_allocator.serve(mapping, self.capacity)
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
@@ -266,7 +266,7 @@ cdef class Room:
         """Stop making arrays in the slot; return whether arrays in it are alive."""
         placed = 0
         if self.target is not None and self.slot_allocator is not None:
-            placed = self.slot_allocator.end()
+            placed = self.slot_allocator.stop()
         self.target = None
         return placed > 0 or self.is_lent()
 

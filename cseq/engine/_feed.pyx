@@ -230,7 +230,7 @@ cdef class Feed:
             return False
         t = self.at(self.length)
         t.number, t.ring_number, t.cell = self.ticket, <uint32_t>ring_number, <uint32_t>cell
-        t.entry = ring.first + t.cell
+        t.entry = ring.first_entry + t.cell
         t.units = self.source.write(ring_number, ring, t.cell, self.ticket)
         self.length += 1
         self.ticket += 1
@@ -281,7 +281,7 @@ cdef class Feed:
         cdef Ticket t
         if ring.calling >= 0:
             t.number, t.units, t.ring_number, t.cell = NONE, 0, worker, <uint32_t>ring.calling
-            t.entry = ring.first + t.cell
+            t.entry = ring.first_entry + t.cell
             self.cancel(&t)
             ring.calling = -1
 
@@ -396,10 +396,10 @@ cdef class Feed:
         # After a pause, the time since the last step is not the loop's.
         cdef bint goes_on = m.since_ns != 0
         cdef uint64_t now = cseq_now_ns()
-        cseq_meter_begin(m, now)
+        cseq_meter_start_epoch(m, now)
         if m.first_ns:
             cseq_count_u64(&m.epochs, 1)
-            cseq_meter_read(m, now, False, goes_on)
+            cseq_meter_read_system(m, now, False, goes_on)
 
     def end(self):
         self.generation = NONE
@@ -490,7 +490,7 @@ cdef class Feed:
         if m.first_ns:
             now = cseq_now_ns()
             cseq_meter_step(m, now, False)
-            cseq_meter_read(m, now, False, True)
+            cseq_meter_read_system(m, now, False, True)
         cseq_store_rlx_u64(&m.since_ns, 0)
         return None
 
@@ -724,7 +724,7 @@ cdef class Feed:
 
     cdef object call(self, uint64_t generation):
         cdef Lock lock = self.run.lock
-        lock.enter_anew()
+        lock.acquire_once()
         try:
             return cseq_given(self.take_batch(generation))
         except Exception as error:
@@ -732,7 +732,7 @@ cdef class Feed:
             shorten(error)
             raise error
         finally:
-            lock.leave()
+            lock.release()
             rest()
 
     cpdef int check(self, uint64_t generation) except -1:
@@ -747,7 +747,7 @@ cdef class Feed:
         Otherwise return None. The item is decoded, and stays next. No key is drawn. An exception is
         returned as its `ItemFailure`.
         """
-        self.run.lock.take(-1)
+        self.run.lock.acquire(-1)
         try:
             if (not self.run.is_at(self.generation) or not self.source.keyed or not self.ordered
                     or self.find() < 0):
@@ -764,7 +764,7 @@ cdef class Feed:
             self.short = NONE
             return None
         finally:
-            self.run.lock.leave()
+            self.run.lock.release()
 
     # -- calls of workers
 
@@ -778,7 +778,7 @@ cdef class Feed:
             return
         if ring.calling == <int>cell:
             ring.calling = -1
-            self.decoder.free(ring.first + cell, cseq_ring_cell(ring.r, cell))
+            self.decoder.free(ring.first_entry + cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if ends and self.source is not None and not self.source.keyed:
             # Dropped last, since destructors may run code.

@@ -131,7 +131,7 @@ class Pool(Generic[K]):
     ) -> tuple[Any, BaseException | None]:
         """Decode a batch that C cannot; see `Feed`."""
         crew = self.crew
-        entry = cell + self.rings[ring_number].first
+        entry = cell + self.rings[ring_number].first_entry
         if status & RAISED:
             died = crew.died_of(ring_number, cell)
             return None, died or crew.reader.error(entry, slot, capacity, record)

@@ -40,7 +40,7 @@ from cseq.indexing import context
 from cseq.indexing.indexer import Indexing, advised, build_seeded, check_worker, leaving
 from cseq.indexing.seeding import Seeds
 from cseq.options import Size
-from cseq.threads import tell
+from cseq.threads import log_later
 
 try:
     import ray
@@ -382,7 +382,7 @@ class Caller:
                 if time.monotonic() > due and not self._worker:
                     due = math.inf
                     why = f"{self._name}: {failure.line_of(error)}"
-                    tell(logging.WARNING, "no agent is ready yet; %s", why)
+                    log_later(logging.WARNING, "no agent is ready yet; %s", why)
             except exceptions.RayError as error:
                 raise crew.failed(error) from None
             if crew.closed.is_set():

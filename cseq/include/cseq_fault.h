@@ -24,7 +24,7 @@
 static long cseq_fault_left = -1; /* passes until death; -1: not known yet */
 static char cseq_fault_name[32];
 
-static inline void cseq_fault_read(const char *worker) {
+static inline void cseq_fault_parse(const char *worker) {
     const char *spec = getenv("CSEQ_FAULT");
     const char *colon = spec ? strchr(spec, ':') : 0;
     const char *only = colon ? strchr(colon + 1, ':') : 0;
@@ -37,7 +37,7 @@ static inline void cseq_fault_read(const char *worker) {
 
 static inline void cseq_fault_pass(const char *name) {
     const char *worker = cseq_fault_left < 0 ? getenv("CSEQ_WORKER") : 0;
-    if (worker) cseq_fault_read(worker);
+    if (worker) cseq_fault_parse(worker);
     if (cseq_fault_left > 0 && strcmp(name, cseq_fault_name) == 0 && --cseq_fault_left == 0)
         kill(getpid(), SIGKILL);
 }

@@ -112,23 +112,23 @@ CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows,
         out[k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
 }
 
-/* The samples at positions below n; `out` may be `places`. */
-static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *places, uint64_t count,
+/* The samples at positions below n; `out` may be `positions`. */
+static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *positions, uint64_t count,
                                        int64_t *out)
 {
     uint64_t rows[CSEQ_LANES], columns[CSEQ_LANES];
     for (uint64_t done = 0; done < count; done += CSEQ_LANES) {
         int lanes = count - done < CSEQ_LANES ? (int)(count - done) : CSEQ_LANES;
         for (int k = 0; k < lanes; k++) {
-            rows[k] = (uint64_t)places[done + k] / f->b;
-            columns[k] = (uint64_t)places[done + k] % f->b;
+            rows[k] = (uint64_t)positions[done + k] / f->b;
+            columns[k] = (uint64_t)positions[done + k] % f->b;
         }
         cseq_feistel_write(f, rows, columns, lanes, out + done);
     }
 }
 
 /* The samples at positions start .. start+count-1, which are below n: one division for all. */
-static inline void cseq_feistel_read(const cseq_feistel *f, uint64_t start, uint64_t count,
+static inline void cseq_feistel_range(const cseq_feistel *f, uint64_t start, uint64_t count,
                                      int64_t *out)
 {
     uint64_t rows[CSEQ_LANES], columns[CSEQ_LANES];

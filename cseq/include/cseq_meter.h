@@ -32,7 +32,7 @@
 #define CSEQ_BUCKETS 144 /* four an octave, from 64 ns to 73 minutes */
 #define CSEQ_SLOWEST 8
 #define CSEQ_POLL 100000000u /* ns between two looks at what the system has counted */
-#define CSEQ_READ 1000000u   /* ns between two readings at least, which take some microseconds */
+#define CSEQ_READ_GAP 1000000u   /* ns between two readings at least, which take some microseconds */
 
 typedef struct {
     uint64_t sum; /* ns, of all */
@@ -73,9 +73,9 @@ CSEQ_INLINE uint32_t cseq_bucket_of(uint64_t ns) {
     uint32_t top, k;
     if (ns < 64) ns = 64;
 #if defined(_MSC_VER)
-    unsigned long found;
-    _BitScanReverse64(&found, ns);
-    top = (uint32_t)found;
+    unsigned long highest;
+    _BitScanReverse64(&highest, ns);
+    top = (uint32_t)highest;
 #else
     top = 63u - (uint32_t)__builtin_clzll(ns);
 #endif
@@ -118,7 +118,7 @@ CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
 /* ── the trainer ──────────────────────────────────────────────────────────────────────── */
 
 /* An epoch's clock runs from here. What was waited before the first batch of all is the start. */
-CSEQ_INLINE void cseq_meter_begin(cseq_meter *m, uint64_t now) {
+CSEQ_INLINE void cseq_meter_start_epoch(cseq_meter *m, uint64_t now) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns);
     if (cseq_load_rlx_u64(&m->first_ns)) {
         if (since) cseq_histogram_add(&m->work, now - since - cseq_load_rlx_u64(&m->waited_ns));
@@ -169,9 +169,9 @@ CSEQ_INLINE uint64_t cseq_queued_ns(void) {
 
 /* Read what the calling thread (`whole`: its process) has computed, and what the thread has waited for a core;
  * `counts`: add what came since the last reading. The first one of a record, or of a thread, adds nothing. */
-CSEQ_INLINE void cseq_meter_read(cseq_meter *m, uint64_t now, int whole, int counts) {
+CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, int counts) {
     uint64_t cpu = 0, queued, thread = 0;
-    if (m->polled_ns && now - m->read_ns < CSEQ_READ) return;
+    if (m->polled_ns && now - m->read_ns < CSEQ_READ_GAP) return;
     queued = cseq_queued_ns();
 #if !defined(_WIN32)
     struct timespec t;
@@ -195,7 +195,7 @@ CSEQ_INLINE void cseq_meter_read(cseq_meter *m, uint64_t now, int whole, int cou
 
 /* The same for all that came since the last poll: a reading in between puts none off. */
 CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole, int counts) {
-    cseq_meter_read(m, now, whole, counts);
+    cseq_meter_read_system(m, now, whole, counts);
     cseq_store_rlx_u64(&m->polled_ns, now);
 }
 

@@ -22,7 +22,7 @@
 
 #define CSEQ_REUSE_LEAST ((size_t)128 << 10) /* bytes; glibc's malloc maps larger blocks */
 #define CSEQ_REUSE_MOST ((size_t)128 << 20)  /* bytes of free blocks, in all */
-#define CSEQ_REUSE_COUNT 128u                /* free blocks */
+#define CSEQ_REUSE_BLOCKS 128u                /* free blocks */
 
 typedef struct {
     cseq_allocator below; /* numpy's own */
@@ -34,7 +34,7 @@ typedef struct {
     struct {
         void *p;
         size_t size;
-    } blocks[CSEQ_REUSE_COUNT]; /* free ones, the latest last */
+    } blocks[CSEQ_REUSE_BLOCKS]; /* free ones, the latest last */
 } cseq_reuse;
 
 /* The size of the block for an array: in steps of an eighth, so that batches of padded samples share blocks. */
@@ -59,14 +59,14 @@ CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
 
 /* Give the oldest blocks back, until there is room for one more of this size. The caller has the lock. */
 CSEQ_INLINE void cseq_reuse_trim(cseq_reuse *r, size_t size) {
-    while (r->count && (r->count == CSEQ_REUSE_COUNT || r->nbytes > CSEQ_REUSE_MOST - size)) {
+    while (r->count && (r->count == CSEQ_REUSE_BLOCKS || r->nbytes > CSEQ_REUSE_MOST - size)) {
         size_t oldest = r->blocks[0].size;
         r->below.free(r->below.ctx, cseq_reuse_remove(r, 0), oldest);
     }
 }
 
 /* A free block of this size, or NULL. */
-CSEQ_INLINE void *cseq_reuse_take(cseq_reuse *r, size_t room) {
+CSEQ_INLINE void *cseq_reuse_find(cseq_reuse *r, size_t room) {
     void *p = 0;
     if (room < CSEQ_REUSE_LEAST || !cseq_reuse_try(r)) return 0;
     for (uint32_t k = r->count; k-- > 0 && !p;)
@@ -78,7 +78,7 @@ CSEQ_INLINE void *cseq_reuse_take(cseq_reuse *r, size_t room) {
 CSEQ_INLINE void *cseq_reuse_malloc(void *ctx, size_t size) {
     cseq_reuse *r = (cseq_reuse *)ctx;
     size_t room = cseq_reuse_room(size);
-    void *p = cseq_reuse_take(r, room);
+    void *p = cseq_reuse_find(r, room);
     return p ? p : r->below.malloc(r->below.ctx, room);
 }
 
@@ -86,7 +86,7 @@ CSEQ_INLINE void *cseq_reuse_calloc(void *ctx, size_t count, size_t size) {
     cseq_reuse *r = (cseq_reuse *)ctx;
     if (size && count > (size_t)-1 / size) return 0;
     size_t room = cseq_reuse_room(count * size);
-    void *p = cseq_reuse_take(r, room);
+    void *p = cseq_reuse_find(r, room);
     return p ? memset(p, 0, count * size) : r->below.calloc(r->below.ctx, 1, room);
 }
 
@@ -113,7 +113,7 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
 
 /* A thread begins or ends to make arrays; the last one gives all free blocks back. It waits for the
  * lock, whose holder goes on without the interpreter. */
-CSEQ_INLINE void cseq_reuse_count(cseq_reuse *r, int begins) {
+CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     while (!cseq_reuse_try(r)) {
     }
     if (begins) {

@@ -352,7 +352,7 @@ CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
 }
 
 /* A run of tickets begins in this cell of a shared ring: runners look here first. */
-CSEQ_INLINE void cseq_ring_begin(cseq_ring *r, uint32_t cell) {
+CSEQ_INLINE void cseq_ring_set_hints(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[0], cell);
     cseq_store_rlx_u32(&r->hint[1], cell);
 }

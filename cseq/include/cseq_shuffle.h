@@ -220,7 +220,7 @@ static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *tabl
 }
 
 /* Begin an epoch: O(1), also on a used table, whose pages are zeroed when they are needed. */
-static inline void cseq_order_begin(cseq_order *order, uint64_t seed, uint64_t epoch)
+static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t epoch)
 {
     uint64_t pages = cseq_table_pages(order->n);
     if (order->position) {
@@ -252,7 +252,7 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
 }
 
 /* Copy the samples at positions start .. start+count-1, which must be final. */
-static inline void cseq_order_read(const cseq_order *order, uint64_t start, uint64_t count,
+static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint64_t count,
                                    int64_t *out)
 {
     uint64_t k = 0;

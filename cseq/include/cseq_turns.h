@@ -42,7 +42,7 @@ typedef struct {
 
 /* A runner without one takes its turn, without the GIL.
  * SYNC: turn seen (the count of waiters, then the compare-and-swap; against `give`) */
-CSEQ_INLINE void cseq_turns_take(cseq_turns *t, uint32_t runner) {
+CSEQ_INLINE void cseq_turns_enter(cseq_turns *t, uint32_t runner) {
     if (!cseq_load_rlx_u32(&t->on) || cseq_cas_sc_u32(&t->holder, 0, runner)) return;
     const uint64_t begun = cseq_now_ns();
     uint64_t waited = 0;
@@ -60,7 +60,7 @@ CSEQ_INLINE int cseq_turns_has(const cseq_turns *t, uint32_t runner) {
 }
 
 /* A runner gives its turn up, if it has it. SYNC: turn seen (the swap, then the load) */
-CSEQ_INLINE void cseq_turns_give(cseq_turns *t, uint32_t runner) {
+CSEQ_INLINE void cseq_turns_leave(cseq_turns *t, uint32_t runner) {
     if (cseq_load_rlx_u32(&t->holder) != runner) return;
     cseq_swap_sc_u32(&t->holder, 0);
     if (cseq_load_sc_u32(&t->waiters)) cseq_wake(&t->holder, 0);

@@ -47,7 +47,7 @@ extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((
 typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
 typedef void(WINAPI *cseq_wake_function)(void *);
 
-CSEQ_INLINE FARPROC cseq_find(const char *name) {
+CSEQ_INLINE FARPROC cseq_find_function(const char *name) {
     HMODULE kernel = GetModuleHandleW(L"kernelbase.dll"); /* every process has it */
     return kernel == 0 ? 0 : GetProcAddress(kernel, name);
 }
@@ -140,7 +140,7 @@ CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int share
         }
 #elif defined(_WIN32)
         if (!shared) {
-            cseq_wait_function wait = (cseq_wait_function)(void *)cseq_find("WaitOnAddress");
+            cseq_wait_function wait = (cseq_wait_function)(void *)cseq_find_function("WaitOnAddress");
             if (wait != 0) {
                 wait(word, &seen, 4, (DWORD)((ns + 999999u) / 1000000u));
                 return;
@@ -160,7 +160,7 @@ CSEQ_INLINE void cseq_wake(uint32_t *word, int shared) {
         os_sync_wake_by_address_all(word, 4, shared ? 1u : 0u /* SHARED */);
 #elif defined(_WIN32)
     if (!shared) {
-        cseq_wake_function wake = (cseq_wake_function)(void *)cseq_find("WakeByAddressAll");
+        cseq_wake_function wake = (cseq_wake_function)(void *)cseq_find_function("WakeByAddressAll");
         if (wake != 0) wake(word);
     }
 #else

@@ -1,7 +1,7 @@
 """The memory that a trainer and its workers share: rings, slots, leases on these.
 
 It lies in two anonymous files, which a worker process maps from their descriptors, beside the
-numbers of `Arena.place`. The file of slots is sparse: slot ``s`` begins at byte ``s * width``, and
+numbers of `Arena.setup_of`. The file of slots is sparse: slot ``s`` begins at byte ``s * width``, and
 only its committed part takes memory.
 
 A process maps the committed part of a slot, and maps the slot again when that has grown. Pages are
@@ -152,7 +152,7 @@ class Arena:
         above, at = divmod(owner - 1, len(self.rings))
         return at, above + 1
 
-    def place(self, owner: int, *, has_slots: bool) -> tuple[int, tuple[int, int], int, int]:
+    def setup_of(self, owner: int, *, has_slots: bool) -> tuple[int, tuple[int, int], int, int]:
         """Return where a worker finds its ring and the slots: fields of `worker.Setup`."""
         at, number = self._locate(owner)
         where = at * self._ring_width, self._ring_bytes

@@ -14,7 +14,7 @@ import pickle
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cseq.threads import later
+from cseq.threads import call_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -105,7 +105,7 @@ def levels() -> Levels:
 
 
 class Records:
-    """Handles records, one after another, on the thread of `cseq.threads.tell`."""
+    """Handles records, one after another, on the thread of `cseq.threads.log_later`."""
 
     def __init__(self) -> None:
         # Counted by the thread that calls `queue_record`; then by the thread that handles records.
@@ -118,7 +118,7 @@ class Records:
             self._lost += 1
             return
         self._queued += 1
-        later(partial(self._handle, body))
+        call_later(partial(self._handle, body))
 
     def _handle(self, body: bytes) -> None:
         self._handled += 1

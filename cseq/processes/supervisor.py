@@ -48,7 +48,7 @@ from cseq.processes.worker import (
     WorkerProcess,
 )
 from cseq.stage import HURRY, RAISED, START_SHARE, overdue
-from cseq.threads import Latch, Threads, await_told, tell, thread_limits
+from cseq.threads import Latch, Threads, await_logged, log_later, thread_limits
 
 if TYPE_CHECKING:
     import socket
@@ -321,7 +321,7 @@ class Supervisor:
         self.processes[runner_number - 1] = child
         self._selector.register(child.sock, selectors.EVENT_READ, worker)
         reads = runner_number <= self._readers
-        layout = self.shared.place(runner_number, has_slots=reads)
+        layout = self.shared.setup_of(runner_number, has_slots=reads)
         record = self._record if reads else None
         log_levels = None if self.takes_objects else levels()
         setup = Setup(runner_number - 1, *layout, self._task(runner_number), record, log_levels)
@@ -343,7 +343,7 @@ class Supervisor:
                 self._records.queue_record(body)
             elif not self._noted:
                 self._noted = True
-                tell(logging.WARNING, "%s", body.decode())
+                log_later(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
         """Ensure that a worker has ended, and repost its tickets; `_staff` replaces it."""
@@ -363,7 +363,9 @@ class Supervisor:
         worker.close()
         if self.closed:
             if exitcode not in (0, None, KILLED):
-                tell(logging.WARNING, "worker %d %s", runner_number - 1, describe_exit(exitcode))
+                log_later(
+                    logging.WARNING, "worker %d %s", runner_number - 1, describe_exit(exitcode)
+                )
             return
         begun = self.shared.held(runner_number)
         held = [self._describe(runner_number - 1, cell) for cell, _ in begun]
@@ -394,7 +396,7 @@ class Supervisor:
             self._fail(error)
         elif counts:
             done = "replaced" if runner_number in self.wanted() else "its tickets go to others"
-            tell(
+            log_later(
                 logging.WARNING,
                 "worker %d %s: %s%s",
                 runner_number - 1,
@@ -450,7 +452,7 @@ class Supervisor:
                 "multiprocessing_context='forkserver')"
             )
         text = "nothing has come from the workers after %.0f s: %s; cseq waits%s"
-        tell(logging.WARNING, text, seconds, doing, beside)
+        log_later(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
         """Let the supervisor's thread fork missing workers, and wait for it."""
@@ -491,7 +493,7 @@ class Supervisor:
             message = f"{took}; worker {runner_number - 1} is here:\n{stack}"
             if not restart:
                 raise WorkerTimeout(message)
-            tell(logging.ERROR, "%sworker %d is restarted", message, runner_number - 1)
+            log_later(logging.ERROR, "%sworker %d is restarted", message, runner_number - 1)
             if worker is not None:
                 worker.is_overdue = True
                 worker.child.kill()
@@ -552,13 +554,13 @@ class Supervisor:
                     k, text = worker.runner_number - 1, "worker %d is ending: killed after %g s"
                     if self._is_busy(worker):
                         text = "worker %d is busy: killed after %g s"
-                    tell(logging.WARNING, text, k, GRACE)
+                    log_later(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
         # The thread was not started or hangs, or processes live on.
         if not self._gone:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
-        await_told(time.monotonic() + LAST_GRACE)
+        await_logged(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)

@@ -10,7 +10,7 @@
 #include "cseq_feistel.h"
 #include "cseq_map.h"
 #include "cseq_meter.h"
-#include "cseq_place.h"
+#include "cseq_slot_allocator.h"
 #include "cseq_reuse.h"
 #include "cseq_ring.h"
 #include "cseq_shuffle.h"

@@ -152,7 +152,7 @@ static void trainer_post(trainer *t, uint32_t cell) {
     c->count = (uint32_t)(1 + ticket % BATCH);
     for (uint64_t k = 0; k < c->count; k++) indices[k] = (int64_t)index_of(ticket, k);
     c->stage = c->status = 0;
-    if (!t->outstanding && !t->ring->calls) cseq_ring_begin(t->ring, cell);
+    if (!t->outstanding && !t->ring->calls) cseq_ring_set_hints(t->ring, cell);
     t->order[(t->first + t->outstanding) % t->ring->capacity] = cell;
     t->outstanding++;
     if (cell < cseq_ring_round(t->ring)) t->next_cell = (cell + 1) % cseq_ring_round(t->ring);

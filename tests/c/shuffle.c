@@ -24,10 +24,10 @@ DOOR void first(uint64_t n, uint32_t *table, uint32_t *tags, uint64_t seed, uint
 {
     cseq_order order;
     cseq_order_init(&order, n, table, tags);
-    cseq_order_begin(&order, seed, epoch);
+    cseq_order_start(&order, seed, epoch);
     while (cseq_order_advance(&order, count, 7)) {
     }
-    cseq_order_read(&order, 0, count, out);
+    cseq_order_copy(&order, 0, count, out);
 }
 
 /* `count` epochs on a table that was last used in generation 1 and is in `generation` now; `out`
@@ -40,12 +40,12 @@ DOOR void epochs(uint64_t n, uint32_t *table, uint32_t *tags, uint32_t generatio
     order.generation = 1;
     for (uint64_t page = 0; page < cseq_table_pages(n); page++)
         tags[page] = 1;
-    cseq_order_begin(&order, seed, 0);
+    cseq_order_start(&order, seed, 0);
     cseq_order_advance(&order, n, n);
     order.generation = generation;
     for (uint64_t epoch = 0; epoch < count; epoch++) {
-        cseq_order_begin(&order, seed, epoch);
+        cseq_order_start(&order, seed, epoch);
         cseq_order_advance(&order, n, n);
     }
-    cseq_order_read(&order, 0, n, out);
+    cseq_order_copy(&order, 0, n, out);
 }

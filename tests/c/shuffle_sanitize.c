@@ -52,7 +52,7 @@ static void walk(cseq_order *order, const uint64_t *right, uint64_t upto) {
         while (cseq_order_advance(order, goal, most)) { /* `goal` may be beyond n */
         }
         int64_t *out = bytes(count * 8);
-        cseq_order_read(order, done, count, out);
+        cseq_order_copy(order, done, count, out);
         for (uint64_t k = 0; k < count; k++) REQUIRE((uint64_t)out[k] == right[done + k]);
         free(out);
         done += count;
@@ -68,7 +68,7 @@ static void one_order(uint64_t n, uint32_t generation) {
     cseq_order_init(&order, n, table, tags);
     for (uint64_t epoch = 0; epoch < 7; epoch++) {
         uint64_t seed = below(3) ? below(1000) : cseq_next(rng);
-        cseq_order_begin(&order, seed, epoch);
+        cseq_order_start(&order, seed, epoch);
         /* 2^32 epochs later: pages that were written in generation 1, and not since */
         if (epoch == 2 && generation) order.generation = generation;
         uint64_t *right = expected(n, seed, epoch);
@@ -115,7 +115,7 @@ static void one_network(uint64_t n) {
         REQUIRE(alone == out[k]);
     }
     uint64_t start = n > count ? below(n - count) : 0;
-    cseq_feistel_read(&f, start, n > count ? count : 0, out);
+    cseq_feistel_range(&f, start, n > count ? count : 0, out);
     for (uint64_t k = 0; k < count && n > count; k++) {
         alone = (int64_t)(start + k);
         cseq_feistel_gather(&f, &alone, 1, &alone);

@@ -15,7 +15,7 @@ import pytest
 from interrupting import interrupted
 
 import cseq
-from cseq.threads import Latch, Threads, await_told, tell, thread_limits
+from cseq.threads import Latch, Threads, await_logged, log_later, thread_limits
 
 SOON = 30.0  # seconds after which something that should happen is taken to hang
 
@@ -186,7 +186,7 @@ def handler():
     added, log = Handler(), logging.getLogger("cseq")
     log.addHandler(added)
     yield added
-    await_told(time.monotonic() + SOON)
+    await_logged(time.monotonic() + SOON)
     log.removeHandler(added)
 
 
@@ -200,16 +200,16 @@ def test_messages_are_logged_by_one_thread(handler):
 
     handler.act = act
     before = threading.active_count()
-    tell(logging.WARNING, "act")
+    log_later(logging.WARNING, "act")
     acts.wait()
     for k in range(50):
-        tell(logging.WARNING, "message %d", k)
-    tell(logging.DEBUG, "not wanted")
+        log_later(logging.WARNING, "message %d", k)
+    log_later(logging.DEBUG, "not wanted")
     assert handler.got == []
     assert threading.active_count() == before + 1
-    await_told(time.monotonic())  # the slow one holds nothing up
+    await_logged(time.monotonic())  # the slow one holds nothing up
     go.set()
-    await_told(time.monotonic() + SOON)
+    await_logged(time.monotonic() + SOON)
     assert handler.got == ["act", *(f"message {k}" for k in range(50))]
     assert len(handler.threads) == 1
     assert threading.active_count() == before
@@ -223,9 +223,9 @@ def test_a_handler_of_logging_that_raises(error, handler, capsys):
         raise error("no answer")
 
     handler.act = act
-    tell(logging.WARNING, "act")
-    tell(logging.WARNING, "later")
-    await_told(time.monotonic() + SOON)
+    log_later(logging.WARNING, "act")
+    log_later(logging.WARNING, "later")
+    await_logged(time.monotonic() + SOON)
     assert handler.got == ["later"]
     assert f"{error.__name__}: no answer" in capsys.readouterr().err
 
@@ -238,9 +238,9 @@ def test_messages_without_a_thread(handler, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr("_thread.start_new_thread", refuse)
-        tell(logging.WARNING, "first")
-    tell(logging.WARNING, "second")
-    await_told(time.monotonic() + SOON)
+        log_later(logging.WARNING, "first")
+    log_later(logging.WARNING, "second")
+    await_logged(time.monotonic() + SOON)
     assert handler.got == ["first", "second"]
 
 
@@ -249,9 +249,9 @@ def test_ctrl_c_anywhere_in_tell(handler):
     told = []
     for countdown in itertools.count(1):
         with interrupted(countdown, "threads.py") as struck:
-            tell(logging.WARNING, "struck %d", countdown)
-        tell(logging.WARNING, "later %d", countdown)
-        await_told(time.monotonic() + SOON)
+            log_later(logging.WARNING, "struck %d", countdown)
+        log_later(logging.WARNING, "later %d", countdown)
+        await_logged(time.monotonic() + SOON)
         assert handler.got[-1] == f"later {countdown}"
         told.append(f"later {countdown}")
         if not struck.is_set():

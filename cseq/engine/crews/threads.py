@@ -163,7 +163,7 @@ def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | No
         ring = Ring(memory, cells, words, runners, tickets.calls, offset, limit, threads=True)
         ring.turns = turns
         ring.set_spin(spin_ns(count * runners, turns=HAS_GIL), runners if HAS_GIL else 0)
-        ring.first = ring_number * cells
+        ring.first_entry = ring_number * cells
         rings.append(ring)
     return rings, file
 
@@ -273,7 +273,7 @@ class ThreadCrew(Crew):
                 task,
                 Runner(ring, INDEXER, owner, last=task.last),
                 BatchContext(worker, tickets.num_workers, task.seed),
-                Objects(ring.capacity, objects=self._objects, first=ring.first),
+                Objects(ring.capacity, objects=self._objects, first=ring.first_entry),
                 lambda: self._worker,
                 self._starting(worker + 1, ring),
                 self._warn,

@@ -298,7 +298,7 @@ class Items(Tickets):
         answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:
             raise InterruptedError("a signal handler made another call")
-        entry = cell + self.pool.rings[worker].first
+        entry = cell + self.pool.rings[worker].first_entry
         if not answer[0] & RAISED:
             try:
                 reply = self.pool.crew.reader.decode(entry, *answer[1:])

@@ -37,7 +37,7 @@ from cseq.processes.launcher.base import (
 )
 from cseq.processes.launcher.forks import in_forked_children, pair
 from cseq.processes.launcher.processes import Child, Launcher, describe_start, spawn
-from cseq.threads import tell
+from cseq.threads import log_later
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -213,12 +213,12 @@ class ForkServerLauncher(Launcher):
             server.has.add(name)
             if outcome == FAILED:
                 text = "module %s was to be imported for all workers: its import fails"
-                tell(logging.WARNING, text, name)
+                log_later(logging.WARNING, text, name)
             return
         self._servers.remove(server)
         self._leave(server, time.monotonic() + LAST)
         _any_unfit = True
-        tell(
+        log_later(
             logging.WARNING,
             "module %s %s when it is imported, so each worker imports all modules itself. Import "
             "that module in a function: the others are then imported once, for all workers",

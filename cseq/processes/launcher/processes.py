@@ -28,7 +28,7 @@ from cseq.processes.launcher.base import (
 )
 from cseq.processes.launcher.child import begin_as_copy, is_measured
 from cseq.processes.launcher.forks import handing_over, pair
-from cseq.threads import Latch, await_told, tell
+from cseq.threads import Latch, await_logged, log_later
 
 if TYPE_CHECKING:
     import socket
@@ -95,7 +95,9 @@ class Child:
                 if not self.ended.wait(0):
                     self._send(signum, tree=tree)
         except PermissionError:
-            tell(logging.WARNING, "process %d gets no signal %d: no permission", self.pid, signum)
+            log_later(
+                logging.WARNING, "process %d gets no signal %d: no permission", self.pid, signum
+            )
 
     def status(self, timeout: float) -> int | None:
         """Wait for the process to end, and return its exit code.
@@ -368,7 +370,7 @@ class ForkLauncher(Launcher):
     def _launch(self, worker: int) -> Child:
         flush_output()
         # The thread that logs holds locks of the standard streams.
-        await_told(time.monotonic() + LAST)
+        await_logged(time.monotonic() + LAST)
         if self._threads is not None:
             system.find_openblas()
         setting = worker, self._entry, self.local, self._threads, trainer_identity()

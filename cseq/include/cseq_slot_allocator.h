@@ -5,13 +5,13 @@
  * slot. Everything else goes to numpy's own allocator.
  *
  * The guarantee: allocations in a slot are counted until they are freed, so it is known whether the
- * indexer has kept an array. If so, the worker keeps the slot (cseq_place_end), and publishes a
+ * indexer has kept an array. If so, the worker keeps the slot (cseq_slot_stop), and publishes a
  * copy of the batch in another one.
  *
  * One thread at a time, with the GIL.
  */
-#ifndef CSEQ_PLACE_H
-#define CSEQ_PLACE_H
+#ifndef CSEQ_SLOT_ALLOCATOR_H
+#define CSEQ_SLOT_ALLOCATOR_H
 
 #include <errno.h>
 #include <stdlib.h>
@@ -20,9 +20,9 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-#define CSEQ_PLACE_LEAST 65536u /* bytes; smaller allocations are not numbered */
-#define CSEQ_PLACE_SEEN 64u     /* of these, in one ticket; a word has as many bits */
-#define CSEQ_PLACE_ALIGN 64u    /* bytes; a cache line, and the widest vector register */
+#define CSEQ_SLOT_LEAST 65536u /* bytes; smaller allocations are not numbered */
+#define CSEQ_SLOT_NUMBERED 64u     /* of these, in one ticket; a word has as many bits */
+#define CSEQ_SLOT_ALIGN 64u    /* bytes; a cache line, and the widest vector register */
 
 /* A slot, or the used part of one, from which allocations were served. */
 typedef struct {
@@ -37,32 +37,32 @@ typedef struct {
     void (*release)(void *owner); /* called when no allocation is left in its region */
 
     int active;       /* the indexer is making a batch, and may allocate in `at` */
-    cseq_region at;  /* its slot */
+    cseq_region slot;  /* its slot */
     uint64_t used;   /* bytes of that, from its beginning */
     uint32_t count;  /* large allocations of this ticket */
     uint64_t wanted; /* bit k: number k was part of the last batch */
     struct {
         char *p;
         uint64_t size;
-    } seen[CSEQ_PLACE_SEEN];
+    } made[CSEQ_SLOT_NUMBERED];
 
     cseq_region *kept; /* slots of earlier tickets that are still in use */
     uint32_t kept_count, kept_room;
-} cseq_place;
+} cseq_slot_allocator;
 
 /* Memory of the slot, or NULL if there is no room. */
-CSEQ_INLINE void *cseq_place_take(cseq_place *p, uint64_t size) {
-    uint64_t offset = (p->used + (CSEQ_PLACE_ALIGN - 1)) & ~(uint64_t)(CSEQ_PLACE_ALIGN - 1);
-    if (offset > p->at.size || size > p->at.size - offset) return 0;
+CSEQ_INLINE void *cseq_slot_carve(cseq_slot_allocator *p, uint64_t size) {
+    uint64_t offset = (p->used + (CSEQ_SLOT_ALIGN - 1)) & ~(uint64_t)(CSEQ_SLOT_ALIGN - 1);
+    if (offset > p->slot.size || size > p->slot.size - offset) return 0;
     p->used = offset + size;
-    p->at.live++;
-    return p->at.base + offset;
+    p->slot.live++;
+    return p->slot.base + offset;
 }
 
 /* The region that an address lies in, or NULL. */
-CSEQ_INLINE cseq_region *cseq_place_find(cseq_place *p, const void *address) {
+CSEQ_INLINE cseq_region *cseq_slot_region_of(cseq_slot_allocator *p, const void *address) {
     const char *a = (const char *)address;
-    if (p->at.live && a >= p->at.base && a < p->at.base + p->at.size) return &p->at;
+    if (p->slot.live && a >= p->slot.base && a < p->slot.base + p->slot.size) return &p->slot;
     for (uint32_t k = 0; k < p->kept_count; k++) {
         cseq_region *r = &p->kept[k];
         if (a >= r->base && a < r->base + r->size) return r;
@@ -71,49 +71,49 @@ CSEQ_INLINE cseq_region *cseq_place_find(cseq_place *p, const void *address) {
 }
 
 /* Whether an allocation is one to number. */
-CSEQ_INLINE int cseq_place_counts(const cseq_place *p, size_t size) {
-    return p->active && size >= CSEQ_PLACE_LEAST && p->count < CSEQ_PLACE_SEEN;
+CSEQ_INLINE int cseq_slot_is_numbered(const cseq_slot_allocator *p, size_t size) {
+    return p->active && size >= CSEQ_SLOT_LEAST && p->count < CSEQ_SLOT_NUMBERED;
 }
 
 /* Number an allocation; its memory, if it is served from the slot. */
-CSEQ_INLINE void *cseq_place_next(cseq_place *p, size_t size) {
+CSEQ_INLINE void *cseq_slot_next(cseq_slot_allocator *p, size_t size) {
     uint32_t k = p->count++;
-    return p->wanted >> k & 1 ? cseq_place_take(p, size) : 0;
+    return p->wanted >> k & 1 ? cseq_slot_carve(p, size) : 0;
 }
 
 /* Note where the allocation that was numbered last is; NULL: there was no memory. */
-CSEQ_INLINE void *cseq_place_note(cseq_place *p, void *made, size_t size) {
-    p->seen[p->count - 1].p = (char *)made;
-    p->seen[p->count - 1].size = made ? size : 0;
+CSEQ_INLINE void *cseq_slot_note(cseq_slot_allocator *p, void *made, size_t size) {
+    p->made[p->count - 1].p = (char *)made;
+    p->made[p->count - 1].size = made ? size : 0;
     return made;
 }
 
-CSEQ_INLINE void *cseq_place_malloc(void *ctx, size_t size) {
-    cseq_place *p = (cseq_place *)ctx;
-    if (!cseq_place_counts(p, size)) return p->below.malloc(p->below.ctx, size);
-    void *made = cseq_place_next(p, size);
-    return cseq_place_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
+CSEQ_INLINE void *cseq_slot_malloc(void *ctx, size_t size) {
+    cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
+    if (!cseq_slot_is_numbered(p, size)) return p->below.malloc(p->below.ctx, size);
+    void *made = cseq_slot_next(p, size);
+    return cseq_slot_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
 }
 
 /* Memory that is not the slot's is cleared by the allocator, which knows what is zero already. */
-CSEQ_INLINE void *cseq_place_calloc(void *ctx, size_t count, size_t size) {
-    cseq_place *p = (cseq_place *)ctx;
-    if ((size && count > (size_t)-1 / size) || !cseq_place_counts(p, count * size))
+CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
+    cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
+    if ((size && count > (size_t)-1 / size) || !cseq_slot_is_numbered(p, count * size))
         return p->below.calloc(p->below.ctx, count, size);
-    void *made = cseq_place_next(p, count * size);
+    void *made = cseq_slot_next(p, count * size);
     made = made ? memset(made, 0, count * size) : p->below.calloc(p->below.ctx, count, size);
-    return cseq_place_note(p, made, count * size);
+    return cseq_slot_note(p, made, count * size);
 }
 
-CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {
-    cseq_place *p = (cseq_place *)ctx;
-    cseq_region *r = cseq_place_find(p, address);
+CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
+    cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
+    cseq_region *r = cseq_slot_region_of(p, address);
     if (!r) {
         p->below.free(p->below.ctx, address, size);
         return;
     }
     r->live--;
-    if (r == &p->at) {
+    if (r == &p->slot) {
         /* The last allocation: a temporary, whose memory the next one can have. */
         if ((char *)address + size == r->base + p->used) p->used = (uint64_t)((char *)address - r->base);
     } else if (!r->live) {
@@ -123,27 +123,27 @@ CSEQ_INLINE void cseq_place_free(void *ctx, void *address, size_t size) {
     }
 }
 
-CSEQ_INLINE void *cseq_place_realloc(void *ctx, void *address, size_t size) {
-    cseq_place *p = (cseq_place *)ctx;
-    cseq_region *r = cseq_place_find(p, address);
+CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
+    cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
+    cseq_region *r = cseq_slot_region_of(p, address);
     if (!r) return p->below.realloc(p->below.ctx, address, size);
     void *made = p->below.malloc(p->below.ctx, size);
     if (!made) return 0;
     uint64_t rest = (uint64_t)(r->base + r->size - (char *)address); /* at least its own size */
     memcpy(made, address, size < rest ? size : (size_t)rest);
-    cseq_place_free(ctx, address, 0);
+    cseq_slot_free(ctx, address, 0);
     return made;
 }
 
 /* Serve nothing from the slot any more; return how many allocations in it are live. Its owner is
  * released when there are none. */
-CSEQ_INLINE uint64_t cseq_place_end(cseq_place *p) {
-    cseq_region left = p->at;
-    memset(&p->at, 0, sizeof p->at);
+CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
+    cseq_region left = p->slot;
+    memset(&p->slot, 0, sizeof p->slot);
     p->active = 0;
     if (left.live) {
         left.size = p->used;
-        p->kept[p->kept_count++] = left; /* cseq_place_begin has made room */
+        p->kept[p->kept_count++] = left; /* cseq_slot_serve has made room */
     } else if (left.owner) {
         p->release(left.owner);
     }
@@ -152,7 +152,7 @@ CSEQ_INLINE uint64_t cseq_place_end(cseq_place *p) {
 
 /* Serve the next allocations from an empty slot. No allocation may be live in the slot before.
  * 0, or an errno; then `owner` is not taken over. */
-CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void *owner) {
+CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t size, void *owner) {
     if (p->kept_count == p->kept_room) {
         uint32_t room = p->kept_room ? 2 * p->kept_room : 16;
         void *more = realloc(p->kept, room * sizeof(cseq_region));
@@ -160,10 +160,10 @@ CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void 
         p->kept = (cseq_region *)more;
         p->kept_room = room;
     }
-    (void)cseq_place_end(p);
-    p->at.base = (char *)base;
-    p->at.size = size;
-    p->at.owner = owner;
+    (void)cseq_slot_stop(p);
+    p->slot.base = (char *)base;
+    p->slot.size = size;
+    p->slot.owner = owner;
     p->used = 0;
     p->count = 0;
     p->active = 1;
@@ -171,17 +171,17 @@ CSEQ_INLINE int cseq_place_begin(cseq_place *p, void *base, uint64_t size, void 
 }
 
 /* Whether allocations are live in an earlier ticket's slot that is mapped at `base`. */
-CSEQ_INLINE int cseq_place_holds(const cseq_place *p, const void *base) {
+CSEQ_INLINE int cseq_slot_holds(const cseq_slot_allocator *p, const void *base) {
     for (uint32_t k = 0; k < p->kept_count; k++)
         if (p->kept[k].base == (const char *)base) return 1;
     return 0;
 }
 
 /* The batch holds this address: the allocation that it lies in is wanted next time. */
-CSEQ_INLINE void cseq_place_learn(cseq_place *p, const void *address, uint64_t *wanted) {
+CSEQ_INLINE void cseq_slot_learn(cseq_slot_allocator *p, const void *address, uint64_t *wanted) {
     const char *a = (const char *)address;
     for (uint32_t k = p->count; k-- > 0;) { /* the latest: an earlier one may have been freed */
-        if (a >= p->seen[k].p && a < p->seen[k].p + p->seen[k].size) {
+        if (a >= p->made[k].p && a < p->made[k].p + p->made[k].size) {
             *wanted |= (uint64_t)1 << k;
             return;
         }
