@@ -39,8 +39,8 @@ __all__ = [
     "await_logged",
     "call_later",
     "leave_running",
-    "refuse_patches",
     "log_later",
+    "refuse_patches",
     "thread_limits",
 ]
 

@@ -1,8 +1,8 @@
 """The memory that a trainer and its workers share: rings, slots, leases on these.
 
-It lies in two anonymous files, which a worker process maps from their descriptors, beside the
-numbers of `Arena.setup_of`. The file of slots is sparse: slot ``s`` begins at byte ``s * width``, and
-only its committed part takes memory.
+It lies in two anonymous files. A worker process maps them by their descriptors and the numbers of
+`Arena.setup_of`. The file of slots is sparse: slot ``s`` begins at byte ``s * width``, and only its
+committed part takes memory.
 
 A process maps the committed part of a slot, and maps the slot again when that has grown. Pages are
 committed before they are written, so that a lack of memory is an exception and not a signal. Slots
