@@ -11,6 +11,8 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from numpy.typing import NDArray
+
 __all__ = [
     "ELSEWHERE",
     "MOST_WORKERS",
@@ -19,6 +21,8 @@ __all__ = [
     "dimensions",
     "flag",
     "integer",
+    "integers",
+    "one_dimensional",
     "seconds",
     "unexpected",
 ]
@@ -26,6 +30,9 @@ __all__ = [
 T = TypeVar("T")
 
 MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 bits
+
+# A value of an array takes 4 bytes of a table that is made of them.
+MOST_VALUES = 2**32
 
 # Keywords, most of them of torch's DataLoader, that have another name here, or none.
 ELSEWHERE = {
@@ -88,6 +95,36 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> i
     if most is not None and number > most:
         raise ValueError(f"{name}={number} is above {most}; give an integer of at most {most}")
     return number
+
+
+def one_dimensional(name: str, given: Any, most: int = MOST_VALUES) -> NDArray[Any]:
+    """Return an argument as an array, with one value at least."""
+    try:
+        values = np.asarray(given)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} is not an array: {error}") from error
+    if values.ndim != 1:
+        raise ValueError(f"{name} has shape {values.shape}; give a list of one value per sample")
+    if not len(values):
+        raise ValueError(f"{name} is empty; give at least one value, or leave an empty source out")
+    if len(values) > most:
+        raise ValueError(f"{name} has {len(values)} values; give at most {most}")
+    return values
+
+
+def integers(
+    name: str,
+    given: Any,
+    remedy: str = "give integers of at least 0",
+    most: int = MOST_VALUES,
+) -> NDArray[np.integer[Any]]:
+    """Return an argument as an array of integers. One that is an array is not copied."""
+    values = one_dimensional(name, given, most)
+    if values.dtype.kind not in "iu":
+        raise TypeError(
+            f"{name} has values of type {values.dtype}, such as {values[0]!r}; {remedy}"
+        )
+    return values.view(np.ndarray)
 
 
 def flag(name: str, value: object) -> bool:

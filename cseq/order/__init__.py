@@ -5,8 +5,9 @@
 ``shard``       which rank this process is, and of how many
 ``place``       the epoch, and how many of its samples are done
 ``checkpoint``  `state_dict`, and what it must agree with
-``documents``   `DocumentEnds`: documents end to end, positions of their tokens; `pieces` of them;
-                `tables` of them that processes share
+``tally``       how many tokens of each source a run has had
+``_readers``    permutations; readers of orders; `DocumentEnds`: positions of documents end to end
+``tables``      tables of documents that processes share; `pieces` of documents
 ``base``        `Order`, for orders of the user's own; `shuffled`, `blocks`, `buckets`, `groups`,
                 `mixture`, `packed`, `concatenated`, `balanced` and `weighted` are cseq's, over what
                 `classes` and `_readers` have; `shares`: how often each source of a mixture comes;

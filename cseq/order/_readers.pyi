@@ -13,16 +13,7 @@ _Share: TypeAlias = Callable[[int, int, int, int, int], _Int64s]
 
 AHEAD: Final[int]
 CHUNK: Final[int]
-BLOCKS: Final[int]
-WINDOW: Final[int]
-UNITS: Final[int]
-MEMBERS: Final[int]
-MIXTURE: Final[int]
-SOURCE: Final[int]
-WEIGHTS: Final[int]
-GROUPS: Final[int]
-DOCUMENTS: Final[int]
-BALANCE: Final[int]
+BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)  # noqa: PYI017
 
 class _Units(Protocol):
     @property
@@ -56,8 +47,11 @@ class Permutation:
     def at(self, positions: _Int64s) -> _Int64s: ...
 
 @final
-class DocumentLengths:
-    def __new__(cls, values: NDArray[np.integer[Any]], ends: _Int64s, unit: int) -> Self: ...
+class DocumentEnds:
+    lengths: NDArray[np.integer[Any]]
+    ends: _Int64s
+    total: int
+    def __new__(cls, lengths: Any, unit: int = 1, ends: _Int64s | None = None) -> Self: ...
     def starts(self, documents: _Int64s) -> _Int64s: ...
     def find(self, positions: _Int64s) -> tuple[_Int64s, _Int64s]: ...
 

@@ -12,6 +12,8 @@ from cseq._headers cimport *
 
 import numpy
 
+from cseq.check import integers
+
 cnp.import_array()
 
 CHUNK = 1 << 16  # values that are converted together
@@ -150,31 +152,82 @@ cdef class Permutation:
 
 
 cdef enum:
-    BLOCK = 64  # documents between two sums that are kept
+    # Documents between two sums that are kept.
+    BLOCK = 64
+
+cdef int64_t MOST_TOKENS = <int64_t>1 << 48
 
 
 @cython.final
-cdef class DocumentLengths:
-    """The lengths of documents, in units, and where every 64th document ends."""
+cdef class DocumentEnds:
+    """Positions of documents that lie end to end: 8 bytes for 64 documents.
 
-    cdef cnp.ndarray values, sums
-    cdef const char* lengths
-    cdef const int64_t* ends
-    cdef int kind  # bytes of a length; -1 times that if it has no sign
-    cdef int64_t unit, count, total
+    Position 0 is the first token of the first document. Lengths are read where they are asked for.
 
-    def __cinit__(self, cnp.ndarray values not None, cnp.ndarray ends not None, int64_t unit):
-        if values.descr.kind not in b"iu" or unit < 1 or len(ends) != (len(values) + BLOCK - 1) // BLOCK:
-            raise ValueError(f"{len(ends)} sums are not those of {values!r} in units of {unit}")
+    Parameters
+    ----------
+    lengths : array of int
+        Tokens of each document, at least 0, below 2**48 in all. May be a memory map; it must not change.
+    unit : int
+        Counts whole units of as many tokens in each document, instead of tokens.
+    ends : array of int64, optional
+        The attribute `ends` of an equal one: the lengths are neither checked nor summed up.
+
+    Attributes
+    ----------
+    total : int
+        Tokens of all documents.
+    ends : array of int64
+        Where every 64th document ends, and the last one.
+    """
+
+    cdef readonly cnp.ndarray lengths, ends
+    cdef readonly int64_t total
+    # What C reads: values in a row, of `kind` bytes each, or of -kind bytes without a sign.
+    cdef cnp.ndarray values
+    cdef const char* data
+    cdef const int64_t* sums
+    cdef int kind
+    cdef int64_t unit, count
+
+    def __cinit__(self, lengths, int64_t unit=1, ends=None):
+        self.lengths = values = integers("lengths", lengths)
         if not cnp.PyArray_IS_C_CONTIGUOUS(values) or not values.dtype.isnative:
             values = values.astype(values.dtype.newbyteorder("="))
-        self.values, self.sums = values, ends
-        self.lengths, self.ends = <const char*>cnp.PyArray_DATA(values), int64s(ends)
-        self.kind = values.descr.itemsize * (-1 if values.descr.kind == b"u" else 1)
-        self.unit, self.count, self.total = unit, len(values), self.ends[len(ends) - 1] if len(ends) else 0
+        self.values, self.data = values, <const char*>cnp.PyArray_DATA(values)
+        self.kind = values.itemsize * (-1 if values.dtype.kind == "u" else 1)
+        self.unit, self.count = unit, len(values)
+        blocks = (len(values) + BLOCK - 1) // BLOCK
+        self.ends = numpy.empty(blocks, numpy.int64) if ends is None else ends
+        if unit < 1 or len(self.ends) != blocks:
+            raise ValueError(f"{len(self.ends)} sums are not those of {values!r} in units of {unit}")
+        self.sums = int64s(self.ends)
+        if ends is None:
+            self.add_up(<int64_t*>self.sums)
+        self.total = self.sums[blocks - 1]
 
     def __reduce__(self):
-        return DocumentLengths, (self.values, self.sums, self.unit)
+        return DocumentEnds, (self.lengths, self.unit, self.ends)
+
+    cdef int add_up(self, int64_t* sums) except -1:
+        """Check the lengths and add them up."""
+        cdef int64_t k = 0, length = 0, total = 0
+        cdef double tokens = 0
+        with nogil:
+            for k in range(self.count):
+                length = self.length_of(k)
+                if not 0 <= length < MOST_TOKENS:
+                    break
+                total += length
+                tokens += <double>length
+                sums[k // BLOCK] = total
+        if not 0 <= length < MOST_TOKENS:
+            raise ValueError(f"lengths[{k}]={self.lengths[k]} is not in [0, {MOST_TOKENS}); correct it: an "
+                             "empty document has 0")
+        if tokens >= MOST_TOKENS:
+            raise ValueError(f"lengths has {tokens:.4g} tokens in all, not below {MOST_TOKENS}; divide the "
+                             "documents into several sources")
+        return 0
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
         """The length of a document; it may lie at any address."""
@@ -183,19 +236,19 @@ cdef class DocumentLengths:
         cdef uint16_t half
         cdef int size = self.kind if self.kind > 0 else -self.kind
         if size == 8:
-            memcpy(&value, self.lengths + 8 * k, 8)
+            memcpy(&value, self.data + 8 * k, 8)
         elif size == 4:
-            memcpy(&word, self.lengths + 4 * k, 4)
+            memcpy(&word, self.data + 4 * k, 4)
             value = word if self.kind < 0 else <int32_t>word
         elif size == 2:
-            memcpy(&half, self.lengths + 2 * k, 2)
+            memcpy(&half, self.data + 2 * k, 2)
             value = half if self.kind < 0 else <int16_t>half
         else:
-            value = (<const uint8_t*>self.lengths)[k] if self.kind < 0 else (<const int8_t*>self.lengths)[k]
+            value = (<const uint8_t*>self.data)[k] if self.kind < 0 else (<const int8_t*>self.data)[k]
         return value if self.unit == 1 else value // self.unit
 
     def starts(self, cnp.ndarray documents not None):
-        """The positions of the first tokens of documents."""
+        """The position of the first token of each of some documents."""
         cdef Py_ssize_t n, count = len(documents)
         cdef const int64_t* given = int64s(documents)
         cdef int64_t k, begin
@@ -206,14 +259,14 @@ cdef class DocumentLengths:
         with nogil:
             for n in range(count):
                 k = given[n] // BLOCK
-                begin = self.ends[k - 1] if k else 0
+                begin = self.sums[k - 1] if k else 0
                 for k in range(k * BLOCK, given[n]):
                     begin += self.length_of(k)
                 out[n] = begin
         return made
 
     def find(self, cnp.ndarray positions not None):
-        """The documents that positions are in, and where these begin."""
+        """The document of each of some positions below `total`, and where it begins. Empty ones have none."""
         cdef Py_ssize_t n, count = len(positions), low, high, middle
         cdef const int64_t* given = int64s(positions)
         cdef int64_t k, begin, end
@@ -226,11 +279,11 @@ cdef class DocumentLengths:
                 low, high = 0, (self.count - 1) // BLOCK
                 while low < high:
                     middle = (low + high) // 2
-                    if self.ends[middle] > given[n]:
+                    if self.sums[middle] > given[n]:
                         high = middle
                     else:
                         low = middle + 1
-                begin = end = self.ends[low - 1] if low else 0
+                begin = end = self.sums[low - 1] if low else 0
                 k = low * BLOCK - 1
                 while end <= given[n]:
                     k, begin = k + 1, end

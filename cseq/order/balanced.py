@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.order.tables import New
 
-__all__ = ["Balanced"]
-
 warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same numbers
 KEPT = 2**17  # rows whose order is kept, 4 bytes each
 STEPS = {"step": 1, "window": 16}
@@ -105,17 +103,14 @@ class Balanced(Order):
         self.left_out, self.tokens = order.left_out, order.tokens
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
         ours = {"step": self.step, "over": self._over, "together": self.together}
         return super().facts() | ours | {"order": self.order.facts()}
 
     def describe(self) -> str:
-        """Describe an epoch."""
         said = f"in steps of {self.step:,}, by work within {ARTICLES[self._over]}"
         return f"{self.order.describe()}; {said}"
 
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
-        """Return the order that goes on where a state is; another inner one, between windows."""
         inner, any_ = facts.get("order"), {"order": None, "samples": None}
         if facts | any_ != self.facts() | any_ or not isinstance(inner, dict):
             return super().resumed(facts, seed, epoch, consumed)
@@ -144,7 +139,6 @@ class Balanced(Order):
         )
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         reader, works = self.order.measured(seed)
         kept = max(2, KEPT // self._window)  # as many as are read ahead
         window = lru_cache(kept)(partial(self._sorted, seed, works))
@@ -172,7 +166,6 @@ class Balanced(Order):
         return ArrayReader(self, seed, read, share, AHEAD)
 
     def token_sums(self, seed: int) -> Sums | None:
-        """Return what adds up the tokens of units, for each source of the order."""
         inner = self.order.token_sums(seed)
         if inner is None:
             return None

@@ -1,16 +1,15 @@
 """What an order is: which samples come together, and when.
 
 An order is a pure function of (seed, epoch, position). It counts *units*: a sample (`Shuffled`),
-a row of samples (`Packed`), or a whole batch (`Buckets`). An epoch is the units 0 … ``units - 1``,
-as many in every epoch; a batch has ``batch_size`` of them, or is one. Other libraries have samplers
-and batch samplers here, which have a state; an order has none, so ranks, workers and resumes need
-no special case.
+a row of samples (`Packed`), or a whole batch (`Buckets`). Every epoch has the units 0 … ``units -
+1``. A batch has ``batch_size`` units, or is one. Other libraries have samplers and batch samplers
+here, which have a state; an order has none, so ranks, workers and resumes need no special case.
 """
 
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -26,30 +25,19 @@ if TYPE_CHECKING:
 
     from cseq._core import Reader
 
-__all__ = [
-    "MOST_SAMPLES",
-    "MOST_SEED",
-    "WORD",
-    "Ints",
-    "Order",
-    "Read",
-    "Sums",
-    "kind",
-    "read_passes",
-    "spans",
-]
-
 MOST_SAMPLES = 2**48
+MOST_SEED = WORD = 2**64 - 1
 AGAIN = (
     "make it with the same, or call load_state_dict(state, strict=False) to continue at the same "
     "position of what is here"
 )
-MOST_SEED = WORD = 2**64 - 1
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-Works: TypeAlias = "Callable[[int, Ints], Floats]"  # the work of units of an epoch
-Sums: TypeAlias = "Callable[[int, Ints], list[int]]"  # the tokens of units, by source
-Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"  # samples; the size of each unit
+# Both get an epoch and units: they return the work of each unit, the tokens of all by source.
+Works: TypeAlias = "Callable[[int, Ints], Floats]"
+Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
+# Samples, and the size of each unit, or None if each is one sample.
+Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"
 
 
 class Order:
@@ -64,7 +52,7 @@ class Order:
     name : str
         The definition's name, with its version. What a name stands for never changes.
     samples : int or None
-        The number of samples: indices are below it. None: as many as the data has.
+        The number of samples: indices are below it. With None, there are as many as the data has.
     units : int
         Units in an epoch, at least 1, the same in every epoch. (0 while `samples` is None.)
     room : int
@@ -74,9 +62,9 @@ class Order:
     is_seeded : bool
         Whether the order depends on the seed.
     left_out : str
-        What no epoch has of the samples, in words. '': they all come.
+        Which samples no epoch has, in words. It is empty if they all come.
     tokens : float or None
-        Tokens of a unit, in the mean over all. None: the order does not know it.
+        Tokens of a unit, in the mean over all, or None if the order does not know it.
     replaced : dict of str to str
         The names of earlier definitions, and what has changed since each. Their states are refused
         with these words.
@@ -102,10 +90,10 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
+    # Of an order of cseq: its facts beside name and samples.
+    _facts: dict[str, Any] | None = None
 
-    def read(
-        self, seed: int, epoch: int, start: int, count: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
         """Return the samples of units [start, start + count) of an epoch, and each unit's size.
 
         The indices have shape (samples of all these units,), the sizes (count,). If every unit is
@@ -118,7 +106,8 @@ class Order:
 
         Arrays enter as `fingerprint`.
         """
-        return {"name": self.name, "samples": self.samples, "units": self.units}
+        more = {"units": self.units} if self._facts is None else self._facts
+        return {"name": self.name, "samples": self.samples} | more
 
     def describe(self) -> str:
         """Describe an epoch in a sentence."""
@@ -142,13 +131,7 @@ class Order:
             )
         return self
 
-    def resumed(
-        self,
-        facts: dict[str, Any],
-        seed: int,  # noqa: ARG002
-        epoch: int,  # noqa: ARG002
-        consumed: int,  # noqa: ARG002
-    ) -> Self:
+    def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
         """Return the order that continues where one with `facts` was, in an epoch of a seed.
 
         Raises
@@ -175,10 +158,11 @@ class Order:
 
     def reader(self, seed: int) -> Reader:
         """Return what reads the order for one seed, on one thread at a time."""
-        return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)  # at its turn
+        # An order of the user's own is read when a batch is due, not ahead.
+        return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
-    def measured(self, seed: int) -> tuple[Reader, Works]:  # noqa: ARG002
-        """Return a reader, and a function that returns the work of units: see `Balanced`.
+    def measured(self, seed: int) -> tuple[Reader, Works]:
+        """Return a reader, and a function that returns the work of units. See `Balanced`.
 
         Raises
         ------
@@ -190,7 +174,7 @@ class Order:
             "Mixture or Resized of them"
         )
 
-    def token_sums(self, seed: int) -> Sums | None:  # noqa: ARG002
+    def token_sums(self, seed: int) -> Sums | None:
         """Return a function that adds up the tokens of units by source, or None if it must read."""
         return None
 
@@ -208,11 +192,11 @@ class Order:
         Parameters
         ----------
         batch_size : int
-            Units in a batch. If a unit is a batch, 1.
+            Units in a batch: 1 if a unit is a batch.
         seed, epoch : int
             In [0, 2**64).
         start, stop : int
-            Numbers of batches. `stop` None: to the end of the epoch.
+            Numbers of batches. Without `stop`, all are returned that follow.
         """
         size = integer("batch_size", batch_size)
         if self.is_batch and size > 1:
@@ -226,6 +210,21 @@ class Order:
             reader.samples(epoch, k * size, min(size, self.units - k * size))[0].tolist()
             for k in range(integer("start", start, 0), last)
         ]
+
+
+def by_epoch(
+    order: Order, seed: int, draw: Callable[[int], Any], **options: Any
+) -> tuple[Reader, Callable[[int], Any]]:
+    """Return a reader of epochs, each of which is drawn once, and what draws and keeps the last."""
+    epoch_of = lru_cache(1)(draw)
+    reader = ArrayReader(order, seed, lambda epoch, units: epoch_of(epoch).read(units), **options)
+    return reader, epoch_of
+
+
+def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """Return the start and the stop of each run of units that have equal keys."""
+    changes = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    return itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(keys[0])])
 
 
 def kind(order: Order) -> str:
@@ -261,7 +260,7 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
 
 
 def spans(starts: Ints, counts: Ints) -> Ints:
-    """Return ranges, one after the other: so many numbers from each start."""
+    """Return ranges of numbers, one after the other, by their starts and their lengths."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
 
@@ -278,6 +277,5 @@ def read_passes(reader: Reader, numbers: NDArray[np.uint64]) -> Read:
 def in_epochs(size: int, numbers: NDArray[np.uint64]) -> Iterator[tuple[int, Ints]]:
     """Cut units of an endless sequence of epochs of some size: each epoch, and its units."""
     epochs, units = np.divmod(numbers, np.uint64(size))
-    cuts = [0, *(np.flatnonzero(np.diff(epochs)) + 1).tolist(), len(epochs)]
-    for start, stop in itertools.pairwise(cuts):
+    for start, stop in runs(epochs):
         yield int(epochs[start]), units[start:stop].view(np.int64)

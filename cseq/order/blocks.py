@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from cseq.check import integer
-from cseq.order._readers import (
-    AHEAD,
-    BLOCKS,
-    WINDOW,
-    ArrayReader,
-    Permutation,
-    drawn,
-    fingerprint,
-    shuffle,
-)
-from cseq.order.base import spans
-from cseq.order.classes import integers
+from cseq.check import integer, integers
+from cseq.order._readers import AHEAD, BLOCKS, WINDOW, Permutation, drawn, fingerprint, shuffle
+from cseq.order.base import by_epoch, runs, spans
 from cseq.order.shuffled import Samples
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
-    from cseq.order.base import Ints
+    from cseq.order.base import Ints, Read
 
-__all__ = ["Blocks"]
-
-MOST_ROWS = 2**32  # of a window
-FEW = 64  # samples of each lane that are worth the way to its window
+# Samples of a window.
+MOST_ROWS = 2**32
+# Samples of each lane that are worth the way to its window.
+FEW = 64
 
 
 class Blocks(Samples):
@@ -56,7 +47,8 @@ class Blocks(Samples):
         These are whole blocks, except those that are too few to give one to each lane. Blocks of
         unequal sizes have one lane.
     samples : int, optional
-        The number of samples. None: as many as the data has, or as the blocks of an array have.
+        The number of samples. By default, as many as the data has, or as the blocks of an array
+        have.
 
     Examples
     --------
@@ -73,23 +65,23 @@ class Blocks(Samples):
     }
 
     def __init__(
-        self,
-        rows: int | ArrayLike,
-        window: int,
-        lanes: int = 1,
-        *,
-        samples: int | None = None,
+        self, rows: int | ArrayLike, window: int, lanes: int = 1, *, samples: int | None = None
     ) -> None:
         self.sizes: Ints | None = None
         if np.ndim(rows):
-            self.sizes = _sizes(rows)
-            total = int(self.sizes.sum())
+            self.sizes = sizes = integers("rows", rows).astype(np.int64)
+            if sizes.min() < 0 or not sizes.any():
+                raise ValueError(
+                    f"rows[{sizes.argmin()}]={sizes.min()}: give at least 0 samples a block, and "
+                    "one block that has some"
+                )
+            total = int(sizes.sum())
             if samples not in (None, total):
                 raise ValueError(f"samples={samples}, but rows has {total}; leave samples out")
             if lanes != 1:
                 raise ValueError(f"lanes={lanes}: blocks of unequal sizes have one lane")
             self.name, self.replaced = "unequal-blocks-v1", {}  # type: ignore[misc]
-            samples, rows = total, max(1, int(self.sizes.max()))
+            samples, rows = total, max(1, int(sizes.max()))
         super().__init__(samples)
         self.rows = integer("rows", rows, 1, MOST_ROWS)
         self.window = integer("window", window, 1, MOST_ROWS // self.rows)
@@ -99,23 +91,12 @@ class Blocks(Samples):
                 f"lanes={lanes} does not divide window={window}; give a window of "
                 f"{-(-self.window // self.lanes) * self.lanes} blocks, or another number of lanes"
             )
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
         if self.sizes is not None:
-            return super().facts() | {"rows": fingerprint(self.sizes), "window": self.window}
-        sizes = {"rows": self.rows, "window": self.window, "lanes": self.lanes}
-        return super().facts() | sizes
+            self._facts = {"rows": fingerprint(self.sizes), "window": self.window}
+        else:
+            self._facts = {"rows": self.rows, "window": self.window, "lanes": self.lanes}
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
-        if self.sizes is not None:
-            unequal_of = lru_cache(1)(partial(UnequalWindows, self.sizes, self.window, seed))
-            return ArrayReader(
-                self, seed, lambda epoch, units: (unequal_of(epoch).read(units), None)
-            )
-        windows_of = lru_cache(1)(partial(Windows, self, seed))
-
         def share(epoch: int, first: int, together: int, start: int, size: int) -> Ints:
             ranks, rank = together // size, (start - first) // size
             if self.lanes % ranks or together % self.lanes or first + together > self.units:
@@ -125,16 +106,15 @@ class Blocks(Samples):
             ours: Ints = units[lanes * ranks // self.lanes == rank]
             return ours
 
-        return ArrayReader(
-            self,
-            seed,
-            lambda epoch, units: (windows_of(epoch).read(units), None),
-            share,
-            AHEAD + FEW * self.lanes,
-        )
+        draw: Callable[[int], Windows] = partial(EqualWindows, self, seed)
+        if self.sizes is not None:
+            draw = partial(UnequalWindows, self.sizes, self.window, seed)
+        share_of = share if self.lanes > 1 else None
+        ahead = AHEAD + FEW * self.lanes
+        reader, windows_of = by_epoch(self, seed, draw, share=share_of, ahead=ahead)
+        return reader
 
     def describe(self) -> str:
-        """Describe an epoch."""
         blocks, sizes = -(-self.units // self.rows), f"{self.rows:,}"
         if self.sizes is not None:
             blocks, sizes = len(self.sizes), f"{self.sizes.min():,} to {self.rows:,}"
@@ -149,82 +129,72 @@ class Blocks(Samples):
 class Windows:
     """The windows of an epoch: ranges of a layout of all samples, block after block.
 
-    In the layout, the blocks are shuffled, and the short one comes last. Its first `larger` windows
-    have `step` samples more than `size`; the last window has what is left, too. The epoch begins
-    with a window that is drawn, and goes round. Its positions belong to the lanes in turn.
+    The blocks are shuffled. The epoch begins with a window that is drawn, and goes round. Its
+    positions belong to the lanes in turn, and each lane's part of a window is shuffled.
     """
 
-    def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
-        self.order, self.key = order, (seed, epoch)
-        n, rows, lanes = order.units, order.rows, order.lanes
-        self.whole = n // rows
-        self.count = -(-n // (rows * order.window))
-        rounds, self.step = self.whole // lanes, rows * lanes
-        if rounds < self.count:
-            rounds, self.step = self.whole, rows
-        self.larger = rounds % self.count
-        self.size = rounds // self.count * self.step
-        self.blocks = Permutation(max(1, self.whole), seed, epoch, BLOCKS, 0)
-        window, turn = (
+    def __init__(self, samples: int, count: int, lanes: int, seed: int, epoch: int) -> None:
+        self.samples, self.count, self.lanes, self.key = samples, count, lanes, (seed, epoch)
+        window, self.turn = (
             int(drawn(np.array([k]), below, seed, epoch, BLOCKS, 1)[0])
-            for k, below in enumerate((self.count, lanes))
+            for k, below in enumerate((count, lanes))
         )
-        self.epoch_start, self.turn = self.window_start(window), turn
+        self.epoch_start = int(self.start_of(window))
+        # Of each lane, the last part that was read.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
-    def window_start(self, window: int) -> int:
-        """Return where a window begins in the layout."""
-        return window * self.size + min(window, self.larger) * self.step
+    def start_of(self, windows: Any) -> Any:
+        """Return where some windows, or one, begin in the layout."""
+        raise NotImplementedError
 
-    def read(self, units: Ints) -> Ints:
-        """Return the samples at some positions."""
-        n, lanes = self.order.units, self.order.lanes
+    def window_of(self, positions: Ints) -> Ints:
+        """Return the window of each position of the layout."""
+        raise NotImplementedError
+
+    def layout(self, window: int, start: int, stop: int) -> Ints:
+        """Return the samples of a part of a window before it is shuffled."""
+        raise NotImplementedError
+
+    def read(self, units: Ints) -> Read:
+        """Return the samples at some positions of the epoch."""
         positions = units + self.epoch_start
-        positions[positions >= n] -= n
-        head = self.window_start(self.larger)
-        windows = (positions - head) // max(1, self.size) + self.larger
-        low = positions < head
-        windows[low] = positions[low] // (self.size + self.step)
-        np.minimum(windows, self.count - 1, out=windows)
-        positions -= windows * self.size + np.minimum(windows, self.larger) * self.step
-        chosen = np.zeros_like(units)
-        by_lane = None  # as they are
-        if lanes > 1:
-            positions //= lanes
-            chosen = (units + self.turn) % lanes
-            few = chosen.astype(np.uint16) if lanes <= 2**16 else chosen  # sorted faster
-            by_lane = few.argsort(kind="stable")  # the windows of a lane are in order
-            chosen, windows, positions = (x.take(by_lane) for x in (chosen, windows, positions))
-        changes = (chosen[1:] != chosen[:-1]) | (windows[1:] != windows[:-1])
-        cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(units)]
+        positions[positions >= self.samples] -= self.samples
+        windows = self.window_of(positions)
+        positions -= self.start_of(windows)
         samples = np.empty(len(units), np.int64)
-        for start, stop in itertools.pairwise(cuts):
+        if self.lanes == 1:
+            for start, stop in runs(windows):
+                table = self.part(0, int(windows[start]))
+                samples[start:stop] = table.take(positions[start:stop])
+            return samples, None
+        positions //= self.lanes
+        chosen = (units + self.turn) % self.lanes
+        # Small integers are sorted faster; the windows of a lane are in order.
+        by_lane = (chosen.astype(np.uint16) if self.lanes <= 2**16 else chosen).argsort(
+            kind="stable"
+        )
+        chosen, windows, positions = (x.take(by_lane) for x in (chosen, windows, positions))
+        for start, stop in runs(chosen, windows):
             table = self.part(int(chosen[start]), int(windows[start]))
             samples[start:stop] = table.take(positions[start:stop])
-        if by_lane is not None:
-            samples[by_lane] = samples.copy()
-        return samples
+        samples[by_lane] = samples.copy()
+        return samples, None
 
     def part(self, lane: int, window: int) -> NDArray[Any]:
         """Return the samples of a lane's part of a window, shuffled."""
         kept, table = self.kept.get(lane, (-1, None))
         if kept == window and table is not None:
             return table
-        n, rows, lanes = self.order.units, self.order.rows, self.order.lanes
-        start = self.window_start(window)
-        size, more = divmod(
-            (n if window == self.count - 1 else self.window_start(window + 1)) - start, lanes
-        )
-        first = ((start - self.epoch_start) % n + self.turn) % lanes  # it has one of the `more`
+        n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
+        end = n if window == self.count - 1 else int(self.start_of(window + 1))
+        size, more = divmod(end - start, lanes)
+        # This lane is the first that has one of the `more`.
+        first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
             for k in (lane, lane + 1)
         )
-        blocks = np.arange(begin // rows, -(-end // rows))
-        skipped = begin - int(blocks[0]) * rows
-        whole = blocks[blocks < self.whole]
-        blocks[: len(whole)] = self.blocks.at(whole)
-        table = (blocks[:, None] * rows + np.arange(rows)).ravel()[skipped : skipped + end - begin]
+        table = self.layout(window, begin, end)
         if n <= 2**32:
             table = table.astype(np.uint32)
         table = table.take(shuffle(len(table), *self.key, WINDOW, begin))
@@ -232,55 +202,67 @@ class Windows:
         return table
 
 
-class UnequalWindows:
-    """The windows of an epoch of blocks of unequal sizes: some blocks of a layout each.
+class EqualWindows(Windows):
+    """Windows of blocks of one size, of which the short one comes last in the layout.
 
-    In the layout, the blocks are shuffled. The first windows have one block more than the others,
-    if they do not all have as many. The epoch begins with a window that is drawn, and goes round.
+    The first `larger` windows have `step` samples more than `size`; the last one has what is left,
+    too.
+    """
+
+    def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
+        self.rows, self.whole = order.rows, order.units // order.rows
+        count = -(-order.units // (order.rows * order.window))
+        rounds, self.step = self.whole // order.lanes, order.rows * order.lanes
+        if rounds < count:
+            rounds, self.step = self.whole, order.rows
+        self.larger = rounds % count
+        self.size = rounds // count * self.step
+        self.blocks = Permutation(max(1, self.whole), seed, epoch, BLOCKS, 0)
+        super().__init__(order.units, count, order.lanes, seed, epoch)
+
+    def start_of(self, windows: Any) -> Any:
+        return windows * self.size + np.minimum(windows, self.larger) * self.step
+
+    def window_of(self, positions: Ints) -> Ints:
+        head = self.start_of(self.larger)
+        windows = (positions - head) // max(1, self.size) + self.larger
+        low = positions < head
+        windows[low] = positions[low] // (self.size + self.step)
+        np.minimum(windows, self.count - 1, out=windows)
+        return windows
+
+    def layout(self, window: int, start: int, stop: int) -> Ints:
+        blocks = np.arange(start // self.rows, -(-stop // self.rows))
+        skipped = start - int(blocks[0]) * self.rows
+        whole = blocks[blocks < self.whole]
+        blocks[: len(whole)] = self.blocks.at(whole)
+        samples = (blocks[:, None] * self.rows + np.arange(self.rows)).ravel()
+        return samples[skipped : skipped + stop - start]
+
+
+class UnequalWindows(Windows):
+    """Windows of blocks of unequal sizes, each of some blocks of the layout.
+
+    The first windows have one block more than the others, if they do not all have as many. `cuts`
+    and `starts` say which block and which sample of the layout each window begins with.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:
-        self.key = seed, epoch
         blocks, count = len(sizes), -(-len(sizes) // window)
         self.order = Permutation(blocks, seed, epoch, BLOCKS, 0).at(np.arange(blocks))
         self.sizes, self.firsts = sizes[self.order], (sizes.cumsum() - sizes)[self.order]
-        # The number of the first block of each window in the layout, and of its first sample.
         numbers = np.arange(count + 1)
         self.cuts = numbers * (blocks // count) + np.minimum(numbers, blocks % count)
         self.starts = np.append(0, self.sizes.cumsum())[self.cuts]
-        first = int(drawn(np.zeros(1, np.int64), count, seed, epoch, BLOCKS, 1)[0])
-        self.epoch_start = int(self.starts[first])
-        self.kept: tuple[int, NDArray[Any]] = -1, np.empty(0, np.uint32)
+        super().__init__(int(self.starts[-1]), count, 1, seed, epoch)
 
-    def read(self, units: Ints) -> Ints:
-        """Return the samples at some positions."""
-        positions = (units + self.epoch_start) % self.starts[-1]
-        windows = self.starts.searchsorted(positions, "right") - 1
-        cuts = [0, *(np.flatnonzero(np.diff(windows)) + 1).tolist(), len(units)]
-        parts = []
-        for start, stop in itertools.pairwise(cuts):
-            window = int(windows[start])
-            parts.append(self.part(window)[positions[start:stop] - self.starts[window]])
-        return np.concatenate(parts).astype(np.int64)
+    def start_of(self, windows: Any) -> Any:
+        return self.starts[windows]
 
-    def part(self, window: int) -> NDArray[Any]:
-        """Return the samples of a window, shuffled."""
-        if self.kept[0] != window:
-            ours = slice(*self.cuts[window : window + 2].tolist())
-            table = spans(self.firsts[ours], self.sizes[ours])
-            if self.starts[-1] <= 2**32:
-                table = table.astype(np.uint32)
-            begin = int(self.starts[window])
-            self.kept = window, table.take(shuffle(len(table), *self.key, WINDOW, begin))
-        return self.kept[1]
+    def window_of(self, positions: Ints) -> Ints:
+        windows: Ints = self.starts.searchsorted(positions, "right") - 1
+        return windows
 
-
-def _sizes(rows: ArrayLike) -> Ints:
-    """Check the sizes of blocks."""
-    given = integers("rows", rows)
-    if given.min() < 0 or not given.any():
-        raise ValueError(
-            f"rows[{given.argmin()}]={given.min()}: give at least 0 samples a block, and one block "
-            "that has some"
-        )
-    return given.astype(np.int64)
+    def layout(self, window: int, start: int, stop: int) -> Ints:
+        ours = slice(*self.cuts[window : window + 2].tolist())
+        return spans(self.firsts[ours], self.sizes[ours])

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from cseq.order.classes import Classes
 
-__all__ = ["Buckets"]
-
 
 class Buckets(Recipes):
     """Batches of samples of similar length, with at most `budget` tokens including padding.
@@ -63,7 +61,7 @@ class Buckets(Recipes):
 
     name = "buckets-v2"
     replaced: ClassVar[dict[str, str]] = {
-        "buckets-v1": "any batch can come at any place of an epoch now, also at its end"
+        "buckets-v1": "any batch can come anywhere in an epoch now, even at its end"
     }
     is_batch = True
 
@@ -147,7 +145,8 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        ends = copies[parts[:, 0] == parts[-1, 0]]  # of the last class that has samples
+        # The copies of the last class that has samples.
+        ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,
             classes,
@@ -160,7 +159,6 @@ class Buckets(Recipes):
         self._buckets = int((classes.sizes > 0).sum())
 
     def describe(self) -> str:
-        """Describe an epoch."""
         said = (
             f"{self._buckets:,} buckets, {self.units:,} batches{self._padding}, "
             f"{self.fewest:,}–{self.room:,} samples a batch"

@@ -12,8 +12,6 @@ import numpy as np
 if TYPE_CHECKING:
     from cseq.order.base import Order
 
-__all__ = ["check_order"]
-
 
 def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_000) -> None:
     """Check that an order of your own keeps what `cseq.Order` promises.

@@ -13,8 +13,6 @@ from cseq.order.shuffled import Sequential
 if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
 
-__all__ = ["load", "make", "tokens_of"]
-
 VERSION = 3
 
 

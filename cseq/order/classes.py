@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from cseq.check import choice, integer
-from cseq.order._readers import CHUNK, MEMBERS, UNITS, ArrayReader, Permutation, drawn, fingerprint
-from cseq.order.base import Order, spans
+from cseq.check import choice, integer, integers, one_dimensional
+from cseq.order._readers import CHUNK, MEMBERS, UNITS, Permutation, drawn, fingerprint
+from cseq.order.base import Order, by_epoch, spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
     from cseq._core import Reader
-    from cseq.order.base import Floats, Ints, Read, Sums, Works
+    from cseq.order.base import Ints, Read
 
-__all__ = ["MOST_BUDGET", "MOST_SAMPLES", "Classes", "Labels", "Lengths", "Members", "Recipes"]
-
-MOST_SAMPLES = 2**32  # a sample takes 4 bytes of the table
+# A sample takes 4 bytes of a table.
+MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
+# Returns some samples of each of some classes: classes, ranks of the first ones, counts.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-Drawn: TypeAlias = "tuple[Permutation, int, int, int, ReadMembers]"
-DENSE = 2**16  # a table may be longer by this than the values are many
-LITTLE = 0.01  # of the samples or tokens may be left out without a warning
+# A table of lengths may have this many entries more than there are samples.
+DENSE = 2**16
+# A share of the samples or tokens that may be left out without a warning.
+LITTLE = 0.01
 
 
 class Classes:
@@ -42,7 +43,8 @@ class Classes:
         self.offsets = np.zeros(count + 1, np.int64)
         np.cumsum(np.bincount(of, minlength=count)[:count], out=self.offsets[1:])
         self.sizes = np.diff(self.offsets)
-        order = of.astype(np.uint16).argsort(kind="stable")  # in linear time, half by half
+        # 16 bits at a time are sorted in linear time.
+        order = of.astype(np.uint16).argsort(kind="stable")
         if count >= 2**16:
             order = order[(of >> np.uint32(16)).astype(np.uint16)[order].argsort(kind="stable")]
         self.table = order[: self.offsets[count]].astype(np.uint32)
@@ -50,24 +52,25 @@ class Classes:
             array.flags.writeable = False
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return what reads members of classes in an epoch's order: see `Members.read`."""
-        return Members(self, seed, epoch, MEMBERS).read
+        """Return what reads members of classes in an epoch's order."""
+        return Members(self, seed, epoch).read
 
 
 class Members:
     """The samples of classes, each class in an order of its own: the key is the class."""
 
-    def __init__(self, classes: Classes, seed: int, epoch: int, purpose: int) -> None:
-        self.classes, self.words = classes, (seed, epoch, purpose)
+    def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
+        self.classes, self.seed, self.epoch = classes, seed, epoch
         self.made = np.zeros(classes.count, np.bool_)
-        self.samples = np.empty(len(classes.table), np.uint32)  # of the classes that are made
-        self.computed: dict[int, Permutation] = {}  # of large classes
+        # The samples of small classes that are made, and the orders of large ones.
+        self.samples = np.empty(len(classes.table), np.uint32)
+        self.computed: dict[int, Permutation] = {}
 
     def read(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
         """Return some samples of each of these classes, beginning at a rank."""
         table, offsets = self.classes.table, self.classes.offsets
         for c in set(classes[~self.made[classes]].tolist()):
-            order = Permutation(int(self.classes.sizes[c]), *self.words, c)
+            order = Permutation(int(self.classes.sizes[c]), self.seed, self.epoch, MEMBERS, c)
             if order.table is None:
                 self.computed[c] = order
             else:
@@ -90,16 +93,13 @@ class Lengths:
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
-        self.values = one_dimensional("lengths", lengths)
+        remedy = "give integers of at least 1, such as numpy.ceil(lengths).astype(int)"
+        self.values = integers("lengths", lengths, remedy)
         self.count, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
-        if self.values.dtype.kind not in "iu":
-            raise TypeError(
-                f"lengths has values of type {self.values.dtype}, such as {self.values[0]!r}; give "
-                "integers of at least 1, such as numpy.ceil(lengths).astype(int)"
-            )
-        self.shortest, self.longest, self.total, self.dropped = budget, 0, 0.0, 0
-        self.lost = 0.0  # tokens
+        self.shortest, self.longest, self.dropped = budget, 0, 0
+        # Tokens of the samples that are kept, and of the others.
+        self.total = self.lost = 0.0
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
             if low < 1:
@@ -142,7 +142,7 @@ class Lengths:
 
     def distinct(self) -> Ints:
         """Return each length once, ascending, without those that are left out."""
-        if self.longest - self.shortest > self.count + DENSE:  # a table of them would be large
+        if self.longest - self.shortest > self.count + DENSE:
             return np.unique(self.values[self.values <= self.longest]).astype(np.int64)
         seen = np.zeros(self.longest - self.shortest + 1, np.bool_)
         for _, chunk in _chunks(self.values):
@@ -193,10 +193,6 @@ class Recipes(Order):
         The unit whose group comes first.
     """
 
-    _facts: dict[str, Any]  # what this kind of recipes has beside them
-    _works: Floats | None = None  # of a unit of each recipe
-    _tokens: Ints | None = None
-
     def __init__(
         self,
         samples: int,
@@ -220,104 +216,72 @@ class Recipes(Order):
             array.flags.writeable = False
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
         ours = {"name": self.name, "samples": self.samples, "together": self.together}
-        return ours | self._facts
+        return ours | (self._facts or {})
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
-        return self._reads(seed)[0]
+        return self.opened(seed)[0]
 
-    def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader, and what returns the work of units."""
-        return super().measured(seed) if self._works is None else self._reads(seed)
+    def opened(self, seed: int) -> tuple[Reader, Callable[[int], Epoch]]:
+        """Return a reader, and what draws epochs."""
+        return by_epoch(self, seed, partial(Epoch, self, seed))
 
-    def token_sums(self, seed: int) -> Sums | None:
-        """Return what adds up the tokens of units: those of their recipes."""
-        tokens, draw_epoch = self._tokens, lru_cache(1)(partial(self._draw_epoch, seed))
-        if tokens is None:
-            return None
-        return lambda epoch, units: [int(tokens[self._recipes(draw_epoch(epoch), units)[1]].sum())]
 
-    def _reads(self, seed: int) -> tuple[Reader, Works]:
-        draw_epoch = lru_cache(1)(partial(self._draw_epoch, seed))
+class Epoch:
+    """The order of the units of recipes in an epoch.
 
-        def works(epoch: int, units: Ints) -> Floats:
-            assert self._works is not None
-            return self._works.take(self._recipes(draw_epoch(epoch), units)[1])
+    The groups of `together` units come in an order of their own. One group is short: it has what is
+    left of the units, from `at` on. Each group begins with another of its units, by `turn`.
+    """
 
-        reader = ArrayReader(self, seed, lambda epoch, units: self._read(draw_epoch(epoch), units))
-        return reader, works
-
-    def _draw_epoch(self, seed: int, epoch: int) -> Drawn:
-        """Draw an epoch: the order of its groups, the short one, the turn in each, and members."""
-        groups, rest = divmod(self.units, self.together)
-        order = Permutation(groups, seed, epoch, UNITS, 0)
-        members = self.classes.members(seed, epoch)
-        longest = self.longest if groups else None
-        among = self.units if longest is None else self.units - rest
-        at, turn = (
+    def __init__(self, order: Recipes, seed: int, epoch: int) -> None:
+        self.recipes = order
+        self.groups, self.rest = divmod(order.units, order.together)
+        self.order = Permutation(self.groups, seed, epoch, UNITS, 0)
+        self.members = order.classes.members(seed, epoch)
+        longest = order.longest if self.groups else None
+        among = order.units if longest is None else order.units - self.rest
+        self.at, self.turn = (
             int(drawn(np.array([k]), below, seed, epoch, UNITS, 1)[0])
-            for k, below in enumerate((among, self.together))
+            for k, below in enumerate((among, order.together))
         )
-        if longest is None:
-            return order, at, turn, 0, members
-        at = (longest + 1 + at) % self.units  # the longest is not in the short group
-        before = max(0, at + rest - self.units) if longest < at else rest
-        wanted = (longest - before) // self.together
-        return order, at, turn, wanted - int(order.at(np.zeros(1, np.int64))[0]), members
+        self.shift = 0
+        if longest is not None:
+            # The longest is not in the short group, and its group comes first.
+            self.at = (longest + 1 + self.at) % order.units
+            before = self.rest if longest >= self.at else self.before
+            wanted = (longest - before) // order.together
+            self.shift = wanted - int(self.order.at(np.zeros(1, np.int64))[0])
 
-    def _recipes(self, epoch: Drawn, units: Ints) -> tuple[Ints, Ints]:
+    @property
+    def before(self) -> int:
+        """Units of the short group that come before all others: it goes round."""
+        return max(0, self.at + self.rest - self.recipes.units)
+
+    def recipes_of(self, units: Ints) -> tuple[Ints, Ints]:
         """Return the numbers of units among all copies, and the recipe of each."""
-        order, at, turn, shift, _ = epoch
-        groups, rest = divmod(self.units, self.together)
-        numbers = (units - groups * self.together + at) % self.units  # of those in the short group
-        grouped = units < groups * self.together
-        if groups:
-            before = max(0, at + rest - self.units)  # units of the short group that come first
-            group_numbers, inside = np.divmod(units[grouped], self.together)
-            group = (order.at(group_numbers).astype(np.int64) + shift) % groups
-            grouped_numbers = group * self.together + (inside + turn) % self.together + before
-            numbers[grouped] = grouped_numbers + (grouped_numbers >= at) * (rest - before)
-        return numbers, self.starts.searchsorted(numbers, "right") - 1
+        units_of_all, together = self.recipes.units, self.recipes.together
+        numbers = (units - self.groups * together + self.at) % units_of_all
+        grouped = units < self.groups * together
+        if self.groups:
+            group_numbers, inside = np.divmod(units[grouped], together)
+            group = (self.order.at(group_numbers).astype(np.int64) + self.shift) % self.groups
+            others = group * together + (inside + self.turn) % together + self.before
+            numbers[grouped] = others + (others >= self.at) * (self.rest - self.before)
+        return numbers, self.recipes.starts.searchsorted(numbers, "right") - 1
 
-    def _read(self, epoch: Drawn, units: Ints) -> Read:
+    def read(self, units: Ints) -> Read:
         """Return the samples of units, and their sizes."""
-        numbers, recipes = self._recipes(epoch, units)
-        copies, parts = numbers - self.starts.take(recipes), recipes
-        if len(self.parts) > len(self.sizes):  # some recipes have several parts
-            first = self.first.take(recipes)
-            counts = self.first.take(recipes + 1) - first
+        order = self.recipes
+        numbers, recipes = self.recipes_of(units)
+        copies, parts = numbers - order.starts.take(recipes), recipes
+        # Some recipes may have several parts.
+        if len(order.parts) > len(order.sizes):
+            first = order.first.take(recipes)
+            counts = order.first.take(recipes + 1) - first
             copies, parts = copies.repeat(counts), spans(first, counts)
-        classes, many, base = self.parts.take(parts, 0).T
-        samples = epoch[-1](classes, base + copies * many, many)
-        return samples, self.sizes.take(recipes)
-
-
-def one_dimensional(name: str, given: ArrayLike) -> NDArray[Any]:
-    """Return an argument as an array, with one value at least."""
-    try:
-        values = np.asarray(given)
-    except (TypeError, ValueError) as error:  # of lists of unequal length, for one
-        raise TypeError(f"{name} is not an array: {error}") from error
-    if values.ndim != 1:
-        raise ValueError(f"{name} has shape {values.shape}; give a list of one value per sample")
-    if not len(values):
-        raise ValueError(f"{name} is empty; give at least one value, or leave an empty source out")
-    if len(values) > MOST_SAMPLES:
-        raise ValueError(f"{name} has {len(values)} values; give at most {MOST_SAMPLES}")
-    return values
-
-
-def integers(name: str, given: ArrayLike) -> NDArray[np.integer[Any]]:
-    """Return an argument as an array of integers, which is not copied if it is one."""
-    values = one_dimensional(name, given)
-    if values.dtype.kind not in "iu":
-        raise TypeError(
-            f"{name} has values of type {values.dtype}, such as {values[0]!r}; give integers of at "
-            "least 0"
-        )
-    return values.view(np.ndarray)
+        classes, many, base = order.parts.take(parts, 0).T
+        return self.members(classes, base + copies * many, many), order.sizes.take(recipes)
 
 
 def _chunks(values: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:

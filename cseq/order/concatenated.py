@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cseq.check import integer
-from cseq.order._readers import DOCUMENTS, ArrayReader, Permutation
+from cseq.check import integer, integers
+from cseq.order._readers import DOCUMENTS, ArrayReader, DocumentEnds, Permutation
 from cseq.order.base import spans
-from cseq.order.classes import integers
-from cseq.order.documents import DocumentEnds
 from cseq.order.tables import CachedOrder, cache_of, lengths_in, tables
 
 if TYPE_CHECKING:
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
-
-__all__ = ["Concatenated"]
 
 BLOCK = 16  # documents of an epoch between two sums that are kept
 MOST_ROW = 2**24
@@ -107,11 +103,9 @@ class Concatenated(CachedOrder):
         return max(2, min(whole + 2, self.row, int(counts.sum())))  # 2: units are rows
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
         return super().facts() | {"lengths": self._lengths, "row": self.row}
 
     def describe(self) -> str:
-        """Describe an epoch."""
         said = (
             f"{self.units:,} rows of {self.row:,} tokens, at most {self.room:,} "
             f"piece{'s' * (self.room > 1)} a row"
@@ -119,18 +113,15 @@ class Concatenated(CachedOrder):
         return f"{said}; {self.left_out}" if self.left_out else said
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         epoch_of = self._epochs(seed, works=False)
         return ArrayReader(self, seed, lambda epoch, units: epoch_of(epoch).read(units))
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader, and what returns the work of units."""
         epoch_of = self._epochs(seed, works=True)
         reader = ArrayReader(self, seed, lambda epoch, units: epoch_of(epoch).read(units))
         return reader, lambda epoch, units: epoch_of(epoch).works_of(units)
 
-    def token_sums(self, seed: int) -> Sums:  # noqa: ARG002
-        """Return what adds up tokens: each row has as many."""
+    def token_sums(self, seed: int) -> Sums:
         return lambda _, units: [self.row * len(units)]
 
     def _epochs(self, seed: int, *, works: bool) -> Callable[[int], _Epoch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-__all__ = ["Groups"]
-
-MOST_ROOM = 2**31  # samples of a batch
-KEPT = 1024  # orders of classes that a reader keeps
+# Samples of a batch.
+MOST_ROOM = 2**31
+# Orders of classes that a reader keeps.
+KEPT = 1024
 
 
 class Groups(Order):
@@ -88,20 +88,15 @@ class Groups(Order):
             if epoch_size is None
             else integer("epoch_size", epoch_size, 1, MOST_SAMPLES)
         )
-        self._facts = {"labels": checked.fingerprint, "repeat_small": repeat_small}
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
-        return {
-            "name": self.name,
-            "samples": self.samples,
+        self._facts = {
             "classes": self.chosen,
             "each": self.per_class,
             "epoch_size": self.units,
-        } | self._facts
+            "labels": checked.fingerprint,
+            "repeat_small": repeat_small,
+        }
 
     def describe(self) -> str:
-        """Describe an epoch."""
         sizes, rest = self.classes.sizes, self.classes.count % self.chosen
         often = self.units * self.room / self.classes.count
         least, most = (f"{often / size:.3g}" for size in (sizes.max(), sizes.min()))
@@ -113,7 +108,6 @@ class Groups(Order):
         )
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         table, offsets = self.classes.table, self.classes.offsets.tolist()
         sizes = self.classes.sizes.tolist()
         batches_per_round, per_class = self.classes.count // self.chosen, self.per_class

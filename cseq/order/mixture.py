@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.sources import Drawn
 
-__all__ = ["Mixture", "Resized"]
-
 SHOWN = 5  # sources that are described or named
 FEW = 64  # units of each source that are worth a call of its reader
 
@@ -208,7 +206,6 @@ class Mixture(Order):
         }
 
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
-        """Return the order that goes on where one with `facts` was, with the present weights."""
         ours = self.facts()
         if facts == ours:
             return self
@@ -280,12 +277,10 @@ class Mixture(Order):
             raise ValueError(f"source {name!r}: {error}; or give it another name") from None
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         readers = [order.reader(seed_of(seed, name)) for name, order in self.sources.items()]
         return self._reader(seed, readers, self._draws(seed))
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader, and what returns the work of units."""
         pairs = [order.measured(seed_of(seed, name)) for name, order in self.sources.items()]
         draws, sizes = self._draws(seed), [order.units for order in self.sources.values()]
 
@@ -304,7 +299,6 @@ class Mixture(Order):
         return self._reader(seed, [reader for reader, _ in pairs], draws), works
 
     def token_sums(self, seed: int) -> Sums | None:
-        """Return what adds up the tokens of units, for each source."""
         orders = self.sources.items()
         each = [order.token_sums(seed_of(seed, name)) for name, order in orders]
         inner = [sums for sums in each if sums is not None]
@@ -354,7 +348,6 @@ class Mixture(Order):
         return ArrayReader(self, seed, read, ahead=AHEAD + FEW * len(readers))
 
     def describe(self) -> str:
-        """Describe an epoch."""
         block, first = self._plan.block, self._plan.shares[0]
         weights, by = [weight / first.total for weight in first.whole], ""
         if self._by_tokens:
@@ -398,16 +391,13 @@ class Resized(Order):
         self.units = size if order.units else 0
 
     def over(self, samples: int) -> Self:
-        """Return the order over so many samples."""
         order = self.order.over(samples)
         return self if order is self.order else type(self)(order, self._size)
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
         return {"name": self.name, "units": self._size, "order": self.order.facts()}
 
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
-        """Return the order that goes on where a state is."""
         inner = facts.get("order")
         if facts | {"order": None} != self.facts() | {"order": None} or not isinstance(inner, dict):
             return super().resumed(facts, seed, epoch, consumed)
@@ -416,11 +406,9 @@ class Resized(Order):
         return self if order is self.order else type(self)(order, self._size)
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         return self._reader(seed, self.order.reader(seed))
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader, and what returns the work of units."""
         inner, works = self.order.measured(seed)
         size = self.order.units
 
@@ -438,7 +426,6 @@ class Resized(Order):
         return ArrayReader(self, seed, read)
 
     def describe(self) -> str:
-        """Describe an epoch."""
         return f"{self._size:,} units at a time of {self.order.describe()}"
 
 

@@ -18,15 +18,17 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from cseq.order.base import Ints
-
-__all__ = ["Packed"]
+    from cseq._core import Reader
+    from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-SHOWN = 1.001  # times as many rows as full ones: a bound that is described
-MOST_COUNTED = 2**24  # quanta of a row; 8 bytes each while pieces are counted
+# A bound on how full rows can be is described if it needs this many times as many rows.
+SHOWN = 1.001
+# Quanta of a row whose pieces are counted, which takes 8 bytes each.
+MOST_COUNTED = 2**24
 
-Contents: TypeAlias = "tuple[int, int, Contents] | None"  # class, samples of it, what there was
+# A class, its samples, and what was in the row before them.
+Contents: TypeAlias = "tuple[int, int, Contents] | None"
 
 
 class Packed(Recipes, CachedOrder):
@@ -48,8 +50,8 @@ class Packed(Recipes, CachedOrder):
         rows are less full.
     too_long : 'error', 'drop' or 'split'
         What to do with samples that are longer than the budget. `describe` says how many tokens
-        are dropped; a warning, if they are more than 1 % of all, or of the samples. With 'split',
-        samples are documents, which may be empty: see below.
+        are dropped, and a warning does if they are more than 1 % of all, or of the samples. With
+        'split', samples are documents, which may be empty: see below.
     cache : path, optional
         A folder of this machine, for ``too_long='split'``. The tables of an order, 4 bytes for a
         document, lie there in a file that all processes map. One makes it, the others wait; the
@@ -126,20 +128,17 @@ class Packed(Recipes, CachedOrder):
         whole = np.minimum(lengths_of * quantum, budget)
         lengths_in, each = whole.take(self.parts[:, 0]), self.parts[:, 1]
         self._works = np.add.reduceat(lengths_in.astype(np.float64) ** 2 * each, self.first[:-1])
+        self._tokens = None
         if quantum == 1:
             self._tokens = np.add.reduceat(lengths_in * each, self.first[:-1])
-        self.room = max(2, self.room)  # units are rows, also where each has one sample
+        # Units are rows, even if each has one sample.
+        self.room = max(2, self.room)
         self.tokens = total / self.units
         self._used = self.tokens / budget
-        self._facts = {
-            "lengths": said,
-            "budget": budget,
-            "quantum": quantum,
-            "too_long": too_long,
-        }
+        sizes = {"budget": budget, "quantum": quantum, "too_long": too_long}
+        self._facts = {"lengths": said} | sizes
 
     def describe(self) -> str:
-        """Describe an epoch."""
         parts = "samples" if self.name == "packed-v1" else "pieces"
         said = (
             f"{self.units:,} rows, filled to {100 * self._used:.4g} %{self._bound}, "
@@ -147,15 +146,26 @@ class Packed(Recipes, CachedOrder):
         )
         return f"{said}; {self.left_out}" if self.left_out else said
 
+    def measured(self, seed: int) -> tuple[Reader, Works]:
+        reader, epoch_of = self.opened(seed)
+        return reader, lambda epoch, units: self._works.take(epoch_of(epoch).recipes_of(units)[1])
+
+    def token_sums(self, seed: int) -> Sums | None:
+        tokens, (_, epoch_of) = self._tokens, self.opened(seed)
+        if tokens is None:
+            return None
+        return lambda epoch, units: [int(tokens.take(epoch_of(epoch).recipes_of(units)[1]).sum())]
+
 
 def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints]:
     """Return recipes of rows that samples are packed into, by best fit decreasing.
 
-    Each class has a length, ascending and in [1, `budget`], and so many samples. Returns `copies`,
-    `first` and `parts` of `Recipes`.
+    Each class has a length, ascending and in [1, `budget`], and a number of samples. Returns
+    `copies`, `first` and `parts` of `Recipes`.
     """
-    rooms: list[int] = []  # ascending, those that rows have left
-    kinds: dict[int, deque[tuple[int, Contents]]] = {}  # with each room: rows, what is in each
+    # The rooms that rows have left, ascending; of each, how many rows have it, and what is in them.
+    rooms: list[int] = []
+    kinds: dict[int, deque[tuple[int, Contents]]] = {}
 
     def add(room: int, rows: int, contents: Contents) -> None:
         if room not in kinds:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cseq.order._readers import MEMBERS, keyed
+from cseq.check import integers
+from cseq.order._readers import MEMBERS, DocumentEnds, keyed
 from cseq.order.base import spans
-from cseq.order.classes import Classes, integers
-from cseq.order.documents import DocumentEnds
+from cseq.order.classes import Classes
 from cseq.order.tables import lengths_in, tables
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from cseq.order.tables import New
 
     Pack = Callable[[Ints, Ints, int], tuple[Ints, Ints, Ints]]
-
-__all__ = ["Pieces", "fewest_rows"]
 
 TOGETHER = 2**20  # documents that are sorted at once
 

@@ -9,8 +9,6 @@ from cseq.order.tally import Tally
 if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
 
-__all__ = ["Now", "Place", "Progress"]
-
 
 class Progress(Protocol):
     """How far the loop is in an epoch, as a `Feed` reports it."""

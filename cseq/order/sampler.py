@@ -25,12 +25,13 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from cseq.check import integer
+from cseq.check import integer, integers
 from cseq.order._readers import AHEAD, ArrayReader, fingerprint, gather
 from cseq.order._source import OrderSource
 from cseq.order.base import MOST_SAMPLES, MOST_SEED, kind
@@ -43,12 +44,11 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Order, Read
 
-__all__ = ["RankSampler", "Sampler"]
+# A message with the same numbers is logged once.
+warn = functools.cache(logging.getLogger("cseq").warning)
 
-warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same numbers
-
-
-COUNTED = 2**20  # units whose tokens are counted together
+# Units whose tokens are counted together.
+COUNTED = 2**20
 
 
 class Data(Protocol):
@@ -61,19 +61,39 @@ class Data(Protocol):
 
 
 class Cut(NamedTuple):
-    """How an epoch, or what is left of one, is cut into batches for one rank. The core reads it."""
+    """How an epoch, or what is left of one, is cut into batches for one rank.
 
-    first: int  # how many batches of this size came before batch 0 in the epoch
+    `_source.pyx` has a struct with the same fields.
+
+    Attributes
+    ----------
+    first : int
+        Batches of this size that came before batch 0 in the epoch.
+    batches, full : int
+        All batches, and how many of them have all units. These come first.
+    start, stride : int
+        Position of the first unit of batch 0, and positions from one batch to the next: the units
+        of a global batch.
+    size : int
+        Units of a full batch.
+    part_start, part : int
+        Position and units of the batch after the full ones. With 0 units, there is none.
+    consumed : int
+        Units that all ranks together have had before batch 0.
+    """
+
+    first: int
     batches: int
-    full: int  # batches with all units; they come first
-    start: int  # position of the first one's first unit
-    stride: int  # positions from one to the next: units of a global batch
-    size: int  # units of a full batch
-    part_start: int  # position of the batch after them
-    part: int  # its units; 0: there is none
-    consumed: int  # units that all ranks together have had before batch 0
+    full: int
+    start: int
+    stride: int
+    size: int
+    part_start: int
+    part: int
+    consumed: int
 
 
+@dataclass(eq=False, repr=False)
 class Sampler:
     """The units of an epoch for one rank, batch by batch.
 
@@ -81,18 +101,12 @@ class Sampler:
     ----------
     dset_size : int or sequence of int
         Number of samples, or the samples themselves: a one-dimensional array or list of integer
-        indices, one at least. An integer array is neither copied nor written to.
-    order : Order
+        indices, at least one. An integer array is neither copied nor written to. The attribute is
+        the number.
     batch_size : int
         Units of a batch, for each rank.
-    seed : int
-        In [0, 2**64).
-    drop_last : bool
-        Leave out the last batch if it is short.
-    rank, world_size : int
-        Which part of every global batch is ours, and how many parts there are.
     pad : bool
-        False: no unit is repeated, so that ranks may have unequal parts of the tail.
+        If False, no unit is repeated, so ranks may have unequal parts of the tail.
     repeat : int
         Epochs of a source.
     data : Data, optional
@@ -100,44 +114,40 @@ class Sampler:
 
     Attributes
     ----------
+    indices : numpy.ndarray or None
+        The samples, if they were given.
     length : int
         Batches of an epoch, for this rank.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An argument is not an integer, or out of range.
     """
 
-    def __init__(
-        self,
-        dset_size: object,
-        order: Order,
-        *,
-        batch_size: int,
-        seed: int,
-        drop_last: bool,
-        rank: int = 0,
-        world_size: int = 1,
-        pad: bool = True,
-        repeat: int = 1,
-        data: Data | None = None,
-    ) -> None:
-        self.dset_size, self.indices = _samples(dset_size)
-        self.order = order.over(self.dset_size)
-        self.batch_size = integer("batch_size", batch_size)
-        if hasattr(seed, "initial_seed"):
-            raise TypeError(f"seed={seed!r} is a generator; give an integer: initial_seed() of it")
-        self.seed = integer("seed", seed, 0, MOST_SEED)
-        self.drop_last = drop_last
-        self.world_size = integer("world_size", world_size)
-        self.rank = integer("rank", rank, 0, self.world_size - 1)
-        self.pad = pad
-        self.repeat, self.data = repeat, data
-        self._stride = self.batch_size * self.world_size  # units of a global batch
+    dset_size: int
+    order: Order
+    _: KW_ONLY
+    batch_size: int
+    seed: int
+    drop_last: bool
+    rank: int = 0
+    world_size: int = 1
+    pad: bool = True
+    repeat: int = 1
+    data: Data | None = None
+
+    def __post_init__(self) -> None:
+        self.dset_size, self.indices = _samples(self.dset_size)
+        self.order = self.order.over(self.dset_size)
+        self.batch_size = integer("batch_size", self.batch_size)
+        if hasattr(self.seed, "initial_seed"):
+            raise TypeError(
+                f"seed={self.seed!r} is a generator; give an integer: its initial_seed()"
+            )
+        self.seed = integer("seed", self.seed, 0, MOST_SEED)
+        self.world_size = integer("world_size", self.world_size)
+        self.rank = integer("rank", self.rank, 0, self.world_size - 1)
+        # Units of a global batch.
+        self._stride = self.batch_size * self.world_size
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
-        if not self.length and drop_last and self.order.units:
+        if not self.length and self.drop_last and self.order.units:
             warn(
                 "an epoch has no batch: drop_last=True leaves out all %d %s, since a batch of all "
                 "ranks has %d; give a smaller batch_size, or drop_last=False",
@@ -146,30 +156,13 @@ class Sampler:
                 self._stride,
             )
 
-    def changed(
-        self,
-        *,
-        order: Order | None = None,
-        seed: int | None = None,
-        rank: int | None = None,
-        world_size: int | None = None,
-    ) -> Sampler:
-        """Return the same sampler of another order or seed, or another part of the batches."""
-        return Sampler(
-            self.dset_size if self.indices is None else self.indices,
-            self.order if order is None else order,
-            batch_size=self.batch_size,
-            seed=self.seed if seed is None else seed,
-            drop_last=self.drop_last,
-            rank=self.rank if rank is None else rank,
-            world_size=self.world_size if world_size is None else world_size,
-            pad=self.pad,
-            repeat=self.repeat,
-            data=self.data,
-        )
+    def changed(self, **fields: Any) -> Sampler:
+        """Return the same sampler with another order, seed, rank or world_size."""
+        samples: Any = self.dset_size if self.indices is None else self.indices
+        return replace(self, dset_size=samples, **fields)
 
     def _make_reader(self) -> Reader:
-        """Make what reads the order: for one thread at a time."""
+        """Make a reader of the order, for one thread at a time."""
         reader, indices = self.order.reader(self.seed), self.indices
         if indices is None:
             return reader
@@ -184,12 +177,11 @@ class Sampler:
 
     @cached_property
     def facts(self) -> str:
-        """What the order depends on besides the seed, as JSON."""
         return json.dumps(self.order.facts())
 
     @cached_property
     def fingerprint(self) -> int | None:
-        """The fingerprint of the samples' indices; None: there is no list of them."""
+        """The fingerprint of the samples' indices, or None if there is no list of them."""
         return None if self.indices is None else fingerprint(self.indices)
 
     @property
@@ -201,20 +193,9 @@ class Sampler:
     def source(self, epoch: int, consumed: int = 0, *, own: bool = False) -> OrderSource:
         """Return the batches of an epoch, and of the next ones if they `repeat`.
 
-        Parameters
-        ----------
-        epoch : int
-            At least 0.
-        consumed : int
-            Units that all ranks together have had of this epoch. The rest is cut into global
-            batches from there, so `batch_size` and `world_size` may be others than before.
-        own : bool
-            With a reader of its own, for use beside the run that reads the epochs.
-
-        Raises
-        ------
-        TypeError, ValueError
-            An argument is not an integer, or out of range.
+        The units after `consumed` are cut into global batches from there, so `batch_size` and
+        `world_size` may be others than before. A source with a reader of its `own` is for use
+        beside the run that reads the epochs.
         """
         reader = self._make_reader() if own else self._reader
         number = integer("epoch", epoch, 0, MOST_SEED)
@@ -246,10 +227,10 @@ class Sampler:
 
     def tokens(self, epoch: int, start: int, stop: int) -> dict[str, int]:
         """Return the tokens of each source in units of an epoch."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for first in range(start, stop, COUNTED):
-            found.update(self._sums(epoch, np.arange(first, min(first + COUNTED, stop))))
-        return found
+            counts.update(self._sums(epoch, np.arange(first, min(first + COUNTED, stop))))
+        return counts
 
     def _share(self, tail: int) -> tuple[int, int]:
         """Return how many of the last units, no global batch, are ours, and where they begin."""
@@ -262,10 +243,7 @@ class Sampler:
         return size + (self.rank < more), self.rank * size + min(self.rank, more)
 
     def end(self, consumed: int = 0) -> int:
-        """Return how many units of an epoch all ranks together have had when it is over.
-
-        `consumed`: of the place that the epoch was continued at.
-        """
+        """Return how many units all ranks have had when an epoch, continued at `consumed`, ends."""
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
 
@@ -290,17 +268,10 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
             f"dset_size is a {type(dset_size).__name__}; give len(...) of it, or a one-dimensional "
             "array of the samples' indices"
         )
-    indices = _read_only(dset_size)
-    if indices.ndim != 1:
-        raise ValueError(
-            f"dset_size has shape {indices.shape}; give a number, or a one-dimensional array"
-        )
-    if not len(indices):
-        raise ValueError("dset_size is empty; give a number of at least 1, or one index at least")
-    if indices.dtype.kind not in "iu":
-        raise TypeError(f"dset_size has {indices.dtype} indices; give integers")
-    if indices.dtype.itemsize == 8 and indices.dtype.kind == "u" and indices.max() >= 2**63:
+    indices = integers("dset_size", dset_size, most=MOST_SAMPLES)
+    if indices.dtype == np.uint64 and indices.max() >= 2**63:
         raise ValueError(f"dset_size has an index of {indices.max()}; give indices below 2**63")
+    indices.flags.writeable = False
     return len(indices), indices
 
 
@@ -317,16 +288,6 @@ def _holds_numbers(indices: object) -> bool:
             or _holds_numbers(indices[0])
         )
     return isinstance(indices, (range, array, memoryview)) or hasattr(indices, "__array__")
-
-
-def _read_only(indices: object) -> NDArray[Any]:
-    """Return a view of an array, or an array of a sequence, that cannot be written to."""
-    try:
-        view: NDArray[Any] = np.asarray(indices).view()
-    except (TypeError, ValueError) as error:  # of lists of unequal length, for one
-        raise TypeError(f"dset_size is not an array of integers: {error}") from error
-    view.flags.writeable = False
-    return view
 
 
 class RankSampler:

@@ -1,9 +1,9 @@
 """Which rank this process is, and of how many.
 
-``shard='auto'`` asks the functions of `SOURCES` one after the other; the first answer that is not
-None counts. It holds for a manager's life: a different answer later is an error, because some ranks
-would silently go through the same samples. Where ranks share a model, some need equal batches: then
-'auto' is an error, too.
+``shard='auto'`` asks Ray Train, torch, JAX and then the variables of launchers. The first answer
+counts, and holds for a manager's life: a different one later is an error, because some ranks would
+silently go through the same samples. Ranks that share a model need equal batches: then 'auto' is an
+error, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cseq.check import integer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Literal, Protocol, TypeAlias
 
     from cseq.order.base import Order
@@ -37,19 +37,29 @@ if TYPE_CHECKING:
 
     Given: TypeAlias = tuple[int, int] | Literal["auto"] | Group | Mesh | None
 
-__all__ = ["SOURCES", "Shard", "agree", "check_shard", "find_shard", "model_parallel", "resolve"]
-
 log = logging.getLogger("cseq")
 
 FORMS = "(rank, world_size), a process group, a DeviceMesh of one dimension, 'auto' or None"
 # A dimension of a mesh with one of these words in its name divides the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-HALVES = {"replicate", "replica", "shard"}  # of two such dimensions
-MEGATRON = {  # which has groups, and no mesh
+# Of two such dimensions, each has one of these.
+HALVES = {"replicate", "replica", "shard"}
+# Megatron has these groups, and no mesh.
+MEGATRON = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "CONTEXT_PARALLEL_GROUP": "context",
 }
+# What launchers set: torchrun and many others; Lightning's own launcher, which gives no RANK; Open
+# MPI's mpirun; the mpiexec of MPICH and Intel MPI; srun. The innermost comes first: torchrun and
+# mpirun run inside of Slurm. SLURM_NTASKS is not used, because a batch script has it without srun.
+VARIABLES = (
+    ("RANK", "WORLD_SIZE"),
+    ("LOCAL_RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
 
 
 class Shard(NamedTuple):
@@ -59,7 +69,7 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        Where they come from; empty: nothing was found, and this process gets all samples.
+        Where they come from. If nothing was found, it is empty, and this process gets all samples.
     """
 
     rank: int
@@ -67,7 +77,6 @@ class Shard(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        """Return it in words, for messages."""
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
 
     def check_drawn(self, order: Order) -> None:
@@ -82,15 +91,8 @@ class Shard(NamedTuple):
 ALONE = Shard(0, 1, "")
 
 
-def check_shard(shard: object) -> Shard | None:
-    """Check the argument `shard`; None if it is 'auto', which is for `resolve`.
-
-    Raises
-    ------
-    TypeError, ValueError
-        It is neither None, a pair, a group, a mesh nor 'auto'; this rank is not in [0, world_size),
-        or not in the group; or the mesh has several dimensions.
-    """
+def check_shard(shard: Any) -> Shard | None:
+    """Check the argument `shard`; return None if it is 'auto', which is for `resolve`."""
     if shard is None:
         return ALONE
     if isinstance(shard, str):
@@ -98,39 +100,28 @@ def check_shard(shard: object) -> Shard | None:
             raise ValueError(f"shard={shard!r} is unknown; give {FORMS}")
         return None
     if callable(getattr(shard, "get_coordinate", None)):
-        return _of_mesh(shard)
-    if callable(getattr(shard, "rank", None)) and callable(getattr(shard, "size", None)):
-        group: Any = shard
-        return _member(shard, group.rank(), group.size())
-    if shard is getattr(getattr(_torch(), "GroupMember", None), "NON_GROUP_MEMBER", ALONE):
-        return _member(shard, -1, 0)
-    if not isinstance(shard, (tuple, list)) or len(shard) != 2:
+        if shard.ndim != 1:
+            raise ValueError(
+                f"shard={shard!r} has {shard.ndim} dimensions; give what divides the batches, as "
+                f"one: {_remedy(shard.mesh_dim_names or ())}"
+            )
+        rank, ranks = (shard.get_coordinate() or [-1])[0], shard.size()
+    elif callable(getattr(shard, "rank", None)) and callable(getattr(shard, "size", None)):
+        rank, ranks = shard.rank(), shard.size()
+    elif shard is getattr(getattr(_torch(), "GroupMember", None), "NON_GROUP_MEMBER", ALONE):
+        rank, ranks = -1, 0
+    elif not isinstance(shard, (tuple, list)) or len(shard) != 2:
         raise TypeError(f"shard={shard!r} is not a pair; give {FORMS}")
-    rank, ranks = integer("shard[0]", shard[0], least=0), integer("shard[1]", shard[1])
-    if rank >= ranks:
-        raise ValueError(
-            f"shard={shard!r}: rank {rank} is not below {ranks}, the number of ranks; ranks count "
-            f"from 0, so give a rank of at most {ranks - 1}"
-        )
-    return Shard(rank, ranks, "the argument shard")
-
-
-def _of_mesh(mesh: Any) -> Shard:
-    """Return the place on a mesh of one dimension."""
-    names, coordinate = mesh.mesh_dim_names or (), mesh.get_coordinate()
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"shard={mesh!r} has {mesh.ndim} dimensions; give what divides the batches, as one: "
-            f"{_remedy(names)}"
-        )
-    return _member(mesh, -1 if coordinate is None else coordinate[0], mesh.size())
-
-
-def _member(group: object, rank: int, ranks: int) -> Shard:
-    """Return the place in a group."""
+    else:
+        rank, ranks = integer("shard[0]", shard[0], least=0), integer("shard[1]", shard[1])
+        if rank >= ranks:
+            raise ValueError(
+                f"shard={shard!r}: rank {rank} is not below {ranks}, the number of ranks; ranks "
+                f"count from 0, so give a rank of at most {ranks - 1}"
+            )
     if rank < 0:
         raise ValueError(
-            f"shard={group!r} is a group or mesh that this process is not in: it has no part of "
+            f"shard={shard!r} is a group or mesh that this process is not in: it has no part of "
             "its batches; make the loader on the ranks of the group only, or give another one"
         )
     return Shard(rank, ranks, "the argument shard")
@@ -139,8 +130,9 @@ def _member(group: object, rank: int, ranks: int) -> Shard:
 def _remedy(names: Iterable[str]) -> str:
     """Say which argument takes the dimensions of a mesh that divide the batches."""
     data = [name for name in names if _words(name) <= DATA | {"parallel"}]
+    # Dimensions "dp_…" are parts of "dp".
     if "dp" in data and all(name.startswith("dp") for name in data):
-        data = ["dp"]  # of which others are parts
+        data = ["dp"]
     if not data:
         return 'shard=mesh["dp"], where mesh_dim_names= names a dimension "dp"'
     listed = ", ".join(f'"{name}"' for name in data)
@@ -148,13 +140,7 @@ def _remedy(names: Iterable[str]) -> str:
 
 
 def resolve() -> Shard:
-    """Ask `SOURCES`.
-
-    Raises
-    ------
-    ValueError
-        Ranks share a model, or a launcher's variables are no rank and number of ranks.
-    """
+    """Find the shard for 'auto', or raise ValueError if ranks share a model."""
     if shared := model_parallel():
         listed = ", ".join(f"{name}={size}" for name, size in shared)
         raise ValueError(
@@ -166,18 +152,14 @@ def resolve() -> Shard:
 
 
 def find_shard() -> Shard:
-    """Ask `SOURCES`, whatever the ranks share."""
-    for ask in SOURCES:
-        shard = ask()
-        if shard is not None:
-            return shard
-    return ALONE
+    """Find the shard, whatever the ranks share."""
+    return _ray_train() or _torch_group() or _jax() or _launched() or ALONE
 
 
 def model_parallel() -> list[tuple[str, int]]:
     """Return the dimensions of a mesh of ranks, and their sizes, if ranks seem to share a model.
 
-    That is where a dimension has another name than those of data, or the only one of data leaves
+    They do where a dimension has another name than those in `DATA`, or the only one of data leaves
     ranks out. torch lists no meshes: from 2.6 on, the process group of each dimension says what it
     is; before, there is a list of meshes that others were cut from. A dimension of all ranks has
     the default group, which says nothing: a mesh of that alone is not found.
@@ -204,23 +186,11 @@ def model_parallel() -> list[tuple[str, int]]:
 
 
 def _words(name: str) -> set[str]:
-    """Return the words in the name of a dimension of a mesh."""
     return {*name.lower().split("_")}
 
 
 def agree(earlier: Shard | None) -> Shard:
-    """Ask `SOURCES`, and compare with the earlier answer.
-
-    Parameters
-    ----------
-    earlier : Shard or None
-        What was resolved earlier.
-
-    Raises
-    ------
-    ValueError
-        The answer differs, or a launcher's variables are no rank and number of ranks.
-    """
+    """Resolve 'auto', and raise ValueError if an earlier answer was another one."""
     now = resolve()
     if earlier is None:
         if not now.source:
@@ -245,14 +215,13 @@ def warn_alone() -> None:
 
 
 def _ray_train() -> Shard | None:
-    """Ask Ray Train, in one of several workers of it; elsewhere it raises, or says 1."""
+    """Ask Ray Train, if this is one of several of its workers."""
     train = sys.modules.get("ray.train")
-    if train is None:
-        return None
-    with contextlib.suppress(RuntimeError, DeprecationWarning):  # the latter in a trial of Tune
-        context = train.get_context()
-        rank, ranks = context.get_world_rank(), context.get_world_size()
-        return Shard(rank, ranks, "Ray Train") if ranks is not None and ranks > 1 else None
+    # Outside of a worker, it raises RuntimeError; in a trial of Tune, DeprecationWarning.
+    with contextlib.suppress(RuntimeError, DeprecationWarning):
+        context = train.get_context() if train is not None else None
+        if context is not None and (context.get_world_size() or 1) > 1:
+            return Shard(context.get_world_rank(), context.get_world_size(), "Ray Train")
     return None
 
 
@@ -265,7 +234,6 @@ def _torch() -> Any:
 
 
 def _torch_group() -> Shard | None:
-    """Ask torch's default process group, if there is one."""
     torch = _torch()
     if torch is None:
         return None
@@ -284,73 +252,28 @@ def _jax() -> Shard | None:
     return Shard(jax.process_index(), ranks, "JAX's processes") if ranks > 1 else None
 
 
-def _torchrun() -> Shard | None:
-    """Read what torchrun, and most launchers after it, set."""
-    return _variables("RANK", "WORLD_SIZE")
-
-
-def _lightning() -> Shard | None:
-    """Read what Lightning's own launcher sets: it gives no RANK."""
-    if os.environ.get("NODE_RANK", "") != "0":
-        return None  # the variables do not say how many ranks other nodes have
-    return _variables("LOCAL_RANK", "WORLD_SIZE")
-
-
-def _open_mpi() -> Shard | None:
-    """Read what Open MPI's mpirun sets."""
-    return _variables("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-
-
-def _pmi() -> Shard | None:
-    """Read what MPICH's and Intel MPI's mpiexec set."""
-    return _variables("PMI_RANK", "PMI_SIZE")
-
-
-def _slurm() -> Shard | None:
-    """Read what srun sets.
-
-    Not SLURM_NTASKS: a batch script has it, too, and starts one process without srun, not several.
-    """
-    return _variables("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-
-
-def _half() -> Shard | None:
-    """Refuse a WORLD_SIZE for which there is no rank."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size != "1":
+def _launched() -> Shard | None:
+    """Read the first pair of `VARIABLES` that is set; refuse a WORLD_SIZE without a rank."""
+    said = os.environ
+    for names in VARIABLES:
+        # Lightning's variables do not say how many ranks other nodes have.
+        if names[0] == "LOCAL_RANK" and said.get("NODE_RANK") != "0":
+            continue
+        if not {*names} <= said.keys():
+            continue
+        rank, size = (said[name] for name in names)
+        try:
+            ranks = integer("world_size", int(size))
+            return Shard(integer("rank", int(rank), 0, ranks - 1), ranks, ", ".join(names))
+        except ValueError as error:
+            raise ValueError(
+                f"shard='auto' finds {names[0]}={rank!r} and {names[1]}={size!r} in the "
+                "environment; set them as torchrun does, or give shard=(rank, world_size)"
+            ) from error
+    if said.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
-            f"shard='auto' finds WORLD_SIZE={size!r} in the environment, but no rank; set RANK as "
-            "torchrun does, make the process group first, or give shard=(rank, world_size)"
+            f"shard='auto' finds WORLD_SIZE={said['WORLD_SIZE']!r} in the environment, but no "
+            "rank; set RANK as torchrun does, make the process group first, or give "
+            "shard=(rank, world_size)"
         )
     return None
-
-
-def _variables(rank_name: str, size_name: str) -> Shard | None:
-    """Read a rank and a number of ranks from the environment, if both are there."""
-    rank, size = os.environ.get(rank_name), os.environ.get(size_name)
-    if rank is None or size is None:
-        return None
-    try:
-        ranks = integer("world_size", int(size))
-        return Shard(
-            integer("rank", int(rank), least=0, most=ranks - 1), ranks, f"{rank_name}, {size_name}"
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"shard='auto' finds {rank_name}={rank!r} and {size_name}={size!r} in the environment; "
-            "set them as torchrun does, or give shard=(rank, world_size)"
-        ) from error
-
-
-# Asked in this order. Launchers run inside one another: torchrun and mpirun inside of Slurm.
-SOURCES: list[Callable[[], Shard | None]] = [
-    _ray_train,
-    _torch_group,
-    _jax,
-    _torchrun,
-    _lightning,
-    _open_mpi,
-    _pmi,
-    _slurm,
-    _half,
-]

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["Shares"]
-
 
 class Shares:
     """How often each source comes before a block of `block` units, by weights that do not change.

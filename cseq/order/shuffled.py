@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from cseq._core import Reader
 
-__all__ = ["Sequential", "Shuffled"]
-
 TABLE, COMPUTED = ALGORITHMS
 
 
 class Samples(Order):
     """An order whose units are single samples, each once."""
+
+    _facts: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
     def __init__(self, samples: int | None = None) -> None:
         if samples is not None:
@@ -29,16 +29,11 @@ class Samples(Order):
                 raise ValueError("samples=0: give one at least, or leave an empty source out")
 
     def over(self, samples: int) -> Self:
-        """Return the order over so many samples."""
         if self.samples is not None:
             return super().over(samples)
         order = copy.copy(self)
         order.samples = order.units = samples
         return order
-
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
-        return {"name": self.name, "samples": self.samples}
 
 
 class Sequential(Samples):
@@ -47,7 +42,7 @@ class Sequential(Samples):
     Parameters
     ----------
     samples : int, optional
-        The number of samples. None: as many as the data has.
+        The number of samples. By default, as many as the data has.
 
     Examples
     --------
@@ -59,11 +54,9 @@ class Sequential(Samples):
     is_seeded = False
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         return RangeReader(self.units, seed)
 
     def describe(self) -> str:
-        """Describe an epoch."""
         return f"{self.units:,} samples in their natural order"
 
 
@@ -73,7 +66,7 @@ class Shuffled(Samples):
     Parameters
     ----------
     samples : int, optional
-        The number of samples. None: as many as the data has.
+        The number of samples. By default, as many as the data has.
     algorithm : 'feistel-v1' or 'fisher-yates-v1'
         The first needs no memory, and can begin anywhere at once. The second, which
         ``shuffle=True`` uses, has a table of 4 bytes per sample. It is the faster one below about
@@ -90,11 +83,9 @@ class Shuffled(Samples):
         self.name: str = choice("algorithm", algorithm, ALGORITHMS)
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         if self.name == COMPUTED and self.units >= FEISTEL_LEAST:
             return FeistelReader(self.units, seed)
         return TableReader(self.units, seed)
 
     def describe(self) -> str:
-        """Describe an epoch."""
         return f"{self.units:,} samples, shuffled ({self.name})"

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-__all__ = ["MOST_SOURCES", "Drawn", "by_source", "check_sources", "firsts_of", "read_from"]
-
 MOST_SOURCES = 2**16 - 1
 # Units, source by source: where each was among those asked for; which one it is in the endless
 # sequence of its source's epochs, modulo 2**64 and in a row; and the source, the start and the stop

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     Tables: TypeAlias = dict[str, NDArray[Any]]
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
-__all__ = ["CachedOrder", "Mapped", "cache_of", "lengths_in", "mapped", "tables"]
-
 MAGIC = b"cseqtab1"
 ALIGNED = 2**16  # where an array may begin in a file, as all systems map it
 SUMMED = 2**17  # words of a file whose sum is kept

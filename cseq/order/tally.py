@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
 
-__all__ = ["Tally"]
-
 
 class Tally(NamedTuple):
     """The tokens of each source in the units that all ranks have had.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from cseq.check import flag, integer
+from cseq.check import flag, integer, one_dimensional
 from cseq.order._readers import (
     CHUNK,
     WEIGHTS,
@@ -20,7 +20,7 @@ from cseq.order._readers import (
     laid,
 )
 from cseq.order.base import MOST_SAMPLES, Order
-from cseq.order.classes import Labels, one_dimensional
+from cseq.order.classes import Labels
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-__all__ = ["Weighted", "integers_of"]
-
-MOST_TOTAL = 2**62  # the integers add up to less
-STEPS = 8  # from sample to sample, before the rest is searched for
-DIGIT = 15  # bits that are divided together: with a size of 48 bits, they fit into 64
+# The integers of all weights add up to less.
+MOST_TOTAL = 2**62
+# Samples that are tried one after the other before the rest is searched for.
+STEPS = 8
+# Bits that are divided together: with a size of 48 bits, they fit into 64.
+DIGIT = 15
 
 
 class Weighted(Order):
@@ -50,7 +51,7 @@ class Weighted(Order):
     weights : array of real numbers
         The weight of each sample, at least 0. Only their ratios count.
     size : int, optional
-        Draws in an epoch. None: as many as there are samples.
+        Draws in an epoch. By default, as many as there are samples.
     replacement : bool
         Draw independently, as torch's ``WeightedRandomSampler`` does. How often a sample comes then
         varies by chance, and more samples are left out.
@@ -77,7 +78,11 @@ class Weighted(Order):
         self.samples = len(array)
         self.units = integer("size", self.samples if size is None else size, 1, MOST_SAMPLES)
         self.replacement = flag("replacement", replacement)
-        self._fingerprint = fingerprint(array)
+        self._facts = {
+            "size": self.units,
+            "replacement": self.replacement,
+            "weights": fingerprint(array),
+        }
         masses = integers_of(array, np.copy if self.replacement else laid)
         self._most = int(masses.max())
         if self.replacement:
@@ -104,25 +109,13 @@ class Weighted(Order):
         shares = 1 / checked.classes.sizes
         return cls(shares[checked.numbers], size, replacement=replacement)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the order depends on."""
-        return {
-            "name": self.name,
-            "samples": self.samples,
-            "size": self.units,
-            "replacement": self.replacement,
-            "weights": self._fingerprint,
-        }
-
     def describe(self) -> str:
-        """Describe an epoch."""
         most = self._most * self.units / self._total
         way = "independent draws" if self.replacement else "draws"
         samples = f"{self.samples:,} samples, one at most {most:.3g} times"
         return f"{self.units:,} {way} by weight from {samples}"
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order."""
         size, total = self.units, self._total
 
         @lru_cache(1)
@@ -209,11 +202,12 @@ def integers_of(
         most = max(most, float(piece.max()))
     if not most:
         raise ValueError(f"all of the {len(weights)} weights are 0; give one above 0 at least")
-    scale = -math.frexp(most)[1]  # the largest one becomes a number in [0.5, 1)
+    # The largest one becomes a number in [0.5, 1). The total may be wrong by some 10**-6.
+    scale = -math.frexp(most)[1]
     total = sum(float(np.ldexp(piece, scale).sum()) for _, piece in pieces)
-    mantissa, exponent = math.frexp(total)  # it may be wrong by some 10**-6
+    mantissa, exponent = math.frexp(total)
     k = scale + 63 - exponent - (mantissa > 0.5001)
-    while True:  # once, as a rule
+    while True:
         arranged = arrange(weights)
         values, masses = arranged.reshape(-1), arranged.view(np.uint64)
         for start in range(0, len(values), CHUNK):

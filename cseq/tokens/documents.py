@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
-from cseq.order._readers import CHUNK, fingerprint
-from cseq.order.documents import DocumentEnds
+from cseq.order._readers import CHUNK, DocumentEnds, fingerprint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,8 +12,7 @@ import pytest
 from reference_draws import balanced
 
 import cseq
-from cseq.order._readers import deal
-from cseq.order.documents import DocumentEnds
+from cseq.order._readers import DocumentEnds, deal
 from cseq.order.sampler import Sampler
 
 if TYPE_CHECKING:

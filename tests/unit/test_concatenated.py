@@ -8,7 +8,7 @@ import pytest
 from reference_draws import concatenated
 
 import cseq
-from cseq.order.documents import DocumentEnds
+from cseq.order._readers import DocumentEnds
 
 
 @pytest.mark.parametrize("record", golden.records("orders_concatenated"))

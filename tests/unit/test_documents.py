@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cseq.order.documents import DocumentEnds
+from cseq.order._readers import DocumentEnds
 
 KINDS = [np.int32, np.int64, np.uint16, np.uint64, np.dtype(">i4")]
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cseq
-from cseq.order._readers import keyed
-from cseq.order.documents import DocumentEnds
+from cseq.order._readers import DocumentEnds, keyed
 from cseq.order.pieces import fewest_rows
 
 
