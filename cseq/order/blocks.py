@@ -225,7 +225,7 @@ class EqualWindows(Windows):
 
     def window_of(self, positions: Ints) -> Ints:
         head = self.start_of(self.larger)
-        windows = (positions - head) // max(1, self.size) + self.larger
+        windows: Ints = (positions - head) // max(1, self.size) + self.larger
         low = positions < head
         windows[low] = positions[low] // (self.size + self.step)
         np.minimum(windows, self.count - 1, out=windows)
