@@ -204,7 +204,7 @@ class DataLoader(Torchs[T_co]):
             """What torch's is. accelerate asks for it to make another loader of this one."""
             if sys._getframe(1).f_globals.get("__name__") == "accelerate.data_loader":
                 tell_lost(self)
-            return data.DataLoader.multiprocessing_context.fget(self)
+            return super().multiprocessing_context
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on in the one whose state was loaded."""

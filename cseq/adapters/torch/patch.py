@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from torch.utils import data
-
 from cseq.adapters.torch.fallback import make_iterator, note
 from cseq.adapters.torch.loader import DataLoader
 from cseq.adapters.torch.options import defaults
@@ -14,10 +12,13 @@ from cseq.adapters.torch.options import defaults
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from torch.utils import data
+
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
-_class: Any = data.DataLoader
+# torch's class, though a program may have put cseq's under its name.
+_class: Any = DataLoader.__mro__[1]
 
 
 def _get_iterator(self: data.DataLoader[Any]) -> object:

@@ -637,3 +637,13 @@ def test_what_accelerate_loses_is_said_with_what_keeps_it(caplog, monkeypatch):
     caplog.clear()
     assert [batch.tolist() for batch in there["another"](made)] == [[1], [3]]
     assert "accelerate" not in caplog.text
+
+
+def test_a_program_may_put_the_class_under_torchs_name(monkeypatch):
+    own, expected = data.DataLoader, batches(cseq.DataLoader)
+    with monkeypatch.context() as patched:
+        for module in (data, data.dataloader):
+            patched.setattr(module, "DataLoader", cseq.DataLoader)
+        assert same(batches(data.DataLoader), expected)
+        install()
+        assert same(batches(own), expected)
