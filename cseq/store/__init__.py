@@ -12,12 +12,11 @@
 
 ``npy``         `Npy`: rows of arrays
 ``shards``      what readers have in common: batches by index, the order
+``reader``      what the process that fetches knows of a reader
 ``client``      a process's connections to the process that fetches
 ``fetcher``     the process that fetches: one on a machine
 ``plan``        which shards an order uses next
-``remote``      the objects of a store, by obstore
-``format``      what the process that fetches knows of a format
-``place``       URLs, names and tags of objects
+``objects``     the objects of a store, by obstore
 ``cache``       `cseq.cached`: a data set whose samples are kept
 ``entries``     the folder of these: claims, room, entries that are whole or absent
 ``folder``      a folder that processes share: who has it open, and what it is of

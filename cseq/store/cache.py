@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import pickle
@@ -16,8 +15,8 @@ import numpy as np
 from cseq.check import integer
 from cseq.encoding.pickling import dump, dumps
 from cseq.encoding.survey import batch_reducers
-from cseq.store.entries import HEAD, LINE, opened
-from cseq.store.folder import base, remove_unused
+from cseq.store.entries import HEAD, LINE, Entries
+from cseq.store.folder import shared_folder
 from cseq.system import memory_limit_of
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ __all__ = ["CacheStats", "Cached", "cached"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-FORMAT = 1
+FORMAT = 2
 REDUCERS = partial(batch_reducers, handles=False)
 
 
@@ -125,11 +124,7 @@ def cached(
     }
     if folder is not None:
         return Cached(make, about, os.path.abspath(folder), is_kept=True)
-    name = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
-    start = f"{base(about['limit'])}/cseq-cache-{os.getuid()}-"
-    for path in glob.glob(f"{start}*"):
-        remove_unused(path)  # of processes that were killed
-    return Cached(make, about, start + name, is_kept=False)
+    return Cached(make, about, shared_folder("cache", about, about["limit"]), is_kept=False)
 
 
 class Cached(Generic[T_co]):
@@ -140,10 +135,10 @@ class Cached(Generic[T_co]):
         make: Samples[T_co],
         about: dict[str, Any],
         folder: str,
-        is_kept: bool,  # noqa: FBT001 - from a pickle
+        is_kept: bool,  # noqa: FBT001
     ) -> None:
         self._make, self._about, self._folder, self._is_kept = make, about, folder, is_kept
-        self._entries = opened(folder, about, is_kept=is_kept)
+        self._entries = Entries.opened(folder, about, is_kept=is_kept)
         self._is_checked = False
 
     def __reduce__(self) -> Any:
@@ -173,13 +168,13 @@ class Cached(Generic[T_co]):
         if isinstance(index, slice):
             index = range(len(self))[index]
         if isinstance(index, (list, tuple, range, np.ndarray)):
-            return [self._read(each, copies=False) for each in index]
+            return [self._read(number, copies=False) for number in index]
         return self._read(index, copies=True)
 
     def _read(self, index: int, *, copies: bool) -> Any:
         """Return a sample, of the cache or newly made; `copies`: its arrays are the caller's."""
         number = range(len(self))[index]
-        entry = self._entries.read(number)
+        entry = self._entries.find(number)
         if entry is None:
             return self._made(number)
         if not self._is_checked:
@@ -218,7 +213,8 @@ def _entry_of(sample: object) -> list[Any]:
     data = dumps(sample, buffers, REDUCERS)
     words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)
     parts: list[Any] = [words.tobytes(), data]
-    end = HEAD + words.nbytes + len(data)  # from the entry's beginning, which is aligned
+    # Counted from the entry's beginning, which is aligned.
+    end = HEAD + words.nbytes + len(data)
     for buffer in buffers:
         parts += [bytes(-end % LINE), buffer]
         end += -end % LINE + buffer.nbytes
@@ -240,8 +236,8 @@ def _parts_of(entry: memoryview) -> tuple[memoryview, list[memoryview]]:
 
 
 def _sample_of(entry: memoryview, *, copies: bool) -> Any:
-    data, buffers = _parts_of(entry)
-    return pickle.loads(data, buffers=[bytearray(each) for each in buffers] if copies else buffers)
+    data, views = _parts_of(entry)
+    return pickle.loads(data, buffers=[bytearray(view) for view in views] if copies else views)
 
 
 def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
@@ -262,7 +258,8 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
     modules = dump(make, name="make").modules
     buffers: list[memoryview] = []
     pickled = dumps(make, buffers, REDUCERS)
-    if b"_make_skeleton_class" in pickled:  # cloudpickle's, with a number that is drawn
+    # This is a class by value, to which cloudpickle gives a number that is drawn.
+    if b"_make_skeleton_class" in pickled:
         raise ValueError(
             f"make={make!r} is of a class in a function, or has one, whose pickle differs from "
             "process to process; define it in a module, or give version="

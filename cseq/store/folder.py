@@ -1,102 +1,165 @@
-"""A folder that processes of a machine share: who has it open, and what it is of."""
+"""A folder that processes of a machine share, and that the last one may remove.
+
+``users``    nothing; who has the folder open holds a shared lock on it
+``opening``  nothing; locked by who opens the folder
+``about``    what the folder is of, as JSON
+"""
 
 from __future__ import annotations
 
 import contextlib
+import glob
+import hashlib
 import json
 import os
 import shutil
-import socket
-import struct
 import tempfile
-from typing import TYPE_CHECKING, Any
+import threading
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from cseq.files import locked, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = [
-    "LENGTH",
-    "address",
-    "base",
-    "check",
-    "close",
-    "dial",
-    "remove_unused",
-    "users_of",
-    "write",
-]
+    from typing_extensions import Self
+
+__all__ = ["Folder", "address", "close", "shared_folder", "users_of", "write"]
 
 SHARED = "/dev/shm"
 # Bytes of a socket's address.
 LONGEST = 100
-# Of what a process that fetches gets at first.
-LENGTH = struct.Struct("<Q")
 
 
-def base(nbytes: int) -> str:
-    """Return where shared memory has names, or a folder if that is too small."""
-    try:
-        room = os.statvfs(SHARED)
-    except OSError:
-        return tempfile.gettempdir()
-    is_large = room.f_blocks * room.f_frsize >= nbytes and os.access(SHARED, os.W_OK)
-    return SHARED if is_large else tempfile.gettempdir()
+class Folder:
+    """A folder that this process has open. A process has one object for each, see `opened`.
 
-
-def check(folder: str, about: dict[str, Any], argument: str, more: str = "") -> None:
-    """Compare what a folder is of, or write it into a new one.
+    Parameters
+    ----------
+    path : str
+    about : dict
+        What the folder is of, as JSON values.
+    is_kept : bool
+        False: the last process that has the folder open removes it.
 
     Raises
     ------
     ValueError
-        It is of something else. The message names the argument that gave the folder.
+        The folder is of something else.
     """
-    path = f"{folder}/about"
-    try:
-        with open(path, encoding="utf-8") as file:
-            theirs = json.load(file)
-    except FileNotFoundError:
-        with whole(path) as file:
-            json.dump(about, file)
-        return
-    for name in about | theirs:
-        if theirs.get(name) != about.get(name):
-            raise ValueError(
-                f"{argument}={folder!r} has samples with {name}={theirs.get(name)!r}, and here it "
-                f"is {about.get(name)!r}; give another folder, or remove this one{more}"
-            )
+
+    argument = "folder"
+    # What an error about another folder adds.
+    remedy = ""
+    _here: ClassVar[weakref.WeakValueDictionary[str, Folder]] = weakref.WeakValueDictionary()
+    _opening = threading.RLock()
+
+    def __init__(self, path: str, about: dict[str, Any], *, is_kept: bool) -> None:
+        self.path = path
+        # Descriptors that are closed with the folder.
+        self.files = [users_of(path)]
+        weakref.finalize(self, close, path, self.files, os.getpid(), is_kept=is_kept)
+        self.reset()
+        lock = locked(f"{path}/opening")
+        try:
+            self.compare(about)
+            self.begin()
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    @classmethod
+    def opened(cls, path: str, about: dict[str, Any], *, is_kept: bool) -> Self:
+        """Open a folder, or return the object that this process has for it."""
+        with Folder._opening:
+            folder = Folder._here.get(path)
+            if isinstance(folder, cls):
+                folder.compare(about)
+                return folder
+            folder = Folder._here[path] = cls(path, about, is_kept=is_kept)
+            return folder
+
+    def reset(self) -> None:
+        """Begin with nothing, in a new object, and in a forked process."""
+        raise NotImplementedError
+
+    def begin(self) -> None:
+        """Open what is in the folder, while no other process does."""
+
+    def compare(self, about: dict[str, Any]) -> None:
+        """Compare what the folder is of, or note it in a new one."""
+        path = f"{self.path}/about"
+        try:
+            with open(path, encoding="utf-8") as file:
+                theirs = json.load(file)
+        except FileNotFoundError:
+            with whole(path) as file:
+                json.dump(about, file)
+            return
+        for name in about | theirs:
+            if theirs.get(name) != about.get(name):
+                raise ValueError(
+                    f"{self.argument}={self.path!r} has samples with {name}={theirs.get(name)!r}, "
+                    f"and here it is {about.get(name)!r}; give another folder, or remove this one"
+                    f"{self.remedy}"
+                )
 
 
-def users_of(folder: str) -> int:
+def _reset() -> None:
+    Folder._opening = threading.RLock()
+    for folder in [*Folder._here.values()]:
+        folder.reset()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset)
+
+
+def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
+    """Name the folder in shared memory, or in a larger place, of what `about` describes.
+
+    Folders of the kind `name` that killed processes have left are removed.
+    """
+    parent = tempfile.gettempdir()
+    with contextlib.suppress(OSError):
+        room = os.statvfs(SHARED)
+        if room.f_blocks * room.f_frsize >= nbytes and os.access(SHARED, os.W_OK):
+            parent = SHARED
+    start = f"{parent}/cseq-{name}-{os.getuid()}-"
+    for path in glob.glob(f"{start}*"):
+        remove_unused(path)
+    return start + hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
+
+
+def users_of(path: str) -> int:
     """Open a folder, made if it is not there, so that nobody removes it; return its lock's file."""
     while True:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        # The folder was removed just now.
+        os.makedirs(path, 0o700, exist_ok=True)
+        # Another process may remove it between two of these calls.
         with contextlib.suppress(FileNotFoundError):
-            users = locked(f"{folder}/users", shared=True)
+            users = locked(f"{path}/users", shared=True)
             if users is not None:
                 return users
 
 
-def remove_unused(folder: str, users: int | None = None) -> None:
+def remove_unused(path: str, users: int | None = None) -> None:
     """Remove a folder if no process has it open; `users`: the file of this process's lock on it."""
     import fcntl
 
     try:
-        lock = os.open(f"{folder}/users", os.O_RDWR | os.O_CLOEXEC) if users is None else users
-    # Nobody has got that far, or it is another user's.
+        lock = os.open(f"{path}/users", os.O_RDWR | os.O_CLOEXEC) if users is None else users
     except OSError:
+        # It is empty, or it is another user's.
         with contextlib.suppress(OSError):
-            os.rmdir(folder)
+            os.rmdir(path)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        gone = f"{folder}.{os.getpid()}.gone"
-        os.rename(folder, gone)
-    # It is open elsewhere.
+        gone = f"{path}.{os.getpid()}.gone"
+        os.rename(path, gone)
     except OSError:
+        # It is open elsewhere.
         return
     finally:
         if users is None:
@@ -104,14 +167,14 @@ def remove_unused(folder: str, users: int | None = None) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def close(folder: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
-    """Close a folder; the last one removes it, unless it is kept.
+def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
+    """Close a folder; the last process removes it, unless it is kept.
 
     A forked process shares the lock on ``users`` with its parent, so it must not change it.
     """
     if os.getpid() == pid:
         if not is_kept:
-            remove_unused(folder, files[0])
+            remove_unused(path, files[0])
         for fd in files:
             os.close(fd)
 
@@ -125,29 +188,13 @@ def write(fd: int, data: bytes, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def address(folder: str) -> Iterator[str]:
+def address(path: str) -> Iterator[str]:
     """Give the address of the socket in a folder, whose path may be too long for one."""
-    path = f"{folder}/socket"
-    if len(os.fsencode(path)) <= LONGEST or not os.path.isdir("/proc/self/fd"):
-        yield path
+    if len(os.fsencode(path)) < LONGEST or not os.path.isdir("/proc/self/fd"):
+        yield f"{path}/socket"
         return
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/socket"
     finally:
         os.close(fd)
-
-
-def dial(folder: str) -> socket.socket | None:
-    """Connect to the process that fetches into a folder, or return None if there is none."""
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        with address(folder) as path:
-            sock.connect(path)
-    except (FileNotFoundError, ConnectionError):
-        sock.close()
-        return None
-    except BaseException:
-        sock.close()
-        raise
-    return sock

@@ -6,103 +6,105 @@ import ast
 import asyncio
 import io
 import math
-import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cseq.indexing import context
-from cseq.store.format import Format
+from cseq.store.objects import AT_ONCE
 from cseq.store.shards import Shards
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    import mmap
+    from collections.abc import Mapping
 
     from numpy.typing import NDArray
 
     from cseq.order.base import Ints
-    from cseq.store.format import Fetching
-    from cseq.store.place import Object
+    from cseq.store.objects import Object, Remote
 
 __all__ = ["Npy"]
 
-# Requests for headers.
-AT_ONCE = 32
 # Bytes that are asked for; more, if a header is longer.
 HEADS = 4096, 1 << 20
 # Bytes of a row that is worth a copy of its own.
 LARGE = 4096
 
 
-class Rows(Format):
-    """The format of `Npy`."""
+class Npy(Shards):
+    """Rows of .npy files: an array in each shard, all of one type and shape of rows.
+
+    ``[index]`` returns a row, ``[indices]`` an array of rows. `Shards` has the parameters.
+
+    Examples
+    --------
+    >>> arrays = store.Npy("s3://bucket/train/", cache="/local/train")  # doctest: +SKIP
+    >>> manager = cseq.MPSequence(arrays, order=arrays.order())  # doctest: +SKIP
+    """
 
     suffix = ".npy"
 
-    async def survey(self, fetcher: Fetching) -> dict[str, Any]:
+    async def survey(self, remote: Remote, objects: list[Object], _put: object) -> dict[str, Any]:
         """Read the headers."""
         gate = asyncio.Semaphore(AT_ONCE)
 
         async def look(shard: Object) -> tuple[int, tuple[int, ...], Any]:
             for most in HEADS:
                 async with gate:
-                    chunks = [c async for c in fetcher.read(shard, 0, min(most, shard.nbytes))]
+                    chunks = [c async for c in remote.read(shard, 0, min(most, shard.nbytes))]
                 data = b"".join(map(bytes, chunks))
                 try:
                     return header(data)
                 except ValueError as error:
                     if len(data) < most or most == HEADS[-1]:
-                        named = fetcher.describe(shard)
+                        named = remote.describe(shard)
                         raise ValueError(f"shard {named} is no .npy file: {error}") from error
             raise AssertionError
 
-        found = await asyncio.gather(*map(look, fetcher.objects))
+        found = await asyncio.gather(*map(look, objects))
         _, shape, dtype = found[0]
-        for shard, (offset, each, kind) in zip(fetcher.objects, found, strict=True):
-            named = fetcher.describe(shard)
-            if (each[1:], kind) != (shape[1:], dtype):
+        for shard, (offset, its_shape, its_dtype) in zip(objects, found, strict=True):
+            named = remote.describe(shard)
+            if (its_shape[1:], its_dtype) != (shape[1:], dtype):
                 raise ValueError(
-                    f"shard {named} has rows of {each[1:]}, {kind}, and the first one of "
+                    f"shard {named} has rows of {its_shape[1:]}, {its_dtype}, and the first one of "
                     f"{shape[1:]}, {dtype}; make a reader for each kind"
                 )
-            nbytes = offset + math.prod(each) * kind.itemsize
+            nbytes = offset + math.prod(its_shape) * dtype.itemsize
             if shard.nbytes < nbytes:
                 raise ValueError(f"shard {named} has {shard.nbytes} of its {nbytes} bytes")
         return {
-            "rows": [each[0] for _, each, _ in found],
-            "nbytes": [shard.nbytes for shard in fetcher.objects],
+            "rows": [its_shape[0] for _, its_shape, _ in found],
+            "nbytes": [shard.nbytes for shard in objects],
             "offsets": [offset for offset, _, _ in found],
             "shape": shape[1:],
             "dtype": repr(np.lib.format.dtype_to_descr(dtype)),
         }
 
-    def load(self, folder: str) -> None:
-        """Read the index of a folder."""
-        super().load(folder)
+    def load(self) -> None:
+        """Read the index of the folder."""
+        super().load()
         self.dtype = np.lib.format.descr_to_dtype(ast.literal_eval(self.facts["dtype"]))
         self.shape = tuple(self.facts["shape"])
 
-    def gather(self, files: Mapping[int, int], shards: Ints, rows: Ints) -> NDArray[Any]:
+    def mapped(self, number: int, view: mmap.mmap) -> NDArray[Any]:
+        """Return a shard's array."""
+        count = int(self.sizes[number]) * math.prod(self.shape)
+        flat = np.frombuffer(view, self.dtype, count, self.facts["offsets"][number])
+        return flat.reshape(-1, *self.shape)
+
+    def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> NDArray[Any]:
         """Return the rows as an array, in the batch's slot if there is one."""
         out = context.empty((len(rows), *self.shape), self.dtype)
-        each = math.prod(self.shape)
-        for number, fd in files.items():
+        is_large = math.prod(self.shape) * self.dtype.itemsize >= LARGE
+        for number, array in mapped.items():
             places = np.flatnonzero(shards == number)
-            view = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-            flat = np.frombuffer(
-                view, self.dtype, int(self.rows[number]) * each, self.facts["offsets"][number]
-            )
-            array = flat.reshape(-1, *self.shape)
-            if each * self.dtype.itemsize < LARGE:
-                out[places] = array[rows[places]]
-            else:
+            if is_large:
                 for place, row in zip(places.tolist(), rows[places].tolist(), strict=True):
                     out[place] = array[row]
+            else:
+                out[places] = array[rows[places]]
         return out
-
-    def pick(self, batch: Any, number: int) -> Any:
-        """Return one row."""
-        return batch[number]
 
 
 def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
@@ -121,18 +123,3 @@ def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     if not shape or (is_fortran and len(shape) > 1):
         raise ValueError("its rows do not lie one after another: save an array in C order")
     return file.tell(), shape, dtype
-
-
-class Npy(Shards):
-    """Rows of .npy files: an array in each shard, all of one type and shape of rows.
-
-    ``[index]`` returns a row, ``[indices]`` an array of rows. `Shards` has the parameters.
-
-    Examples
-    --------
-    >>> arrays = store.Npy("s3://bucket/train/", cache="/local/train")  # doctest: +SKIP
-    >>> manager = cseq.MPSequence(arrays, order=arrays.order())  # doctest: +SKIP
-    """
-
-    def __init__(self, urls: str | Sequence[str], **options: Any) -> None:
-        super().__init__(urls, Rows(), **options)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
+import contextlib
 import importlib.util
+import mmap
 import os
 import pickle
 import shutil
-import threading
-import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,24 +15,24 @@ import numpy as np
 from cseq.check import integer, seconds
 from cseq.order._readers import ArrayReader
 from cseq.order.blocks import Blocks
-from cseq.store import folder as folders
 from cseq.store.client import Client
-from cseq.store.format import Format, Spec
-from cseq.store.place import located
+from cseq.store.folder import shared_folder
+from cseq.store.objects import located
+from cseq.store.reader import Reader
 from cseq.system import memory_limit_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from cseq._core import Reader
+    from cseq._core import Reader as Units
     from cseq.order.base import Ints, Order, Read
 
 __all__ = ["ShardStats", "Shards"]
 
 # Of a cache folder.
-VERSION = 1
+VERSION = 2
 
 
 class ShardStats(NamedTuple):
@@ -48,9 +46,6 @@ class ShardStats(NamedTuple):
         Bytes that the shards in the cache take, and may take.
     fetched, fetched_nbytes : int
         Shards, and the bytes that came for them.
-    retried : int
-        Requests that were made again after a connection was cut or stalled. obstore makes others
-        again, which are not counted.
     """
 
     shards: int
@@ -59,10 +54,9 @@ class ShardStats(NamedTuple):
     limit: int
     fetched: int
     fetched_nbytes: int
-    retried: int
 
 
-class Shards:
+class Shards(Reader):
     """Samples in shards of a store, read by their indices.
 
     Parameters
@@ -106,7 +100,6 @@ class Shards:
     def __init__(
         self,
         urls: str | Sequence[str],
-        format: Format,  # noqa: A002 - of the shards
         *,
         cache: str | os.PathLike[str] | None = None,
         limit: int | str | None = None,
@@ -115,55 +108,69 @@ class Shards:
         timeout: float = 30.0,
     ) -> None:
         _refuse_what_is_missing()
-        place = located(urls, format.suffix, in_store=store is not None)
-        # As JSON has it, to be compared.
-        where = [place.root, list(place.names), place.pattern]
-        about = {"version": VERSION, "urls": where, **format.about()}
-        folder, most = _folder_of(cache, about, limit)
-        spec = Spec(
-            folder,
-            place,
-            format,
-            store,
-            most,
-            integer("ahead", ahead),
-            seconds("timeout", timeout) or 0.0,
-            cache is not None,
-        )
-        self._begin(folder, _pickled(spec), spec._replace(store=None), about)
-        self._client.ask({"hello": 1}, begins=True)
-        self._load()
-        largest = int(self._format.nbytes.max())
+        self.place = located(urls, self.suffix, in_store=store is not None)
+        about = {"version": VERSION, "kind": type(self).__name__, "urls": [*self.place]}
+        self.about = about | {name: getattr(self, name) for name in self.settings}
+        most = None if limit is None else memory_limit_of(limit, "limit")
+        self.is_kept = cache is not None
+        if cache is None:
+            self.folder = shared_folder("store", self.about, most or 0)
+        else:
+            self.folder = os.path.abspath(os.fspath(cache))
+            os.makedirs(self.folder, 0o700, exist_ok=True)
+        if most is None:
+            most = shutil.disk_usage(os.path.dirname(self.folder)).free // 2
+        self.limit, self.ahead = most, integer("ahead", ahead)
+        self.store, self.timeout = _pickled(store), seconds("timeout", timeout) or 0.0
+        self._open(dict(vars(self)))
+        largest = int(self.nbytes.max())
         if largest > most:
             raise ValueError(
                 f"limit={most} is too small: a shard takes {largest} bytes; give a larger one"
             )
 
-    def _begin(self, folder: str, pickled: bytes, spec: Spec, about: dict[str, Any]) -> None:
-        self._folder, self._pickled, self._spec, self._about = folder, pickled, spec, about
-        self._format = spec.format
-        # The shards that were told last.
-        self._latest: list[int] = []
-        self._client = _client_of(folder, pickled, about, is_kept=spec.is_kept)
+    def __reduce__(self) -> Any:
+        return _opened, (type(self), self._state)
 
-    def _load(self) -> None:
-        self._format.load(self._folder)
-        self.sizes: Ints = self._format.rows
+    def _open(self, state: dict[str, Any]) -> None:
+        """Open the cache, and read the index, which is made if it is not there."""
+        self._state, self._start = state, pickle.dumps((type(self), state))
+        # The shards of the latest batch, mapped.
+        self._mapped: dict[int, Any] = {}
+        self._client = Client.opened(self.folder, self.about, is_kept=self.is_kept)
+        self._ask("stats")
+        self.load()
         self._ends = self.sizes.cumsum()
 
-    def __reduce__(self) -> Any:
-        return _opened, (type(self), self._folder, self._pickled, self._spec, self._about)
+    def _ask(self, *message: Any, answers: bool = True) -> Any:
+        return self._client.ask(self._start, *message, answers=answers)
+
+    # -- what readers do in a worker
+
+    def mapped(self, number: int, view: mmap.mmap) -> Any:
+        """Return what `gather` gets of a shard."""
+        raise NotImplementedError
+
+    def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> Any:
+        """Return the batch of some rows of shards."""
+        raise NotImplementedError
+
+    def pick(self, batch: Any, number: int) -> Any:
+        """Return one sample of a batch."""
+        return batch[number]
+
+    # --
 
     def __len__(self) -> int:
         """Samples in all shards."""
         return int(self._ends[-1])
 
     def __repr__(self) -> str:
-        place = self._spec.place
-        where = place.root + (place.pattern or f"… ({len(place.names)} objects)")
+        root, names, pattern = self.place
+        where = root + (pattern or f"… ({len(names)} objects)")
         return (
             f"<{type(self).__name__}: {len(self):,} samples in {len(self.sizes):,} shards of "
-            f"{where}, kept in {self._folder}>"
+            f"{where}, kept in {self.folder}>"
         )
 
     def order(self, window: int = 4) -> Order:
@@ -183,19 +190,18 @@ class Shards:
             The cache's limit has no room for the shards of two windows and those fetched ahead.
         """
         order = Windows(self, window)
-        ahead, limit = self._spec.ahead, self._spec.limit
-        largest = np.sort(self._format.nbytes)[::-1][: 2 * order.window + ahead]
-        if int(largest.sum()) > limit:
+        largest = np.sort(self.nbytes)[::-1][: 2 * order.window + self.ahead]
+        if int(largest.sum()) > self.limit:
             raise ValueError(
-                f"limit={limit} is too small for window={window}: two windows, and ahead={ahead} "
-                f"shards that are fetched, take up to {largest.sum()} bytes; give such a limit, or "
-                "a smaller window or ahead"
+                f"limit={self.limit} is too small for window={window}: two windows, and "
+                f"ahead={self.ahead} shards that are fetched, take up to {largest.sum()} bytes; "
+                "give such a limit, or a smaller window or ahead"
             )
         return order
 
     def stats(self) -> ShardStats:
         """Return what the cache has, and what was fetched."""
-        return ShardStats(len(self.sizes), **self._client.ask({"stats": 1}))
+        return ShardStats(len(self.sizes), *self._ask("stats"))
 
     def __getitem__(self, index: Any) -> Any:
         """Return a sample, or for a slice, list or array of indices a batch."""
@@ -203,12 +209,12 @@ class Shards:
             return self._batch(np.arange(len(self))[index])
         if np.ndim(index):
             return self._batch(np.asarray(index))
-        return self._format.pick(self._batch(np.array([range(len(self))[index]])), 0)
+        return self.pick(self._batch(np.array([range(len(self))[index]])), 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of some indices, as data loaders ask for them."""
         batch = self._batch(np.asarray(indices))
-        return [self._format.pick(batch, k) for k in range(len(indices))]
+        return [self.pick(batch, k) for k in range(len(indices))]
 
     def _batch(self, indices: NDArray[Any]) -> Any:
         """Return a batch; waits for shards that are not in the cache."""
@@ -221,41 +227,37 @@ class Shards:
             raise IndexError(f"index {wrong} is out of range: there are {total} samples")
         shards = self._ends.searchsorted(where, "right")
         rows = where - (self._ends - self.sizes)[shards]
-        files: dict[int, int] = {}
-        try:
-            self._open(np.unique(shards).tolist(), files)
-            return self._format.gather(files, shards, rows)
-        finally:
-            for fd in files.values():
-                os.close(fd)
+        return self.gather(self._map(np.unique(shards).tolist()), shards, rows)
 
-    def _open(self, shards: list[int], files: dict[int, int]) -> None:
-        """Open the files of shards; wait for those that are not there."""
-
-        def found(number: int) -> bool:
-            try:
-                path = f"{self._folder}/shards/{number}"
-                files[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                return False
-            return True
-
-        there = [found(number) for number in shards]
-        if not all(there):
-            nbytes, limit = int(self._format.nbytes[shards].sum()), self._spec.limit
-            if nbytes > limit:
+    def _map(self, shards: list[int]) -> Mapping[int, Any]:
+        """Map the shards of a batch; wait for those that are not there."""
+        before = self._mapped
+        mapped = {number: before[number] for number in shards if number in before}
+        if len(mapped) == len(shards):
+            return mapped
+        self._map_there([number for number in shards if number not in mapped], mapped)
+        if len(mapped) < len(shards):
+            nbytes = int(self.nbytes[shards].sum())
+            if nbytes > self.limit:
                 raise ValueError(
-                    f"limit={limit} is too small: the {len(shards)} shards of this batch take "
+                    f"limit={self.limit} is too small: the {len(shards)} shards of this batch take "
                     f"{nbytes} bytes; give a larger limit, or read by order=photos.order()"
                 )
-            self._client.fetch(shards, files, found)
-        elif shards != self._latest:
-            self._client.tell({"use": shards})
-        self._latest = shards
+        while missing := [number for number in shards if number not in mapped]:
+            self._map_there(self._ask("need", missing), mapped)
+        self._ask("use", shards, answers=False)
+        self._mapped = mapped
+        return mapped
 
-    def _reads(self, window: int, seed: int, epoch: int, unit: int) -> None:
-        """Say where an order is read."""
-        self._client.tell({"plan": [window, seed, epoch, unit]})
+    def _map_there(self, numbers: list[int], mapped: dict[int, Any]) -> None:
+        """Map shards, if they are there."""
+        for number in numbers:
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(f"{self.folder}/shards/{number}", "rb", buffering=0) as file,
+            ):
+                view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                mapped[number] = self.mapped(number, view)
 
 
 class Windows(Blocks):
@@ -265,13 +267,15 @@ class Windows(Blocks):
         super().__init__(shards.sizes, window)
         self._shards = shards
 
-    def reader(self, seed: int) -> Reader:
+    def reader(self, seed: int) -> Units:
         """Return what reads the order."""
         inner: Any = super().reader(seed)
+        shards = self._shards
 
         def read(epoch: int, units: Ints) -> Read:
-            self._shards._reads(self.window, seed, epoch, int(units[0]))
             found: Read = inner.call(epoch, units)
+            first = int(shards._ends.searchsorted(found[0][0], "right"))
+            shards._ask("plan", self.window, seed, epoch, first, answers=False)
             return found
 
         return ArrayReader(self, seed, read)
@@ -281,56 +285,21 @@ class Windows(Blocks):
         return Blocks(self._shards.sizes, self.window).batches(*args, **options)
 
 
-_clients: weakref.WeakValueDictionary[str, Client] = weakref.WeakValueDictionary()
-_opening = threading.RLock()
-
-
-def _client_of(folder: str, pickled: bytes, about: dict[str, Any], *, is_kept: bool) -> Client:
-    """Return this process's connections to a folder, of which it has one object."""
-    with _opening:
-        client = _clients.get(folder)
-        if client is None:
-            client = _clients[folder] = Client(folder, pickled, is_kept=is_kept)
-        folders.check(folder, about, "cache")
-        return client
-
-
-def _opened(kind: type[Shards], folder: str, pickled: bytes, spec: Spec, about: Any) -> Shards:
+def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
     """Open a reader of which a pickle has come to this process."""
     shards = kind.__new__(kind)
-    shards._begin(folder, pickled, spec, about)
-    # On another machine.
-    if not os.path.exists(f"{folder}/index"):
-        shards._client.ask({"hello": 1}, begins=True)
-    shards._load()
+    vars(shards).update(state)
+    shards._open(state)
     return shards
 
 
-def _folder_of(cache: Any, about: dict[str, Any], limit: Any) -> tuple[str, int]:
-    """Return the cache's folder, made if it is not there, and its limit."""
-    most = None if limit is None else memory_limit_of(limit, "limit")
-    if cache is not None:
-        folder = os.path.abspath(os.fspath(cache))
-        os.makedirs(folder, 0o700, exist_ok=True)
-    else:
-        start = f"{folders.base(most or 0)}/cseq-store-{os.getuid()}-"
-        for path in glob.glob(f"{start}*"):
-            # Of processes that were killed.
-            folders.remove_unused(path)
-        name = hashlib.sha256(repr(sorted(about.items())).encode()).hexdigest()[:16]
-        folder = start + name
-    if most is None:
-        most = shutil.disk_usage(os.path.dirname(folder)).free // 2
-    return folder, most
-
-
-def _pickled(spec: Spec) -> bytes:
-    """Pickle what the process that fetches needs, such as a store with the user's functions."""
-    if spec.store is None:
-        return pickle.dumps(spec)
+def _pickled(store: Any) -> bytes | None:
+    """Pickle a store, which may have functions of the user's."""
+    if store is None:
+        return None
     import cloudpickle
 
-    pickled: bytes = cloudpickle.dumps(spec)
+    pickled: bytes = cloudpickle.dumps(store)
     return pickled
 
 

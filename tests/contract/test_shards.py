@@ -311,3 +311,40 @@ def test_the_fetching_process_ends_with_the_last_reader(folder, tmp_path):
         assert other[3].tolist() == [3] * 150
         del other
         wait_until(lambda: fetching(cache) is None)
+
+
+ENDS = """
+import socket, sys, threading
+from cseq import store
+
+if __name__ == "__main__":
+    data, cache = sys.argv[1:]
+    over = threading.Event()
+
+    def knock():
+        while not over.is_set():
+            with socket.socket(socket.AF_UNIX) as sock:
+                try:
+                    sock.connect(f"{cache}/socket")
+                    sock.sendall(b'["stats"]\\n')
+                    sock.recv(100)
+                except OSError:
+                    pass
+
+    knocking = [threading.Thread(target=knock) for _ in range(12)]
+    for thread in knocking:
+        thread.start()
+    for _ in range(8):
+        arrays = store.Npy(data, cache=cache, limit="1 MB")
+        assert arrays[3][0] == 3
+        del arrays
+    over.set()
+    for thread in knocking:
+        thread.join()
+"""
+
+
+def test_connections_that_come_at_its_end_break_nothing(run_anew, folder):
+    """Processes that connect while the fetching process ends get none of its errors, nor a text."""
+    done = run_anew(ENDS, folder, "cache")
+    assert (done.returncode, done.stderr) == (0, "")

@@ -16,18 +16,25 @@ def shards_of(sizes, window, seed, epoch, start, stop):
     return np.cumsum(sizes).searchsorted(samples[start:stop], "right")
 
 
+def plan_at(sizes, window, seed, epoch=0, unit=0):
+    """Make the plan of who reads a sample of an epoch."""
+    return Plan(
+        sizes, window, seed, epoch, int(shards_of(sizes, window, seed, epoch, unit, None)[0])
+    )
+
+
 @pytest.mark.parametrize("window", [1, 3, 4, 20])
 @pytest.mark.parametrize(("seed", "least"), [(0, 1), (5, 1), (6, 0)])
 def test_it_follows_the_order(window, seed, least):
     """Batch by batch, the plan's window has the batch's shards, and the next ones come next."""
     sizes = np.random.default_rng(seed).integers(least, 9, 17)
     total = int(sizes.sum())
-    plan = Plan(sizes, window, seed, 0, 0)
+    plan = plan_at(sizes, window, seed)
     for epoch in range(3):
         ahead = shards_of(sizes, window, seed, epoch, 0, total)
         for start in range(0, total, 2):
             used = {*ahead[start : start + 2].tolist()}
-            plan.advance(used)
+            plan.advance([*used])
             left = [*dict.fromkeys(ahead[start:].tolist())]
             assert used <= {*plan.coming(0)}
             assert not least or {*left[: plan.window]} <= {*plan.coming(0)}
@@ -37,7 +44,7 @@ def test_it_follows_the_order(window, seed, least):
 def test_shards_come_in_the_order_of_their_windows():
     """`coming` has the window in use, then the next one, then as many more as asked for."""
     sizes = np.full(30, 5)
-    plan = Plan(sizes, 3, 1, 0, 0)
+    plan = plan_at(sizes, 3, 1)
     expected = [*dict.fromkeys(shards_of(sizes, 3, 1, 0, 0, 150).tolist())]
     assert {*plan.coming(0)[:3]} == {*expected[:3]}
     assert {*plan.coming(0)} == {*expected[:6]}
@@ -50,19 +57,16 @@ def test_shards_come_in_the_order_of_their_windows():
 
 def test_a_batch_of_another_order_moves_nothing():
     """Shards of many windows at once are those of another order."""
-    plan = Plan(np.full(40, 5), 2, 1, 0, 0)
-    assert not plan.advance(range(0, 40, 7))
-    assert not plan.advance({plan.coming(0)[0], int(np.argmax(plan.uses()))})
+    plan = plan_at(np.full(40, 5), 2, 1)
+    plan.advance([*range(0, 40, 7)])
+    plan.advance([plan.coming(0)[0], int(np.argmax(plan.uses()))])
     assert plan.front == 0
 
 
-def test_a_place_is_a_plan_again():
-    """Who replaces a process that fetches has its plan."""
-    sizes = np.full(12, 5)
-    plan = Plan(sizes, 3, 1, 4, 31)
-    again = Plan.at(sizes, plan.place)
-    assert again.front == plan.front
-    assert again.coming(2) == plan.coming(2)
-    assert plan.has(3, 1, 4, 33)
-    assert not plan.has(3, 2, 4, 33)
-    assert not plan.has(3, 1, 9, 33)
+def test_a_place_is_near_or_far():
+    """What a trainer reads some windows ahead is the same plan; another seed or epoch is not."""
+    plan = plan_at(np.full(12, 5), 3, 1, 4, 31)
+    shard = plan.coming(0)[0]
+    assert plan.has(3, 1, 4, shard)
+    assert not plan.has(3, 2, 4, shard)
+    assert not plan.has(3, 1, 9, shard)

@@ -1,0 +1,212 @@
+"""The objects of a store: where they lie, and how they are read.
+
+obstore reads them. It makes failed requests again, and goes on where a connection was cut or
+stalled. It hangs in a forked process whose parent has used it, so only the process that fetches
+makes a `Remote`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import importlib
+import itertools
+import os
+import pickle
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["AT_ONCE", "Object", "Place", "Remote", "changed", "located"]
+
+# Requests for facts about objects.
+AT_ONCE = 32
+# Bytes.
+CHUNK = 1 << 20
+
+
+class Object(NamedTuple):
+    """An object as the index knows it."""
+
+    name: str
+    nbytes: int
+    tag: str
+
+
+class Place(NamedTuple):
+    """Where objects lie.
+
+    Attributes
+    ----------
+    root : str
+        The URL of a folder; or a path in the user's store.
+    names : list of str
+        Objects in it; empty if `pattern` chooses them.
+    pattern : str
+    """
+
+    root: str
+    names: list[str]
+    pattern: str
+
+
+def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
+    """Find the folder of objects, and their names or a pattern of these."""
+    given = urls if isinstance(urls, (list, tuple)) else [urls]
+    if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
+        raise TypeError(f"urls={urls!r}: give a URL or a path, or a list of these")
+    full = [_absolute(os.fspath(url), in_store=in_store) for url in given]
+    if len(full) == 1:
+        start = min((full[0].find(sign) for sign in "*?[" if sign in full[0]), default=-1)
+        if start >= 0:
+            root = full[0][: full[0].rfind("/", 0, start) + 1]
+            return Place(root, [], full[0][len(root) :])
+        if not full[0].endswith(suffix):
+            return Place(full[0].rstrip("/") + "/" if full[0] else "", [], f"*{suffix}")
+    folders = [url.split("/")[:-1] for url in full]
+    same = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*folders, strict=False))
+    root = "".join(f"{parts[0]}/" for parts in same)
+    if not in_store and "://" not in root.rstrip("/"):
+        raise ValueError(f"urls={urls!r} are of several stores; make a reader for each")
+    return Place(root, [url[len(root) :] for url in full], "")
+
+
+def _absolute(url: str, *, in_store: bool) -> str:
+    if in_store:
+        return url.lstrip("/")
+    if "://" in url:
+        return url
+    path = os.path.abspath(url)
+    return f"file://{path}/" if url.endswith("/") or os.path.isdir(path) else f"file://{path}"
+
+
+def changed(named: str, before: Object, now: Object | None) -> ValueError:
+    """Make the error for a shard that is another one than the index knows."""
+    if now is None:
+        what = "is gone"
+    elif now.nbytes != before.nbytes:
+        what = f"has {now.nbytes} bytes, and had {before.nbytes}"
+    else:
+        what = f"has the tag {now.tag}, and had {before.tag}"
+    return ValueError(
+        f"shard {named} has changed since its index was made: it {what}; if that is meant, give "
+        "another cache=, or remove that folder"
+    )
+
+
+class Remote:
+    """The objects of a place.
+
+    Parameters
+    ----------
+    place : Place
+    store : bytes or None
+        A pickle of the user's store, or None if one is made of the URL.
+    timeout : float
+        Seconds without a byte after which obstore makes a request again.
+    """
+
+    def __init__(self, place: Place, store: bytes | None, timeout: float) -> None:
+        self.place, self._timeout = place, timeout
+        self._obstore: Any = importlib.import_module("obstore")
+        self._errors = importlib.import_module("obstore.exceptions").BaseError, OSError
+        self._folder = place.root if store is not None else ""
+        # A whole shard may take long.
+        patience = {"timeout": "1day", "read_timeout": timedelta(seconds=timeout)}
+        if store is None:
+            self._store = self._made(patience)
+            return
+        given = pickle.loads(store)
+        args, options = given.__getnewargs_ex__()
+        if type(given).__name__ not in ("LocalStore", "MemoryStore"):
+            options["client_options"] = patience | (options.get("client_options") or {})
+        self._store = type(given).__new__(type(given), *args, **options)
+
+    def _made(self, patience: dict[str, Any]) -> Any:
+        stores: Any = importlib.import_module("obstore.store")
+        root = self.place.root
+        if root.startswith("file://"):
+            return stores.LocalStore(unquote(root.removeprefix("file://")))
+        options = patience | ({"allow_http": True} if root.startswith("http://") else {})
+        return stores.from_url(root.rstrip("/"), client_options=options)
+
+    def describe(self, shard: Object) -> str:
+        """Name an object for a message, with its store."""
+        inside = "" if "://" in self.place.root else f" of {self._store!r}"
+        return f"{self.place.root}{shard.name}{inside}"
+
+    async def list(self) -> list[Object]:
+        """Return the objects, in the order of their names, or as they were given."""
+        if self.place.names:
+            gate = asyncio.Semaphore(AT_ONCE)
+
+            async def look(name: str) -> Object:
+                async with gate:
+                    head = await self._obstore.head_async(self._store, self._folder + name)
+                    return _object(name, head)
+
+            return [*await asyncio.gather(*map(look, self.place.names))]
+        try:
+            found = await self._obstore.list(self._store, self._folder or None).collect_async()
+        except self._errors as error:
+            if self.place.root.startswith("http"):
+                raise ValueError(
+                    f"urls={self.place.root!r} lists nothing ({_first_line(error)}); give "
+                    "a list of the URLs of all shards"
+                ) from error
+            raise
+        objects = [_object(meta["path"][len(self._folder) :], meta) for meta in found]
+        chosen = [one for one in objects if fnmatch.fnmatchcase(one.name, self.place.pattern)]
+        if not chosen:
+            raise ValueError(
+                f"urls={self.place.root + self.place.pattern!r}: none of the {len(objects)} "
+                "objects there is such a shard"
+            )
+        return sorted(chosen)
+
+    async def read(
+        self, shard: Object, start: int = 0, stop: int | None = None
+    ) -> AsyncIterator[Any]:
+        """Read bytes of an object, in buffers.
+
+        Raises
+        ------
+        ValueError
+            The object has changed.
+        OSError
+            It cannot be read.
+        """
+        stop, came = shard.nbytes if stop is None else stop, 0
+        options = {} if (start, stop) == (0, shard.nbytes) else {"range": (start, stop)}
+        path, named = self._folder + shard.name, self.describe(shard)
+        cause = "the connection was closed"
+        try:
+            result = await self._obstore.get_async(self._store, path, options=options)
+            there = _object(shard.name, result.meta)
+            if there != shard:
+                raise changed(named, shard, there)
+            async for chunk in result.stream(min_chunk_size=CHUNK):
+                yield chunk
+                came += len(chunk)
+        except FileNotFoundError:
+            raise changed(named, shard, None) from None
+        except self._errors as error:
+            stalled = "kind: Timeout" in str(error)
+            cause = f"nothing for {self._timeout:g} s" if stalled else _first_line(error)
+        if came < stop - start:
+            raise OSError(
+                f"shard {named} cannot be fetched: {came} of {stop - start} bytes came, then "
+                f"{cause}"
+            )
+
+
+def _object(name: str, meta: Any) -> Object:
+    return Object(name, meta["size"], str(meta["e_tag"] or meta["last_modified"]))
+
+
+def _first_line(error: BaseException) -> str:
+    # Obstore adds pages of its insides.
+    return str(error).partition("\n")[0].strip()
