@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 
 from cseq.check import integer
-from cseq.order._readers import ArrayReader, gather
+from cseq.order._readers import ArrayReader
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -263,19 +263,3 @@ def spans(starts: Ints, counts: Ints) -> Ints:
     """Return ranges of numbers, one after the other, by their starts and their lengths."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])
-
-
-def read_passes(reader: Reader, numbers: NDArray[np.uint64]) -> Read:
-    """Read units of the endless sequence of a reader's epochs: numbers in a row, modulo 2**64."""
-    parts = [gather(reader, epoch, units) for epoch, units in in_epochs(reader.units, numbers)]
-    if len(parts) == 1:
-        return parts[0]
-    sizes = [size for _, size in parts if size is not None]
-    return np.concatenate([part for part, _ in parts]), np.concatenate(sizes) if sizes else None
-
-
-def in_epochs(size: int, numbers: NDArray[np.uint64]) -> Iterator[tuple[int, Ints]]:
-    """Cut units of an endless sequence of epochs of some size: each epoch, and its units."""
-    epochs, units = np.divmod(numbers, np.uint64(size))
-    for start, stop in runs(epochs):
-        yield int(epochs[start]), units[start:stop].view(np.int64)

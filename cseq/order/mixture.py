@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 
 from cseq.check import choice, integer
-from cseq.order._readers import AHEAD, MIXTURE, ArrayReader, seed_of, shuffle
-from cseq.order.base import MOST_SAMPLES, WORD, Order, in_epochs, read_passes
+from cseq.order._readers import MIXTURE, seed_of, shuffle
+from cseq.order.base import MOST_SAMPLES, WORD, Order, runs
 from cseq.order.shares import Shares
-from cseq.order.sources import MOST_SOURCES, by_source, check_sources, firsts_of, read_from
+from cseq.order.sources import MOST_SOURCES, Composed, by_source, check_sources, in_epochs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
-    from cseq._core import Reader
-    from cseq.order.base import Floats, Ints, Read, Sums, Works
-    from cseq.order.sources import Drawn
+    from cseq.order.base import Ints, Sums
+    from cseq.order.sources import Drawn, Draws
 
-SHOWN = 5  # sources that are described or named
-FEW = 64  # units of each source that are worth a call of its reader
+# Sources that are described or named.
+SHOWN = 5
 
 Weights: TypeAlias = Mapping[str, float]
-Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 
 
-class Mixture(Order):
+class Mixture(Composed):
     """Units of several orders, in shares that you choose, however small.
 
     From the first unit of its weights to the end of any block, a source is less than one unit off
@@ -276,76 +274,44 @@ class Mixture(Order):
         except ValueError as error:
             raise ValueError(f"source {name!r}: {error}; or give it another name") from None
 
-    def reader(self, seed: int) -> Reader:
-        readers = [order.reader(seed_of(seed, name)) for name, order in self.sources.items()]
-        return self._reader(seed, readers, self._draws(seed))
-
-    def measured(self, seed: int) -> tuple[Reader, Works]:
-        pairs = [order.measured(seed_of(seed, name)) for name, order in self.sources.items()]
-        draws, sizes = self._draws(seed), [order.units for order in self.sources.values()]
-
-        def works(epoch: int, units: Ints) -> Floats:
-            order, numbers, parts = draws(epoch, units)
-            mixed = np.empty(len(units))
-            mixed[order] = np.concatenate(
-                [
-                    pairs[s][1](number, epoch_units)
-                    for s, start, stop in parts
-                    for number, epoch_units in in_epochs(sizes[s], numbers[start:stop])
-                ]
-            )
-            return mixed
-
-        return self._reader(seed, [reader for reader, _ in pairs], draws), works
+    def seed_of(self, seed: int, name: str) -> int:
+        return seed_of(seed, name)
 
     def token_sums(self, seed: int) -> Sums | None:
         orders = self.sources.items()
-        each = [order.token_sums(seed_of(seed, name)) for name, order in orders]
-        inner = [sums for sums in each if sums is not None]
-        if len(inner) < len(each):
+        sums_of = [order.token_sums(seed_of(seed, name)) for name, order in orders]
+        known = [sums for sums in sums_of if sums is not None]
+        if len(known) < len(sums_of):
             return None
-        draws, sizes = self._draws(seed), [order.units for _, order in orders]
+        draws, sizes = self.draws(seed), [order.units for _, order in orders]
 
         def sums(epoch: int, units: Ints) -> list[int]:
-            found = [0] * len(inner)
+            totals = [0] * len(known)
             _, numbers, parts = draws(epoch, units)
             for s, start, stop in parts:
                 for part in in_epochs(sizes[s], numbers[start:stop]):
-                    found[s] += sum(inner[s](*part))
-            return found
+                    totals[s] += sum(known[s](*part))
+            return totals
 
         return sums
 
-    def _draws(self, seed: int) -> Draws:
-        """Return what says which draws of which sources some units are, source by source."""
+    def draws(self, seed: int) -> Draws:
         plan = self._plan
         before = lru_cache(2)(plan.before)
         block_of = lru_cache(1)(partial(plan.block_of, seed, before))
 
-        def draws(epoch: int, units: Ints) -> Drawn:
+        def draw(epoch: int, units: Ints) -> Drawn:
             numbers = units.view(np.uint64) + np.uint64(epoch * self.units - plan.since & WORD)
             blocks, positions = np.divmod(numbers, np.uint64(plan.block))
-            cuts = [0, *(np.flatnonzero(blocks[1:] != blocks[:-1]) + 1).tolist(), len(units)]
             unit_sources, drawn = np.empty(len(units), np.uint16), np.empty(len(units), np.uint64)
-            for start, stop in itertools.pairwise(cuts):
+            for start, stop in runs(blocks):
                 part = positions[start:stop].view(np.int64)
-                block_sources, draw = block_of(int(blocks[start]))
-                unit_sources[start:stop], drawn[start:stop] = (
-                    block_sources.take(part),
-                    draw.take(part),
-                )
+                block_sources, draws = block_of(int(blocks[start]))
+                unit_sources[start:stop] = block_sources.take(part)
+                drawn[start:stop] = draws.take(part)
             return by_source(unit_sources, drawn)
 
-        return draws
-
-    def _reader(self, seed: int, readers: Sequence[Reader], draws: Draws) -> Reader:
-        """Return what reads the order from what reads the sources."""
-        firsts = firsts_of(self.sources)
-
-        def read(epoch: int, units: Ints) -> Read:
-            return read_from(readers, firsts, draws(epoch, units), self.room)
-
-        return ArrayReader(self, seed, read, ahead=AHEAD + FEW * len(readers))
+        return draw
 
     def describe(self) -> str:
         block, first = self._plan.block, self._plan.shares[0]
@@ -360,7 +326,7 @@ class Mixture(Order):
         return f"{self.units:,} units in blocks of {block}{by}: {_listed(shares)}{less}{left_out}"
 
 
-class Resized(Order):
+class Resized(Composed):
     """The epochs of another order, joined and cut into epochs of `epoch_size`.
 
     With a small size, a part of the data makes an epoch, and every sample comes before any comes
@@ -385,7 +351,7 @@ class Resized(Order):
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; give one")
         size = integer("epoch_size", epoch_size, 1, MOST_SAMPLES)
-        self.order, self._size = order, size
+        self.order, self._size, self.sources = order, size, {"": order}
         self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
         self.is_seeded, self.left_out, self.tokens = order.is_seeded, order.left_out, order.tokens
         self.units = size if order.units else 0
@@ -405,25 +371,12 @@ class Resized(Order):
         order = self.order.resumed(inner, seed, *at)
         return self if order is self.order else type(self)(order, self._size)
 
-    def reader(self, seed: int) -> Reader:
-        return self._reader(seed, self.order.reader(seed))
-
-    def measured(self, seed: int) -> tuple[Reader, Works]:
-        inner, works = self.order.measured(seed)
-        size = self.order.units
-
-        def measure(epoch: int, units: Ints) -> Floats:
+    def draws(self, seed: int) -> Draws:
+        def draw(epoch: int, units: Ints) -> Drawn:
             numbers = units.view(np.uint64) + np.uint64(epoch * self._size & WORD)
-            return np.concatenate([works(*part) for part in in_epochs(size, numbers)])
+            return slice(None), numbers, [(0, 0, len(units))]
 
-        return self._reader(seed, inner), measure
-
-    def _reader(self, seed: int, inner: Reader) -> Reader:
-        def read(epoch: int, units: Ints) -> Read:
-            first = np.uint64(epoch * self._size & WORD)
-            return read_passes(inner, units.view(np.uint64) + first)
-
-        return ArrayReader(self, seed, read)
+        return draw
 
     def describe(self) -> str:
         return f"{self._size:,} units at a time of {self.order.describe()}"
