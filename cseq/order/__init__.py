@@ -1,4 +1,4 @@
-"""The order of an epoch, this rank's share of it, and the loop's place in it.
+"""The order of an epoch, this rank's share, and the loop's place.
 
 ``sampler``     ★ which indices, in which order, cut into batches
 ``_source``     ★ what an epoch asks for, ticket by ticket

@@ -16,7 +16,8 @@ from cseq.check import integers
 
 cnp.import_array()
 
-CHUNK = 1 << 16  # values that are converted together
+# Values that are converted together.
+CHUNK = 1 << 16
 # What words are for; those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1's.
 BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
@@ -126,7 +127,8 @@ cdef class Permutation:
     to make it.
     """
 
-    cdef readonly object table  # None: it is computed
+    # The order, or None if it is computed.
+    cdef readonly object table
     cdef cseq_feistel network
 
     def __cinit__(self, uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose,
@@ -200,7 +202,7 @@ cdef class DocumentEnds:
         blocks = (len(values) + BLOCK - 1) // BLOCK
         self.ends = numpy.empty(blocks, numpy.int64) if ends is None else ends
         if unit < 1 or len(self.ends) != blocks:
-            raise ValueError(f"{len(self.ends)} sums are not those of {values!r} in units of {unit}")
+            raise ValueError(f"{len(self.ends)} sums do not fit {values!r} in units of {unit}")
         self.sums = int64s(self.ends)
         if ends is None:
             self.add_up(<int64_t*>self.sums)
@@ -293,14 +295,15 @@ cdef class DocumentEnds:
 
 
 cdef enum:
-    BRIEFEST = 128  # elements: fewer are shuffled each time, without a table that is kept
+    # Fewer elements are shuffled each time, without a table that is kept.
+    BRIEFEST = 128
 
 
 def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray positions not None,
           uint64_t seed, uint64_t epoch, uint64_t purpose):
     """For each size, key and position: the element there in the key's own order of 0 … size-1.
 
-    That of fisher-yates-v1 below `BRIEFEST` elements, otherwise that of feistel-v1: nothing is kept.
+    The order is by fisher-yates-v1 below `BRIEFEST` elements, otherwise by feistel-v1. Nothing is kept.
     """
     cdef Py_ssize_t k, i, j, count = len(positions)
     cdef const int64_t* size = int64s(sizes)
@@ -334,8 +337,8 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
 def deal(cnp.ndarray works not None, batches, Py_ssize_t ranks, Py_ssize_t count, Py_ssize_t size):
     """Deal rows to ranks, each to the one with the least work so far: the rank of each, and its turn there.
 
-    A rank takes `size` rows of each of `count` batches; `batches` has that of each row, None: any has room.
-    Works come in descending order. Of equal ranks, the first one is taken.
+    A rank takes `size` rows of each of `count` batches. `batches` has the batch of each row; without it, any
+    has room. Works come in descending order. Of equal ranks, the first one is taken.
     """
     cdef Py_ssize_t k, r, best, batch, rows = len(works), slots = 1 if batches is None else count
     cdef Py_ssize_t room = count * size if batches is None else size
@@ -396,7 +399,7 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Values of 8 bytes, those of a node's children in each line, and 0 for a child that is not there."""
+    """Values of 8 bytes: a node's children in each line, and 0 for a child that is not there."""
     cdef cnp.ndarray given = numpy.ascontiguousarray(values)
     cdef Rows rows = rows_of(given.size, level)
     cdef cnp.ndarray nodes = numpy.empty((rows.nodes, rows.count), given.dtype)
@@ -485,7 +488,8 @@ cdef class Tree:
         return nodes
 
 
-AHEAD = 1 << 14  # samples that are read together, or about as many
+# About as many samples are read together.
+AHEAD = 1 << 14
 
 
 @cython.final
@@ -500,10 +504,10 @@ cdef class ArrayReader(Reader):
     order : Order or Reader
         Whose units are read.
     read : callable
-        ``read(epoch, units)`` → the samples of any units, and the size of each; None: one each.
+        ``read(epoch, units)`` → the samples of any units, and the size of each, or None if all are 1.
     share : callable, optional
         ``share(epoch, first, together, start, count)`` → the units that a rank gets of the global batch
-        [first, first + together) in the place of [start, start + count).
+        [first, first + together), instead of [start, start + count).
     """
 
     cdef readonly object call, share
@@ -512,7 +516,8 @@ cdef class ArrayReader(Reader):
     # `batches` of `count` units each are kept: the first one is [start, start + count), or the share of
     # the global batch that begins at `first`, the next ones `together` further each.
     cdef uint64_t epoch, first, together, start, count, batches
-    cdef double mean  # samples of a unit, in what is kept
+    # Samples of a unit, in what is kept.
+    cdef double mean
 
     def __cinit__(self, order, uint64_t seed, read, share=None, uint64_t ahead=AHEAD):
         self.units, self.room, self.seed = order.units, order.room, seed
@@ -553,7 +558,7 @@ cdef class ArrayReader(Reader):
                 and (first - self.first) % together == 0):
             batch = (first - self.first) // together
         if batch >= self.batches:
-            if batch == self.batches:  # the next one
+            if batch == self.batches:
                 more = min(<uint64_t>(self.ahead / (self.mean * count)), (self.units - first) // together)
                 more = min(more, 4 * self.batches)
             self.fetch(epoch, first, together, start, count, max(more, <uint64_t>1))
@@ -575,7 +580,7 @@ def gather(Reader reader not None, uint64_t epoch, units not None):
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)
         return numpy.ascontiguousarray(samples, dtype=numpy.int64), sizes
-    cdef const int64_t* unit = int64s(units)  # one sample each
+    cdef const int64_t* unit = int64s(units)
     samples = numpy.empty(count, numpy.int64)
     cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(samples)
     while start < count:

@@ -7,8 +7,10 @@ from cseq._core cimport Ring
 
 cdef class Source:
     cdef readonly uint64_t epoch
-    cdef readonly uint64_t consumed  # units before the first ticket
-    cdef readonly bint keyed         # its items are named by keys
+    # Units before the first ticket.
+    cdef readonly uint64_t consumed
+    # Whether its items are named by keys.
+    cdef readonly bint keyed
     cdef bint is_ready(self, uint64_t taken) noexcept
     cdef int prepare(self, uint64_t taken) except -1
     cdef Py_ssize_t target(self) noexcept

@@ -15,11 +15,13 @@ import numpy
 
 cnp.import_array()
 
-cdef struct Cut:  # see sampler.py
+# See `Cut` in sampler.py.
+cdef struct Cut:
     uint64_t first, batches, full, start, stride, part_start, consumed
     uint32_t size, part
 
-cdef uint64_t READ_AHEAD = 128  # samples: tickets that have fewer are read together
+# Tickets that have fewer samples are read together.
+cdef uint64_t READ_AHEAD = 128
 
 
 cdef class Source:
@@ -70,17 +72,18 @@ cdef class OrderSource(Source):
     """
 
     cdef readonly Reader reader
-    cdef Cut cut, later   # of the present epoch, and of those after it
-    cdef uint64_t more    # how many these are
-    cdef uint64_t posted  # batches
-    cdef uint64_t rest    # units that the short batch counts for
-    cdef uint64_t most    # units of a batch
-    # What was read of batches `posted` to `prepared`.
+    # Of the present epoch, and of the `more` epochs after it.
+    cdef Cut cut, later
+    cdef uint64_t more
+    # Batches that are posted; units that the short batch counts for; the most units of a batch.
+    cdef uint64_t posted, rest, most
+    # What was read of batches `posted` to `prepared`: samples, and the sizes of their units.
     cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read
-    cdef int64_t* sizes_read  # of their units; NULL: each is one sample
-    cdef int64_t* sizes       # the sizes of all units that were read
+    cdef int64_t* sizes_read
+    # The sizes of all units that were read, or NULL if each is one sample.
+    cdef int64_t* sizes
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, Cut cut, Cut later, uint64_t more):
         self.reader, self.epoch, self.later, self.consumed = reader, epoch, later, cut.consumed
@@ -147,12 +150,14 @@ cdef class OrderSource(Source):
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
-        words = READ_AHEAD + self.most * room  # one ticket more than are enough
+        # The last ticket that is read may begin just below READ_AHEAD.
+        words = READ_AHEAD + self.most * room
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
         out = self.samples_read = <int64_t*>self.data.data
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
-        if self.posted < self.cut.full and room == 1 and self.cut.stride == size:  # of one rank
+        # The batches of a single rank follow each other.
+        if self.posted < self.cut.full and room == 1 and self.cut.stride == size:
             count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
             self.reader.read(self.epoch, self.position_of(self.posted), count * size, out, NULL)
         else:

@@ -31,23 +31,26 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from cseq._core import Reader
-    from cseq.order.base import Ints, Read, Sums, Works
+    from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.mixture import Weights
     from cseq.order.tables import New
 
-warn = functools.cache(logging.getLogger("cseq").warning)  # once for the same numbers
-KEPT = 2**17  # rows whose order is kept, 4 bytes each
+# A message with the same numbers is logged once.
+warn = functools.cache(logging.getLogger("cseq").warning)
+# Rows whose order is kept, 4 bytes each.
+KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
-MOST_STEP = 2**15  # each of its rows is compared with all ranks
+# Each row of a step is compared with all ranks.
+MOST_STEP = 2**15
 
 
 class Balanced(Order):
     """The rows of another order, in steps in which ranks have nearly equal work.
 
-    The work of a row is that of its attention: the sum of the squares of its pieces' lengths. Each
-    rank computes it for all ranks, without messages. Which rows a step has, and which come together
-    in it, does not depend on the number of ranks; which rank has which of them does.
+    The work of a row is its attention: the sum of the squares of its pieces' lengths. Each rank
+    computes it for all ranks, without messages. Which rows a step has, and which come together in
+    it, does not depend on the number of ranks; which rank has which of them does.
 
     Parameters
     ----------
@@ -60,8 +63,8 @@ class Balanced(Order):
         and 'epoch' between all, so that rows come together that are more alike. Each step still has
         groups of rows with much work and with little.
     together : int, optional
-        So many rows of like work come in a row: the number of ranks should divide it. A quarter of
-        a step, if that is a whole number.
+        Rows of like work that come one after the other: the number of ranks should divide it. By
+        default, a quarter of a step, if that is a whole number.
     cache : path, optional
         A folder of this machine, for over='epoch': its processes share what they would otherwise
         keep each, 4 bytes for each row of an epoch.
@@ -91,7 +94,8 @@ class Balanced(Order):
     ) -> None:
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; give one")
-        order.measured(0)  # or it says that it does not know the work of its units
+        # This raises TypeError if the order does not know the work of its units.
+        order.measured(0)
         self.order, self.step = order, integer("step", step, 1, MOST_STEP)
         quarter = self.step // math.gcd(self.step, 4)
         self.together = integer("together", quarter if together is None else together, 1, self.step)
@@ -101,10 +105,8 @@ class Balanced(Order):
         self._window = self.step * STEPS.get(over, max(1, order.units // self.step))
         self.samples, self.units, self.room = order.samples, order.units, order.room
         self.left_out, self.tokens = order.left_out, order.tokens
-
-    def facts(self) -> dict[str, Any]:
         ours = {"step": self.step, "over": self._over, "together": self.together}
-        return super().facts() | ours | {"order": self.order.facts()}
+        self._facts = {"units": self.units, **ours, "order": order.facts()}
 
     def describe(self) -> str:
         said = f"in steps of {self.step:,}, by work within {ARTICLES[self._over]}"
@@ -140,7 +142,8 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        kept = max(2, KEPT // self._window)  # as many as are read ahead
+        # As many windows are kept as are read ahead.
+        kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
 
@@ -152,8 +155,8 @@ class Balanced(Order):
             batch, phase = divmod(phase, together)
             if self.step % together:
                 warn(
-                    "step=%d is no multiple of a global batch of %d rows: those of two steps are "
-                    "not dealt by work; give another step, or batch_size",
+                    "step=%d is no multiple of a global batch of %d rows: a batch of two steps "
+                    "is not dealt by work; give another step, or batch_size",
                     self.step,
                     together,
                 )
@@ -170,12 +173,12 @@ class Balanced(Order):
         if inner is None:
             return None
 
-        works = lru_cache(1)(lambda: self.order.measured(seed)[1])
+        measured = lru_cache(1)(self.order.measured)
 
-        @lru_cache(2)
-        def window(epoch: int, number: int) -> NDArray[np.integer[Any]]:
-            return self._sorted(seed, works(), epoch, number)
+        def works(epoch: int, units: Ints) -> Floats:
+            return measured(seed)[1](epoch, units)
 
+        window = lru_cache(2)(partial(self._sorted, seed, works))
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
@@ -210,7 +213,8 @@ class Balanced(Order):
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)
-            for k in range(groups):  # of the most work, …, of the least: one for each step
+            # Each step gets one group of the most work, …, one of the least.
+            for k in range(groups):
                 key = number * groups + k
                 turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))
                 alike[k] = alike[k].take(turn, axis=0)

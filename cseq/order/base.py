@@ -137,8 +137,8 @@ class Order:
         Raises
         ------
         ValueError
-            The facts are those of another order, or of an earlier definition of this one. The
-            message names both values.
+            The facts belong to another order, or to an earlier definition of this one. The message
+            names both values.
         """
         ours = self.facts()
         before = str(facts.get("name"))

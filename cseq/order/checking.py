@@ -22,7 +22,7 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
     seed, epoch : int
         What it is read for, beside epoch 0.
     most : int
-        The most units at each end of an epoch that are read.
+        Units that are read at each end of an epoch, at most.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
             )
         ends = np.concatenate([[0], sizes.cumsum()])
         reader.samples(0, first, count)
-        choose = random.Random(0)  # of places to read from
+        choose = random.Random(0)
         cuts = sorted({0, count, *(choose.randrange(count + 1) for _ in range(20))})
         pieces = list(itertools.pairwise(cuts))
         choose.shuffle(pieces)

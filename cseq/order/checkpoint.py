@@ -43,46 +43,29 @@ def make(
     }
 
 
-def _from_1(state: dict[str, Any]) -> dict[str, Any]:
-    """Lift a state of version 1, which knew samples one by one."""
-    name = state["algorithm"] if state["shuffle"] else Sequential.name
-    return {**state, "version": 2, "order": {"name": name, "samples": state["dset_size"]}}
-
-
-def _from_2(state: dict[str, Any]) -> dict[str, Any]:
-    """Lift a state of version 2, which had a dict of the order and did not know the indices."""
-    if not isinstance(state["order"], dict):
-        raise TypeError(f"the state has order={state['order']!r}; give what state_dict() returned")
-    return {**state, "version": 3, "order": json.dumps(state["order"])}
-
-
-LIFTS = {1: _from_1, 2: _from_2}
-
-
-def _lifted(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a state as this version writes it, and what it says of its order."""
-    try:
-        while (version := state.get("version")) in LIFTS:
-            state = LIFTS[version](state)
-        missing = {"order", "seed", "epoch", "consumed"} - state.keys()
-    except KeyError as error:
-        missing = {error.args[0]}
-    if missing and version in (*LIFTS, VERSION):
-        raise ValueError(f"the state lacks {sorted(missing)}; give what state_dict() returned")
-    if version != VERSION:
+def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
+    """Check the version and the keys of a state; return what it says of its order."""
+    version, remedy = state.get("version"), "give what state_dict() returned"
+    if version not in (1, 2, VERSION):
         raise ValueError(
             f"the state has version={version!r}, this cseq reads 1 to {VERSION}; load it with the "
             "version of cseq that it was made with"
         )
+    first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
+    if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
+        raise ValueError(f"the state lacks {sorted(missing)}; {remedy}")
+    # Version 1 knew samples one by one. Version 2 had a dict of the order, and no indices.
+    if version == 1:
+        name = state["algorithm"] if state["shuffle"] else Sequential.name
+        return {"name": name, "samples": state["dset_size"]}
+    facts = state["order"]
     try:
-        facts = json.loads(state["order"])
+        facts = facts if version == 2 else json.loads(facts)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the state has order={state['order']!r}; give what state_dict() returned"
-        ) from error
+        raise ValueError(f"the state has order={facts!r}; {remedy}") from error
     if not isinstance(facts, dict):
-        raise TypeError(f"the state has order={facts!r}; give what state_dict() returned")
-    return state, facts
+        raise TypeError(f"the state has order={facts!r}; {remedy}")
+    return facts
 
 
 def load(
@@ -100,7 +83,7 @@ def load(
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
-    state, facts = _lifted(state)
+    facts = _facts_in(state)
     seed = integer("seed", state["seed"], 0, MOST_SEED)
     epoch = integer("epoch", state["epoch"], 0, MOST_SEED)
     consumed = integer("consumed", state["consumed"], least=0)
@@ -112,7 +95,7 @@ def load(
         if fingerprint != sampler.fingerprint:
             raise ValueError(
                 f"the state is of a list of indices with the fingerprint {fingerprint}, and here "
-                f"it is {sampler.fingerprint} (None: there is no list); {AGAIN}"
+                f"it is {sampler.fingerprint} (None without a list); {AGAIN}"
             )
         before = json.loads(state.get("data") or "{}")
         for name in before.keys() & fingerprints.keys():

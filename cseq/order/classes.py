@@ -150,7 +150,7 @@ class Lengths:
         return np.flatnonzero(seen) + self.shortest
 
     def classes(self, bounds: Ints) -> Classes:
-        """Sort the samples by class, that of the first bound that is not below their length."""
+        """Sort the samples by class: the first bound that is not below their length."""
         classes = np.empty(self.count, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest

@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
 
-BLOCK = 16  # documents of an epoch between two sums that are kept
+# Documents of an epoch between two sums that are kept.
+BLOCK = 16
 MOST_ROW = 2**24
-TOGETHER = 2**20  # documents that are put in order at once
+# Documents that are put in order at once.
+TOGETHER = 2**20
 
 
 class Concatenated(CachedOrder):
@@ -35,8 +37,8 @@ class Concatenated(CachedOrder):
     token comes once per epoch, but for the last ones, which fill no row.
 
     Indices are positions of tokens, with all documents laid end to end as they are numbered: an
-    index is that of a piece's first token. The piece ends with its document, or where the row is
-    full. In the indexer, `cseq.parts` says how many pieces each row has.
+    index is the position of a piece's first token. The piece ends with its document, or where the
+    row is full. In the indexer, `cseq.parts` says how many pieces each row has.
 
     Parameters
     ----------
@@ -98,9 +100,11 @@ class Concatenated(CachedOrder):
         counts[0] = 0
         lengths_of_row = np.arange(self.row + 1)
         tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
-        longest = int(tokens.searchsorted(room, "right")) - 1  # shorter ones fit in all
+        # All documents shorter than this fit.
+        longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        return max(2, min(whole + 2, self.row, int(counts.sum())))  # 2: units are rows
+        # At least 2, because units are rows.
+        return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
         return super().facts() | {"lengths": self._lengths, "row": self.row}
@@ -175,7 +179,8 @@ class _Epoch:
         heads = np.minimum(stops, (first + 1) * self.row) - starts
         squares = np.bincount(first - first[0], weights=heads.astype(np.float64) ** 2)
         self.works[first[0] : first[0] + len(squares)] += squares
-        cut = np.flatnonzero(first < last)  # no two end in the same row
+        # No two of the documents that are cut end in the same row.
+        cut = np.flatnonzero(first < last)
         first, last = first[cut], last[cut]
         self.works[last] += (stops[cut] - last * self.row).astype(np.float64) ** 2
         inside = last - first - 1
@@ -194,7 +199,7 @@ class _Epoch:
         documents = self.documents.at(np.minimum(positions, n - 1)).astype(np.int64)
         lengths = self.corpus.lengths.take(documents).astype(np.int64) * exists
         stops = lengths.reshape(-1, BLOCK).cumsum(1)
-        stops += (self.ends.take(numbers - 1) * (numbers > 0))[:, None]  # 0 before the first block
+        stops += (self.ends.take(numbers - 1) * (numbers > 0))[:, None]
         begins = stops.ravel() - lengths
         rows = np.repeat(np.arange(len(units)), counts * BLOCK)
         low = np.maximum(begins, first.take(rows))

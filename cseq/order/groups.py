@@ -39,7 +39,7 @@ class Groups(Order):
     classes, samples : int
         How many classes a batch has, and how many samples of each, which come one after the other.
     epoch_size : int, optional
-        Batches in an epoch. None: as many as would take every sample once.
+        Batches in an epoch. By default, as many as would take every sample once.
     repeat_small : bool
         Repeat the samples of classes that have too few. False: such a class is an error.
 
@@ -120,7 +120,8 @@ class Groups(Order):
         def members_of(c: int, number: int) -> NDArray[np.uint32]:
             order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
             members = table[offsets[c] : offsets[c + 1]][order.at(np.arange(sizes[c]))]
-            return np.resize(members, max(per_class, sizes[c]))  # too few are repeated
+            # Too few members are repeated.
+            return np.resize(members, max(per_class, sizes[c]))
 
         def read(epoch: int, units: Ints) -> Read:
             first, parts = epoch * self.units % 2**63, []

@@ -57,7 +57,7 @@ class Mixture(Composed):
         begins at their unit or later. Units count over all epochs. The list begins at unit 0.
     weights_of : 'units' or 'tokens'
         What weights count. With 'tokens', a source of long rows has fewer rows for the same weight:
-        its rate follows from the mean tokens of a row of it. For `Packed` and `Concatenated`.
+        its rate follows from the mean tokens of its rows. For `Packed` and `Concatenated`.
     block : int
         Units that are mixed with each other. There may be more sources than that.
     epoch_size : int, optional
@@ -132,7 +132,7 @@ class Mixture(Composed):
             )
 
     def _rates(self, weights: list[float]) -> list[float]:
-        """Return the weights of units for given ones, which may be those of tokens."""
+        """Return the weights of units for given ones, which may count tokens."""
         if not self._by_tokens:
             return weights
         for name, order in self.sources.items():
@@ -185,10 +185,10 @@ class Mixture(Composed):
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on; `since` and `taken`: where its weights began.
+        """Return what the order depends on.
 
-        `weights` are those that it was made with, `reweighed` those of `reweighed`. If weights are
-        those of tokens, `meant` has them as they were given.
+        `since` and `taken` say where its weights began. It was made with `weights`, and later given
+        the weights `reweighed`. If they count tokens, `meant` has them as they were given.
         """
         plan = self._plan
         return ({"meant": self._meant} if self._by_tokens else {}) | {
@@ -263,11 +263,12 @@ class Mixture(Composed):
         ]
 
     def _source(self, name: str, facts: dict[str, Any] | None, seed: int, taken: int) -> Order:
-        """Return a source as it goes on when so many units were taken of it."""
+        """Return a source as it goes on after `taken` units."""
         order = self.sources[name]
         if facts is None or facts == order.facts():
             return order
-        same = facts.get("units", order.units) == order.units  # its passes are what they were
+        # With another number of units, its passes are not what they were.
+        same = facts.get("units", order.units) == order.units
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
             return resumed(facts, seed_of(seed, name), *divmod(taken, order.units))

@@ -46,8 +46,8 @@ class Packed(Recipes, CachedOrder):
     budget : int
         The most tokens in a row.
     quantum : int
-        Lengths are rounded up to a multiple of it. More samples can then replace each other, and
-        rows are less full.
+        Lengths are rounded up to its multiples. More samples can then replace each other, and rows
+        are less full.
     too_long : 'error', 'drop' or 'split'
         What to do with samples that are longer than the budget. `describe` says how many tokens
         are dropped, and a warning does if they are more than 1 % of all, or of the samples. With
@@ -61,7 +61,8 @@ class Packed(Recipes, CachedOrder):
     -----
     With ``too_long='split'``, documents are cut into pieces of `budget` tokens and a rest, and the
     rows hold pieces. Indices are positions of tokens, with all documents laid end to end: an index
-    is that of a piece's first token. The piece ends with its document, or where the row is full.
+    is the position of a piece's first token. The piece ends with its document, or where the row is
+    full.
     `samples` is the number of all tokens, below 2**48. `describe` says how full the rows can be, if
     that is less than 99.9 %.
 
@@ -126,11 +127,11 @@ class Packed(Recipes, CachedOrder):
             self.left_out = checked.left_out()
             total, said = checked.total, checked.fingerprint
         whole = np.minimum(lengths_of * quantum, budget)
-        lengths_in, each = whole.take(self.parts[:, 0]), self.parts[:, 1]
-        self._works = np.add.reduceat(lengths_in.astype(np.float64) ** 2 * each, self.first[:-1])
+        lengths_in, counts = whole.take(self.parts[:, 0]), self.parts[:, 1]
+        self._works = np.add.reduceat(lengths_in.astype(np.float64) ** 2 * counts, self.first[:-1])
         self._tokens = None
         if quantum == 1:
-            self._tokens = np.add.reduceat(lengths_in * each, self.first[:-1])
+            self._tokens = np.add.reduceat(lengths_in * counts, self.first[:-1])
         # Units are rows, even if each has one sample.
         self.room = max(2, self.room)
         self.tokens = total / self.units

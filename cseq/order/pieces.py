@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     Pack = Callable[[Ints, Ints, int], tuple[Ints, Ints, Ints]]
 
-TOGETHER = 2**20  # documents that are sorted at once
+# Documents that are sorted at once.
+TOGETHER = 2**20
 
 
 class Pieces(Classes):
@@ -52,7 +53,8 @@ class Pieces(Classes):
         self.ends = DocumentEnds(lengths, ends=arrays["ends"])
         self.whole = DocumentEnds(lengths, budget, ends=arrays["whole"])
         self.lengths, self.sizes, self.table = arrays["lengths"], arrays["sizes"], arrays["table"]
-        self.rests = len(self.lengths) - (self.whole.total > 0)  # classes of rests
+        # Classes of rests.
+        self.rests = len(self.lengths) - (self.whole.total > 0)
         self.offsets = np.append(0, self.sizes[: self.rests].cumsum())
         self.count = len(self.lengths)
         self.recipes = arrays["copies"], arrays["first"], arrays["parts"].reshape(-1, 3)
@@ -93,7 +95,8 @@ class Pieces(Classes):
 
     def _sort(self, counts: Ints) -> None:
         """Write the table."""
-        following = counts.cumsum() - counts  # where the next one of each class goes
+        # Where the next document of each class goes.
+        following = counts.cumsum() - counts
         for start, quanta in self._quanta():
             order = quanta.argsort(kind="stable")
             counts_here = np.bincount(quanta, minlength=len(counts))
@@ -137,11 +140,13 @@ def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     (Martello and Toth's bound, for every k).
     """
     tokens = lengths * counts
-    above = np.append(counts[::-1].cumsum()[::-1], 0)  # pieces from each class on
+    # Pieces from each class on.
+    above = np.append(counts[::-1].cumsum()[::-1], 0)
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    beside = lengths.searchsorted(budget - lengths[:half], "right")  # what leaves no room for k
+    # From here on, a piece leaves no room for k.
+    beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())
     room = (above[half] - above[beside]) * budget - (large[beside] - large[half])

@@ -15,7 +15,7 @@ class Progress(Protocol):
 
     @property
     def taken(self) -> int:
-        """Batches, and exceptions in place of batches, that the loop has had."""
+        """Batches, and exceptions instead of batches, that the loop has had."""
 
     @property
     def ended(self) -> bool:

@@ -265,7 +265,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
         return integer("dset_size", dset_size, 1, MOST_SAMPLES), None
     if not _holds_numbers(dset_size):
         raise TypeError(
-            f"dset_size is a {type(dset_size).__name__}; give len(...) of it, or a one-dimensional "
+            f"dset_size is a {type(dset_size).__name__}; give its length, or a one-dimensional "
             "array of the samples' indices"
         )
     indices = integers("dset_size", dset_size, most=MOST_SAMPLES)

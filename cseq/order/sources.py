@@ -1,4 +1,4 @@
-"""Orders whose units are those of others: checked, numbered, read."""
+"""Orders whose units are units of others: checked, numbered, read."""
 
 from __future__ import annotations
 

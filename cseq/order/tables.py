@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
 MAGIC = b"cseqtab1"
-ALIGNED = 2**16  # where an array may begin in a file, as all systems map it
-SUMMED = 2**17  # words of a file whose sum is kept
+# An array begins at a multiple of this in a file, as all systems map it.
+ALIGNED = 2**16
+# Words of a file whose sum is kept.
+SUMMED = 2**17
 
 
 def tables(
@@ -58,7 +60,8 @@ def tables(
     arrays = _load(path, name)
     while arrays is None:
         with _claimed(f"{path}.part") as fd:
-            arrays = _load(path, name)  # another process may have made it meanwhile
+            # Another process may have made it meanwhile.
+            arrays = _load(path, name)
             if arrays is not None or fd is None:
                 continue
             try:
@@ -158,13 +161,13 @@ def _forget(folder: str, start: str, before: int) -> None:
     for name in os.listdir(folder):
         number = name[len(start) :]
         if name.startswith(start) and number.isdecimal() and int(number) < before:
-            with contextlib.suppress(FileNotFoundError):  # another process was first
+            with contextlib.suppress(FileNotFoundError):
                 os.remove(os.path.join(folder, name))
 
 
 @contextlib.contextmanager
 def _claimed(path: str) -> Iterator[int | None]:
-    """Open a file for this process alone, when no other has it; None: it was renamed meanwhile."""
+    """Open a file for this process alone, when no other has it, or give None if it was renamed."""
     try:
         fd = locked(path)
     except OSError as error:
@@ -189,7 +192,8 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
         size = max(1, length * kind.itemsize)
         parts[key], end = (kind.str, length, start), start + -(-size // ALIGNED) * ALIGNED
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, start, end - start)  # or a full disk ends the process
+            # Without this, a full disk would end the process.
+            os.posix_fallocate(fd, start, end - start)
         else:
             os.ftruncate(fd, end)
         return np.frombuffer(mmap.mmap(fd, end - start, offset=start), kind, length)
@@ -212,7 +216,7 @@ def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
 
 
 def _load(path: str, name: str) -> Tables | None:
-    """Map a file; None: it is not there, is damaged, or is another one."""
+    """Map a file. Return None if it is not there, is damaged, or is another one."""
     try:
         file = mapped(path, np.uint8)
     except FileNotFoundError:
