@@ -73,7 +73,9 @@ class Weighted(Order):
     ) -> None:
         array = one_dimensional("weights", weights)
         if array.dtype.kind not in "iufb":
-            raise TypeError(f"weights has dtype {array.dtype}; give real numbers")
+            raise TypeError(
+                f"weights has values of type {array.dtype}, such as {array[0]!r}; give real numbers"
+            )
         array = array.astype(np.float64, copy=False)
         self.samples = len(array)
         self.units = integer("size", self.samples if size is None else size, 1, MOST_SAMPLES)

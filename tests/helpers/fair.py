@@ -10,6 +10,15 @@ if TYPE_CHECKING:
 ENOUGH = 20  # that are expected: fewer are not nearly normal
 
 
+# Lengths that are sorted, of a period that divides nothing, with one long sample, all equal.
+LENGTHS = {
+    "sorted": np.repeat([10, 20, 30, 45], [30, 15, 10, 5]),
+    "periodic": np.arange(60) % 7 * 9 + 3,
+    "one long": np.where(np.arange(60) == 13, 64, 9),
+    "equal": np.full(61, 16),
+}
+
+
 def epochs(order, count, seeds=3):
     """Read epochs of an order, of some seeds in turn."""
     readers = [order.reader(seed) for seed in range(seeds)]

@@ -291,21 +291,3 @@ def test_weights_change_between_steps():
     assert min(rest) >= (order.order.sources["a"].samples or 0)  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match="has no weights"):
         cseq.Balanced(KINDS["packed"](SMALL, 100), 4).reweighed({}, 7, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "said"),
-    [
-        (lambda: cseq.Balanced(cseq.Shuffled(9), 4), TypeError, "does not know the work"),
-        (lambda: cseq.Balanced(cseq.Buckets([1, 2], 4), 4), TypeError, "does not know the work"),
-        (lambda: cseq.Balanced("rows", 4), TypeError, "'rows' is not a cseq.Order"),  # type: ignore[arg-type]
-        (lambda: cseq.Balanced(cseq.Packed([1], 4), 0), ValueError, "step=0"),
-        (lambda: cseq.Balanced(cseq.Packed([1], 4), 2**16), ValueError, "step=65536"),
-        (lambda: cseq.Balanced(cseq.Packed([1], 4), 6, together=4), ValueError, "together=4"),
-        (lambda: cseq.Balanced(cseq.Packed([1], 4), 6, over="day"), ValueError, "over='day'"),  # type: ignore[arg-type]
-    ],
-)
-def test_bad_arguments(make, error, said):
-    """Argument, value and remedy."""
-    with pytest.raises(error, match=said):
-        make()

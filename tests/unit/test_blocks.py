@@ -182,22 +182,6 @@ def test_of_the_data():
         made(10, 4, 3, 1).resumed(order.facts(), 0, 0, 0)
 
 
-def test_bad_arguments():
-    """The message names the argument, its value and the remedy."""
-    with pytest.raises(ValueError, match="rows=0"):
-        cseq.Blocks(0, 4)
-    with pytest.raises(ValueError, match="window=0"):
-        cseq.Blocks(4, 0)
-    with pytest.raises(ValueError, match=r"window=1048577 is above 1048576"):
-        cseq.Blocks(2**12, 2**20 + 1)
-    with pytest.raises(ValueError, match="lanes=3 does not divide window=8; give a window of 9"):
-        cseq.Blocks(4, 8, 3)
-    with pytest.raises(ValueError, match="lanes=9 is above 8"):
-        cseq.Blocks(4, 8, 9)
-    with pytest.raises(TypeError, match=r"rows=2\.5"):
-        cseq.Blocks(2.5, 8)  # type: ignore[arg-type]
-
-
 # -- of unequal sizes
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
@@ -250,20 +234,3 @@ def test_samples_of_a_window_are_strangers():
             np.concatenate([scores(label, where[:2000]) for label in labels_of(order.units)[::2]])
         )
     assert worst(rows) < 5
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "error", "match"),
-    [
-        ([3, -1], {}, ValueError, r"rows\[1\]=-1: give at least 0"),
-        ([0, 0], {}, ValueError, r"rows\[0\]=0: give at least 0 samples a block, and one block"),
-        ([1.5], {}, TypeError, "rows has values of type float64"),
-        ([3, 4], {"samples": 8}, ValueError, "samples=8, but rows has 7"),
-        ([3, 4], {"lanes": 2}, ValueError, "lanes=2: blocks of unequal sizes have one lane"),
-        ([[3]], {}, ValueError, "rows has shape"),
-    ],
-)
-def test_bad_sizes_are_named(rows, options, error, match):
-    """An error names the block, its size and the remedy."""
-    with pytest.raises(error, match=match):
-        cseq.Blocks(rows, 2, **options)

@@ -82,21 +82,6 @@ def test_batches_that_come_together_are_alike(n, together, longest_first):
 # ── what is by chance ─────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("together", [1, 2, 3, 7, 8, 21])
-def test_a_batch_comes_anywhere(together):
-    """Every sample comes at every position as often, also at the end, in any rank's turn."""
-    lengths = np.random.default_rng(0).integers(5, 40, 60)
-    order = cseq.Buckets(lengths, 120, together=together)
-    counts = np.zeros((60, order.units))
-    reader = order.reader(3)
-    for number in range(2000):
-        samples, sizes = reader.samples(number, 0, order.units)
-        counts[samples, np.repeat(np.arange(order.units), sizes)] += 1
-    share = 1 / order.units
-    assert order.units % 8
-    assert np.abs(counts / 2000 - share).max() < 5 * np.sqrt(share * (1 - share) / 2000)
-
-
 @pytest.mark.parametrize("count", [40, 37, 46])
 def test_any_samples_of_a_bucket_meet_as_often(count):
     """All pairs are together in a batch as often, and all samples in the short batch."""
@@ -180,83 +165,3 @@ def test_huge_lengths():
         order = cseq.Buckets(values, 2**62, ratio=2, too_long="drop")
         assert sorted(np.concatenate(epoch(order))) == [0, 1, 2, 3]
     assert cseq.Buckets(np.array([5, 2**64 - 1], np.uint64), 9, too_long="drop").units == 1
-
-
-# ── what is refused ───────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("lengths", "error", "said"),
-    [
-        ([], ValueError, "lengths is empty"),
-        (5, ValueError, r"lengths has shape \(\)"),
-        ([[3, 4]], ValueError, r"lengths has shape \(1, 2\)"),
-        ([[3], [4, 5]], TypeError, "lengths is not an array"),
-        ([3, -4, 5], ValueError, r"lengths\[1\]=-4 is below 1"),
-        ([3] * 70_000 + [0], ValueError, r"lengths\[70000\]=0 is below 1"),
-        ([3.0, float("nan")], TypeError, "lengths has values of type float64"),
-        ([True], TypeError, "lengths has values of type bool"),
-        (["3"], TypeError, "lengths has values of type <U1"),
-        ([None], TypeError, "lengths has values of type object"),
-        ([3] * 70_000 + [101], ValueError, r"lengths\[70000\]=101 exceeds budget=100"),
-        (np.array([2**64 - 1], np.uint64), ValueError, "exceeds budget=100"),
-    ],
-)
-@pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
-def test_bad_lengths(kind, lengths, error, said):
-    """Argument, value and remedy."""
-    with pytest.raises(error, match=said) as raised:
-        kind(lengths, 100)
-    assert "give" in str(raised.value) or "not an array" in said
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"budget": 0}, ValueError, "budget=0"),
-        ({"budget": 2**70}, ValueError, "budget=1180591620717411303424 is above"),
-        ({"together": 2**70}, ValueError, "together=1180591620717411303424 is above"),
-        ({"budget": 1.5}, TypeError, "budget=1.5"),
-        ({"ratio": 0.9}, ValueError, "ratio=0.9"),
-        ({"ratio": float("nan")}, ValueError, "ratio=nan"),
-        ({"ratio": "1"}, ValueError, "ratio='1'"),
-        ({"boundaries": [3, 3]}, ValueError, r"boundaries\[1\]=3 is below 4"),
-        ({"boundaries": [0]}, ValueError, r"boundaries\[0\]=0"),
-        ({"boundaries": [2.5]}, TypeError, r"boundaries\[0\]=2.5"),
-        ({"boundaries": [200]}, ValueError, "boundaries has 200.* above budget=100"),
-        ({"most": 0}, ValueError, "most=0"),
-        ({"together": 0}, ValueError, "together=0"),
-        ({"together": True}, TypeError, "together=True"),
-        ({"too_long": "cut"}, ValueError, "too_long='cut'"),
-        ({"longest_first": 1}, TypeError, "longest_first=1"),
-    ],
-)
-def test_bad_options(options, error, said):
-    """Argument and value."""
-    with pytest.raises(error, match=said):
-        cseq.Buckets(**{"lengths": [3, 7, 8], "budget": 100, **options})
-
-
-def test_all_too_long():
-    """An order of nothing is none."""
-    with pytest.raises(ValueError, match="all 3 lengths exceed budget=2"):
-        cseq.Buckets([3, 4, 5], 2, too_long="drop")
-
-
-@pytest.mark.parametrize(
-    ("labels", "sizes", "error", "said"),
-    [
-        ([], 3, ValueError, "labels is empty"),
-        ([0.5], 3, TypeError, "labels has values of type float64"),
-        ([0, 1], {0: 3}, ValueError, "sizes has no 1"),
-        ([0, 1], {0: 3, 1: 0}, ValueError, r"sizes\[1\]=0"),
-        (["a"], {"a": 1.5}, TypeError, r"sizes\['a'\]=1.5"),
-        ([0, 1], 0, ValueError, "sizes=0"),
-        ([0, 1], 2**70, ValueError, "sizes=1180591620717411303424 is above"),
-        ([0, 1], [3, 4], TypeError, r"sizes=\[3, 4\]"),
-    ],
-)
-def test_bad_labels(labels, sizes, error, said):
-    """Argument and value."""
-    with pytest.raises(error, match=said):
-        cseq.Buckets.of(labels, sizes)

@@ -108,18 +108,3 @@ def test_what_it_says():
     assert order.describe() == f"2 rows of 12 tokens, at most 3 pieces a row; {said}"
     assert said in cseq.Mixture({"a": order}, {"a": 1}, block=2).describe()
     assert "leaves" not in cseq.Concatenated([24], 12).describe()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "row", "said"),
-    [
-        ([3, 4], 8, "row=8 is longer than all documents together, which have 7 tokens"),
-        ([0], 1, "row=1 is longer"),
-        ([3], 0, "row=0"),
-        ([3, -1], 2, r"lengths\[1\]=-1"),
-    ],
-)
-def test_bad_documents(lengths, row, said):
-    """Argument, value and remedy."""
-    with pytest.raises(ValueError, match=said):
-        cseq.Concatenated(lengths, row)

@@ -53,20 +53,3 @@ def test_long_documents_do_not_overflow():
     assert (documents == np.repeat([0, 1, 2], 100_000)).all()
     assert (starts == np.repeat([0, 1, 2**48 - 2], 100_000)).all()
     assert (ends.starts(documents) == starts).all()
-
-
-@pytest.mark.parametrize(
-    ("lengths", "error", "said"),
-    [
-        ([1.5], TypeError, "lengths has values of type float64, such as"),
-        ([3, -1], ValueError, r"lengths\[1\]=-1 is not in \[0, 281474976710656\)"),
-        (np.array([2**63], np.uint64), ValueError, r"lengths\[0\]=9223372036854775808"),
-        ([2**47, 2**47], ValueError, r"2\.815e\+14 tokens in all, not below 281474976710656"),
-        ([], ValueError, "lengths is empty"),
-        ([[1]], ValueError, r"lengths has shape \(1, 1\)"),
-    ],
-)
-def test_bad_lengths(lengths, error, said):
-    """Argument, value and remedy."""
-    with pytest.raises(error, match=said):
-        DocumentEnds(lengths)

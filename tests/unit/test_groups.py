@@ -71,24 +71,3 @@ def test_classes_and_samples_come_by_chance(sizes, chosen, each, is_sorted):
         mean = classes[c].sum() * each / size
         rare = size % each / size + left  # of a pass, or of a round, that leaves a sample out
         assert np.abs(often[labels == c] - mean).max() <= 1 + 5 * np.sqrt(mean * rare)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"labels": []}, ValueError, "labels is empty"),
-        ({"labels": [0.0, 1.0]}, TypeError, "labels has values of type float64"),
-        ({"labels": [[0], [1]]}, ValueError, r"labels has shape \(2, 1\)"),
-        ({"classes": 3}, ValueError, "classes=3 exceeds the 2 classes"),
-        ({"classes": 0}, ValueError, "classes=0"),
-        ({"samples": 3}, ValueError, "labels has 2 samples of class 'b', fewer than samples=3"),
-        ({"samples": 1.5}, TypeError, "samples=1.5"),
-        ({"samples": 2**32}, ValueError, "samples=4294967296 is above"),
-        ({"epoch_size": 0}, ValueError, "epoch_size=0"),
-        ({"repeat_small": 1}, TypeError, "repeat_small=1"),
-    ],
-)
-def test_bad_arguments(options, error, said):
-    """Argument, value and remedy."""
-    with pytest.raises(error, match=said):
-        cseq.Groups(**{"labels": list("aabaab"), "classes": 2, "samples": 2, **options})

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fair import LENGTHS
 
 import cseq
 
@@ -19,27 +20,6 @@ def test_a_rounded_length_may_exceed_the_budget():
 
 
 # ── statistics ────────────────────────────────────────────────────────────────────────────────
-
-# Sorted, of a period that divides nothing, with one long sample, all equal.
-LENGTHS = {
-    "sorted": np.repeat([10, 20, 30, 45], [30, 15, 10, 5]),
-    "periodic": np.arange(60) % 7 * 9 + 3,
-    "one long": np.where(np.arange(60) == 13, 64, 9),
-    "equal": np.full(61, 16),
-}
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_a_row_comes_anywhere(name):
-    """Every sample comes at every position of an epoch as often."""
-    lengths = LENGTHS[name]
-    order = cseq.Packed(lengths, 64)
-    counts, reader = np.zeros((len(lengths), order.units)), order.reader(3)
-    for number in range(1500):
-        samples, sizes = reader.samples(number, 0, order.units)
-        counts[samples, np.repeat(np.arange(order.units), sizes)] += 1
-    share = 1 / order.units
-    assert np.abs(counts / 1500 - share).max() < 5 * np.sqrt(share * (1 - share) / 1500)
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -70,19 +50,3 @@ def test_lengths_that_are_rounded_mix_more():
         epochs = [{tuple(sorted(row)) for row in rows(order, number)} for number in range(2)]
         again = len(epochs[0] & epochs[1]) / len(epochs[0])
         assert again == most if quantum == 1 else again < most
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"budget": 0}, ValueError, "budget=0"),
-        ({"quantum": 0}, ValueError, "quantum=0"),
-        ({"quantum": 101}, ValueError, "quantum=101 is above 100"),
-        ({"budget": 2**40}, ValueError, "give a quantum of at least 8192"),
-        ({"too_long": None}, ValueError, "too_long=None"),
-    ],
-)
-def test_bad_options(options, error, said):
-    """Argument and value."""
-    with pytest.raises(error, match=said):
-        cseq.Packed(**{"lengths": [3, 7, 8], "budget": 100, **options})

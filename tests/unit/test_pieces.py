@@ -148,30 +148,3 @@ def test_a_place_beyond_the_elements_is_refused():
     ones = np.ones(1, np.int64)
     with pytest.raises(IndexError, match="not all below"):
         keyed(ones, ones, ones, 1, 2, 3)
-
-
-def test_a_row_comes_anywhere():
-    """Every piece, a row or a rest, comes at every position of an epoch as often."""
-    lengths = np.array([40, 7, 0, 3, 16, 5, 5, 9, 33, 12])
-    order = cseq.Packed(lengths, 16, too_long="split")
-    reader, counts = order.reader(3), np.zeros((int(lengths.sum()), order.units))
-    for epoch in range(1500):
-        pieces, sizes = reader.samples(epoch, 0, order.units)
-        counts[pieces, np.repeat(np.arange(order.units), sizes)] += 1
-    there, share = counts[counts.any(1)], 1 / order.units
-    assert len(there) == sum(-(-length // 16) for length in lengths.tolist())
-    assert np.abs(there / 1500 - share).max() < 5 * math.sqrt(share * (1 - share) / 1500)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "options", "said"),
-    [
-        ([0, 0], {}, "all lengths are 0"),
-        ([1, -2], {}, r"lengths\[1\]=-2"),
-        ([1], {"budget": 2**25}, "give a quantum of at least 2"),
-    ],
-)
-def test_bad_documents(lengths, options, said):
-    """Argument, value and remedy."""
-    with pytest.raises(ValueError, match=said):
-        cseq.Packed(**{"lengths": lengths, "budget": 4, "too_long": "split", **options})

@@ -1,9 +1,10 @@
-"""What `Buckets`, `Packed` and `Groups` have in common: any unit at once, any ranks."""
+"""What `Buckets` and `Packed` have in common: units that come anywhere, fingerprints, tables."""
 
 import signal
 
 import numpy as np
 import pytest
+from fair import LENGTHS
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import IV, WORD, mix
@@ -41,6 +42,36 @@ def test_fingerprint_of_other_types_and_of_pieces():
     assert core_fingerprint(floats) == fingerprint(bits.tolist()) != expected
     values[-1] += 1
     assert core_fingerprint(values) != expected
+
+
+# ── statistics ────────────────────────────────────────────────────────────────────────────────
+
+
+def buckets(together):
+    """Make batches of 60 samples."""
+    return cseq.Buckets(np.random.default_rng(0).integers(5, 40, 60), 120, together=together)
+
+
+DOCUMENTS = [40, 7, 0, 3, 16, 5, 5, 9, 33, 12]
+EACH_ANYWHERE = {
+    **{f"buckets, {k} together": buckets(k) for k in (1, 2, 3, 7, 8, 21)},
+    **{f"packed, {name}": cseq.Packed(lengths, 64) for name, lengths in LENGTHS.items()},
+    "packed, split": cseq.Packed(DOCUMENTS, 16, too_long="split"),
+}
+
+
+@pytest.mark.parametrize("name", EACH_ANYWHERE)
+def test_a_unit_comes_anywhere(name):
+    """Every sample, or piece, comes at every position of an epoch as often, even at the end."""
+    order = EACH_ANYWHERE[name]
+    reader, counts = order.reader(3), np.zeros((order.samples, order.units))
+    for number in range(2000):
+        samples, sizes = reader.samples(number, 0, order.units)
+        counts[samples, np.repeat(np.arange(order.units), sizes)] += 1
+    there, share = counts[counts.any(1)], 1 / order.units
+    expected = sum(-(-k // 16) for k in DOCUMENTS) if "split" in name else order.samples
+    assert len(there) == expected
+    assert np.abs(there / 2000 - share).max() < 5 * np.sqrt(share * (1 - share) / 2000)
 
 
 # ── large ones ────────────────────────────────────────────────────────────────────────────────

@@ -96,12 +96,3 @@ def test_ranks_without_a_seed():
     assert rank(cseq.Resized(cseq.Sequential(10), 3)).epoch == 0
     with pytest.raises(ValueError, match="needs a seed"):
         rank(cseq.Shuffled(10))
-
-
-def test_bad_arguments():
-    """The message names the argument and its value."""
-    with pytest.raises(TypeError, match="order=5 is no"):
-        cseq.Resized(5, 5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="epoch_size=0"):
-        cseq.Resized(cseq.Shuffled(5), 0)
-    assert "4 units" in cseq.Resized(cseq.Shuffled(5), 4).describe()

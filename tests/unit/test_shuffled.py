@@ -25,13 +25,6 @@ def test_sequential(n):
         assert epoch.tolist() == list(range(n))
 
 
-def test_no_samples():
-    """An empty source is no order: the error says what to do with it."""
-    for kind in (cseq.Shuffled, cseq.Sequential):
-        with pytest.raises(ValueError, match="samples=0: give one at least, or leave an empty sou"):
-            kind(0)
-
-
 # ── statistics ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -256,34 +256,3 @@ def test_facts():
         cseq.Weighted([2, 1]).resumed(facts, 0, 0, 0)
     with pytest.raises(ValueError, match=r"'weighted-v1', but .*'weighted-v2': it took samples at"):
         cseq.Weighted([1, 2]).resumed(facts | {"name": "weighted-v1"}, 0, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("weights", "says"),
-    [
-        ([1, -2], r"weights has -2.0 for sample 1; give finite"),
-        ([math.nan, 1], r"weights has nan for sample 0"),
-        ([1, math.inf], r"weights has inf for sample 1"),
-        ([0, 0.0], r"all of the 2 weights are 0; give one above 0"),
-        ([], r"weights is empty; give at least one value"),
-        ([[1]], r"weights has shape \(1, 1\); give a list of one value"),
-        (["1"], r"weights has dtype <U1; give real"),
-        ([[1], [1, 2]], r"weights is not an array:"),
-    ],
-)
-def test_bad_weights(weights, says):
-    """Weights of which no draws can be made are refused."""
-    with pytest.raises((TypeError, ValueError), match=says):
-        cseq.Weighted(weights)
-
-
-def test_other_bad_arguments():
-    """The message names the argument and its value."""
-    with pytest.raises(ValueError, match="size=0"):
-        cseq.Weighted([1], 0)
-    with pytest.raises(TypeError, match="replacement=1"):
-        cseq.Weighted([1], replacement=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="labels has values of type float64"):
-        cseq.Weighted.balanced([0.5])
-    with pytest.raises(ValueError, match="labels is empty"):
-        cseq.Weighted.balanced([])

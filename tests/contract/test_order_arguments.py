@@ -1,0 +1,227 @@
+"""What orders refuse: the message names the argument, its value and the remedy."""
+
+import math
+
+import numpy as np
+import pytest
+from ranked import Rows
+
+import cseq
+
+HUGE, TOKENS = 2**70, r"2\.815e\+14 tokens in all, not below 281474976710656"
+TWO = {"a": cseq.Shuffled(5), "b": cseq.Shuffled(5)}
+USUAL = {
+    cseq.Balanced: {"order": cseq.Packed([1], 4), "step": 6},
+    cseq.Blocks: {"rows": 4, "window": 8},
+    cseq.Buckets: {"lengths": [3, 7, 8], "budget": 100},
+    cseq.Buckets.of: {"labels": [0, 1], "sizes": 3},
+    cseq.Concatenated: {"lengths": [3, 4], "row": 2},
+    cseq.Groups: {"labels": list("aabaab"), "classes": 2, "samples": 2},
+    cseq.Mixture: {"sources": TWO, "weights": {"a": 1, "b": 1}},
+    cseq.Packed: {"lengths": [3, 7, 8], "budget": 100},
+    cseq.Resized: {"order": cseq.Shuffled(5), "epoch_size": 4},
+    cseq.Weighted: {"weights": [1]},
+    cseq.Weighted.balanced: {"labels": [1]},
+}
+ARRAYS = [
+    *((make, "lengths") for make in (cseq.Buckets, cseq.Concatenated, cseq.Packed)),
+    *((make, "labels") for make in (cseq.Buckets.of, cseq.Groups, cseq.Weighted.balanced)),
+    (cseq.Weighted, "weights"),
+    (cseq.Blocks, "rows"),
+]
+
+
+@pytest.mark.parametrize(("make", "name"), ARRAYS)
+def test_what_is_no_array(make, name):
+    """An argument that is an array has one dimension, and values of a type that it can have."""
+    options = {"too_long": "split"} if make is cseq.Packed else {}
+    for given, said in (
+        ([], "is empty; give at least one value"),
+        ([[3, 4]], r"has shape \(1, 2\); give a list of one value"),
+        ([[3], [4, 5]], "is not an array"),
+        ([None], "has values of type object, such as None; give"),
+    ):
+        if make is cseq.Blocks and given == [[3], [4, 5]]:
+            continue
+        for more in ({}, options):
+            with pytest.raises((TypeError, ValueError), match=f"{name} {said}"):
+                make(**{**USUAL[make], name: given, **more})
+
+
+@pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
+@pytest.mark.parametrize(
+    ("lengths", "error", "said"),
+    [
+        (5, ValueError, r"lengths has shape \(\); give"),
+        ([3, -4, 5], ValueError, r"lengths\[1\]=-4 is below 1; .* give"),
+        ([3] * 70_000 + [0], ValueError, r"lengths\[70000\]=0 is below 1"),
+        ([3.0, math.nan], TypeError, "lengths has values of type float64, such as .*; give"),
+        ([True], TypeError, "lengths has values of type bool"),
+        (["3"], TypeError, "lengths has values of type <U1"),
+        ([3] * 70_000 + [101], ValueError, r"lengths\[70000\]=101 exceeds budget=100; .* give"),
+        (np.array([2**64 - 1], np.uint64), ValueError, "exceeds budget=100"),
+    ],
+)
+def test_bad_lengths(kind, lengths, error, said):
+    """Each length is at least 1, and within the budget."""
+    with pytest.raises(error, match=said):
+        kind(lengths, 100)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "error", "said"),
+    [
+        (cseq.Shuffled, {"samples": 0}, ValueError, "samples=0: give one at least, or leave an em"),
+        (cseq.Sequential, {"samples": 0}, ValueError, "samples=0: give one at least"),
+        (cseq.Buckets, {"budget": 0}, ValueError, "budget=0"),
+        (cseq.Buckets, {"budget": HUGE}, ValueError, f"budget={HUGE} is above"),
+        (cseq.Buckets, {"together": HUGE}, ValueError, f"together={HUGE} is above"),
+        (cseq.Buckets, {"budget": 1.5}, TypeError, "budget=1.5"),
+        (cseq.Buckets, {"ratio": 0.9}, ValueError, "ratio=0.9"),
+        (cseq.Buckets, {"ratio": math.nan}, ValueError, "ratio=nan"),
+        (cseq.Buckets, {"ratio": "1"}, ValueError, "ratio='1'"),
+        (cseq.Buckets, {"boundaries": [3, 3]}, ValueError, r"boundaries\[1\]=3 is below 4"),
+        (cseq.Buckets, {"boundaries": [0]}, ValueError, r"boundaries\[0\]=0"),
+        (cseq.Buckets, {"boundaries": [2.5]}, TypeError, r"boundaries\[0\]=2.5"),
+        (cseq.Buckets, {"boundaries": [200]}, ValueError, "boundaries has 200.* above budget=100"),
+        (cseq.Buckets, {"most": 0}, ValueError, "most=0"),
+        (cseq.Buckets, {"together": 0}, ValueError, "together=0"),
+        (cseq.Buckets, {"together": True}, TypeError, "together=True"),
+        (cseq.Buckets, {"too_long": "cut"}, ValueError, "too_long='cut'"),
+        (cseq.Buckets, {"longest_first": 1}, TypeError, "longest_first=1"),
+        (cseq.Buckets, {"budget": 2, "too_long": "drop"}, ValueError, "all 3 lengths exceed budg"),
+        (cseq.Buckets.of, {"labels": [0.5]}, TypeError, "labels has values of type float64"),
+        (cseq.Buckets.of, {"sizes": {0: 3}}, ValueError, "sizes has no 1"),
+        (cseq.Buckets.of, {"sizes": {0: 3, 1: 0}}, ValueError, r"sizes\[1\]=0"),
+        (cseq.Buckets.of, {"sizes": {0: 1.5, 1: 1}}, TypeError, r"sizes\[0\]=1.5"),
+        (cseq.Buckets.of, {"sizes": 0}, ValueError, "sizes=0"),
+        (cseq.Buckets.of, {"sizes": HUGE}, ValueError, f"sizes={HUGE} is above"),
+        (cseq.Buckets.of, {"sizes": [3, 4]}, TypeError, r"sizes=\[3, 4\]"),
+        (cseq.Packed, {"budget": 0}, ValueError, "budget=0"),
+        (cseq.Packed, {"quantum": 0}, ValueError, "quantum=0"),
+        (cseq.Packed, {"quantum": 101}, ValueError, "quantum=101 is above 100"),
+        (cseq.Packed, {"budget": 2**40}, ValueError, "give a quantum of at least 8192"),
+        (cseq.Packed, {"too_long": None}, ValueError, "too_long=None"),
+        (cseq.Concatenated, {"row": 8}, ValueError, "row=8 is longer than all .*, which have 7 t"),
+        (cseq.Concatenated, {"lengths": [0]}, ValueError, "row=2 is longer"),
+        (cseq.Concatenated, {"row": 0}, ValueError, "row=0"),
+        (cseq.Concatenated, {"lengths": [3, -1]}, ValueError, r"lengths\[1\]=-1 is not in \[0, 28"),
+        (cseq.Concatenated, {"lengths": [1.5]}, TypeError, "lengths has values of type float64"),
+        (cseq.Concatenated, {"lengths": [2**47, 2**47]}, ValueError, TOKENS),
+        (
+            cseq.Concatenated,
+            {"lengths": np.array([2**63], np.uint64)},
+            ValueError,
+            r"lengths\[0\]=9223372036854775808",
+        ),
+        (cseq.Groups, {"labels": [0.0, 1.0]}, TypeError, "labels has values of type float64"),
+        (cseq.Groups, {"classes": 3}, ValueError, "classes=3 exceeds the 2 classes"),
+        (cseq.Groups, {"classes": 0}, ValueError, "classes=0"),
+        (cseq.Groups, {"samples": 3}, ValueError, "2 samples of class 'b', fewer than samples=3"),
+        (cseq.Groups, {"samples": 1.5}, TypeError, "samples=1.5"),
+        (cseq.Groups, {"samples": 2**32}, ValueError, "samples=4294967296 is above"),
+        (cseq.Groups, {"epoch_size": 0}, ValueError, "epoch_size=0"),
+        (cseq.Groups, {"repeat_small": 1}, TypeError, "repeat_small=1"),
+        (cseq.Weighted, {"weights": [1, -2]}, ValueError, "has -2.0 for sample 1; give finite"),
+        (cseq.Weighted, {"weights": [math.nan, 1]}, ValueError, "weights has nan for sample 0"),
+        (cseq.Weighted, {"weights": [1, math.inf]}, ValueError, "weights has inf for sample 1"),
+        (cseq.Weighted, {"weights": [0, 0.0]}, ValueError, "all of the 2 weights are 0; give one"),
+        (cseq.Weighted, {"weights": ["1"]}, TypeError, "weights has values of type <U1.*give real"),
+        (cseq.Weighted, {"size": 0}, ValueError, "size=0"),
+        (cseq.Weighted, {"replacement": 1}, TypeError, "replacement=1"),
+        (cseq.Weighted.balanced, {"labels": [0.5]}, TypeError, "labels has values of type float64"),
+        (cseq.Resized, {"order": 5}, TypeError, "order=5 is no"),
+        (cseq.Resized, {"epoch_size": 0}, ValueError, "epoch_size=0"),
+        (cseq.Blocks, {"rows": 0}, ValueError, "rows=0"),
+        (cseq.Blocks, {"window": 0}, ValueError, "window=0"),
+        (
+            cseq.Blocks,
+            {"rows": 2**12, "window": 2**20 + 1},
+            ValueError,
+            "window=1048577 is above 1",
+        ),
+        (cseq.Blocks, {"lanes": 3}, ValueError, "lanes=3 does not divide window=8; give a window"),
+        (cseq.Blocks, {"lanes": 9}, ValueError, "lanes=9 is above 8"),
+        (cseq.Blocks, {"rows": 2.5}, TypeError, r"rows=2\.5"),
+        (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1: give at least 0"),
+        (cseq.Blocks, {"rows": [0, 0]}, ValueError, r"rows\[0\]=0: give at least 0 samples a b"),
+        (cseq.Blocks, {"rows": [1.5]}, TypeError, "rows has values of type float64"),
+        (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "samples=8, but rows has 7"),
+        (cseq.Blocks, {"rows": [3, 4], "lanes": 2}, ValueError, "lanes=2: blocks of unequal sizes"),
+        (cseq.Balanced, {"order": cseq.Shuffled(9)}, TypeError, "does not know the work"),
+        (cseq.Balanced, {"order": cseq.Buckets([1, 2], 4)}, TypeError, "does not know the work"),
+        (cseq.Balanced, {"order": "rows"}, TypeError, "'rows' is not a cseq.Order"),
+        (cseq.Balanced, {"step": 0}, ValueError, "step=0"),
+        (cseq.Balanced, {"step": 2**16}, ValueError, "step=65536"),
+        (cseq.Balanced, {"together": 4}, ValueError, "together=4"),
+        (cseq.Balanced, {"over": "day"}, ValueError, "over='day'"),
+    ],
+)
+def test_bad_arguments(make, given, error, said):
+    """Each argument by itself, beside usual ones."""
+    with pytest.raises(error, match=said):
+        make(**{**USUAL.get(make, {}), **given})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lengths": [0, 0]}, "all lengths are 0"),
+        ({"lengths": [1, -2]}, r"lengths\[1\]=-2"),
+        ({"budget": 2**25}, "give a quantum of at least 2"),
+    ],
+)
+def test_bad_documents(options, said):
+    """Documents may be empty, but not all of them."""
+    with pytest.raises(ValueError, match=said):
+        cseq.Packed(**{**USUAL[cseq.Packed], "too_long": "split", **options})
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({"a": 1}, r"weights has no 'b'; give its share, or 0"),
+        ({"a": 1, "b": 1, "c": 1}, r"weights has 'c', which is not a source; there are \['a', "),
+        ({"a": -1, "b": 1}, r"weights\['a'\]=-1; give a finite number of at least 0"),
+        ({"a": 1, "b": math.nan}, r"weights\['b'\]=nan; give"),
+        ({"a": 1, "b": math.inf}, r"weights\['b'\]=inf; give"),
+        ({"a": "1", "b": 1}, r"weights\['a'\]='1' is not a number"),
+        ({"a": 0, "b": 0}, r"all weights are 0"),
+        (5, r"weights=5: give a dict"),
+        ([], r"weights=\[\]: give a dict"),
+        ([(5, {"a": 1, "b": 1})], r"weights has the unit 5 at place 0; give 0 first"),
+        ([(0, {"a": 1, "b": 1}), (0, {"a": 1, "b": 1})], r"weights has the unit 0 at place 1"),
+        ([{"a": 1, "b": 1}], r"weights has \{'a': 1, 'b': 1\}; give \(unit, dict"),
+    ],
+)
+def test_bad_weights_of_sources(weights, says):
+    """Each source has a weight, and some weight is above 0."""
+    with pytest.raises((TypeError, ValueError), match=says):
+        cseq.Mixture(TWO, weights)
+
+
+ROWS = r"sources\['b'\] are rows of samples, but sources.* has samples; give"
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"sources": {}}, TypeError, r"sources=\{\}: give a dict"),
+        ({"sources": {"a": 5}}, TypeError, r"sources\['a'\]=5 is not a cseq.Order"),
+        ({"sources": {1: TWO["a"]}}, TypeError, "sources has the name 1; give strings"),
+        ({"sources": {"a": cseq.Shuffled()}}, ValueError, r"sources\['a'\]=.*give it the number"),
+        ({"sources": TWO | {"b": Rows(9)}}, ValueError, ROWS),
+        ({"sources": TWO | {"b": Rows(9, is_batch=True)}}, ValueError, "'b.* are batches, but"),
+        ({"stop": "first"}, ValueError, "source 'a' has 5 units, and 512 in the first b"),
+        ({"weights": {"a": 1, "b": 1e-14}}, ValueError, "'all' makes an epoch of more than .* 'b'"),
+        ({"stop": "last"}, ValueError, "stop='last' is unknown"),
+        ({"epoch_size": 0}, ValueError, "epoch_size=0"),
+        ({"block": 65536}, ValueError, "block=65536 is above"),
+        ({"weights_of": "words"}, ValueError, "weights_of='words'"),
+        ({"weights_of": "tokens"}, TypeError, r"sources\['a'\]=.* does not know the tokens"),
+    ],
+)
+def test_bad_sources(given, error, said):
+    """Sources are orders with units of one kind, and epochs end."""
+    with pytest.raises(error, match=said):
+        cseq.Mixture(**{**USUAL[cseq.Mixture], **given})
