@@ -26,16 +26,16 @@ PATTERNS = {
 # Figures there were when each was last set: lower them when a count falls, never raise
 # them. The goal is 15 % of trailing comments and none of the patterns.
 BOUNDS = {
-    TRAILING: 47,
-    "so many/long/much": 25,
-    "also if/where/in/that/when": 14,
-    "in (the) place of": 17,
+    TRAILING: 40,
+    "so many/long/much": 19,
+    "also if/where/in/that/when": 13,
+    "in (the) place of": 15,
     "anew": 10,
     "for ever": 5,
-    "of it, at an end": 31,
-    "that of": 43,
-    "those of": 18,
-    "X; None: Y": 66,
+    "of it, at an end": 23,
+    "that of": 36,
+    "those of": 8,
+    "X; None: Y": 50,
 }
 
 
