@@ -18,7 +18,7 @@ from cseq.check import choice, integer
 from cseq.order._readers import MIXTURE, seed_of, shuffle
 from cseq.order.base import MOST_SAMPLES, WORD, Order, runs
 from cseq.order.shares import Shares
-from cseq.order.sources import MOST_SOURCES, Composed, by_source, check_sources, in_epochs
+from cseq.order.sources import MOST_SOURCES, Composed, by_source, check_sources, passes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -279,19 +279,16 @@ class Mixture(Composed):
         return seed_of(seed, name)
 
     def token_sums(self, seed: int) -> Sums | None:
-        orders = self.sources.items()
-        sums_of = [order.token_sums(seed_of(seed, name)) for name, order in orders]
+        sums_of = [order.token_sums(own) for order, own in self.seeded(seed)]
         known = [sums for sums in sums_of if sums is not None]
         if len(known) < len(sums_of):
             return None
-        draws, sizes = self.draws(seed), [order.units for _, order in orders]
+        draws = self.draws(seed)
 
         def sums(epoch: int, units: Ints) -> list[int]:
             totals = [0] * len(known)
-            _, numbers, parts = draws(epoch, units)
-            for s, start, stop in parts:
-                for part in in_epochs(sizes[s], numbers[start:stop]):
-                    totals[s] += sum(known[s](*part))
+            for s, number, part in passes(draws(epoch, units), self.sources):
+                totals[s] += sum(known[s](number, part))
             return totals
 
         return sums

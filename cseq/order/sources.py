@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_SOURCES = 2**16 - 1
 # Units of each source that are worth a call of its reader.
 FEW = 64
-# Units, source by source: where each was among those asked for; which one it is in the endless
+# Units, source by source: where each was among all; which one it is in the endless
 # sequence of its source's epochs, modulo 2**64 and in a row; and the source, the start and the stop
 # of each part.
 Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint64], list[tuple[int, int, int]]]"
@@ -45,33 +45,37 @@ class Composed(Order):
         raise NotImplementedError
 
     def reader(self, seed: int) -> Reader:
-        readers = [order.reader(self.seed_of(seed, name)) for name, order in self.sources.items()]
+        readers = [order.reader(own) for order, own in self.seeded(seed)]
         return self._reader(seed, readers, self.draws(seed))
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        pairs = [order.measured(self.seed_of(seed, name)) for name, order in self.sources.items()]
-        draws, sizes = self.draws(seed), [order.units for order in self.sources.values()]
+        pairs = [order.measured(own) for order, own in self.seeded(seed)]
+        readers, draws = [reader for reader, _ in pairs], self.draws(seed)
 
         def works(epoch: int, units: Ints) -> Floats:
-            order, numbers, parts = draws(epoch, units)
-            mixed = np.empty(len(units))
-            mixed[order] = np.concatenate(
-                [
-                    pairs[s][1](*epoch_units)
-                    for s, start, stop in parts
-                    for epoch_units in in_epochs(sizes[s], numbers[start:stop])
-                ]
-            )
+            drawn, mixed = draws(epoch, units), np.empty(len(units))
+            parts = passes(drawn, self.sources)
+            mixed[drawn[0]] = np.concatenate([pairs[s][1](e, part) for s, e, part in parts])
             return mixed
 
-        return self._reader(seed, [reader for reader, _ in pairs], draws), works
+        return self._reader(seed, readers, draws), works
+
+    def seeded(self, seed: int) -> list[tuple[Order, int]]:
+        """Return the sources, each with its seed."""
+        return [(order, self.seed_of(seed, name)) for name, order in self.sources.items()]
 
     def _reader(self, seed: int, readers: Sequence[Reader], draws: Draws) -> Reader:
         counts = [order.samples or 0 for order in self.sources.values()]
         firsts = [0, *itertools.accumulate(counts)]
 
         def read(epoch: int, units: Ints) -> Read:
-            return read_from(readers, firsts, draws(epoch, units), self.room)
+            drawn = draws(epoch, units)
+            samples, sizes = [], []
+            for s, number, part in passes(drawn, self.sources):
+                values, lengths = gather(readers[s], number, part)
+                samples.append(values + firsts[s])
+                sizes.append(np.ones(len(part), np.int64) if lengths is None else lengths)
+            return ordered(drawn[0], np.concatenate(samples), np.concatenate(sizes), self.room)
 
         return ArrayReader(self, seed, read, ahead=AHEAD + FEW * len(readers))
 
@@ -106,38 +110,23 @@ def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Dr
     return order, draws.take(order), [(s, a, b) for s, (a, b) in pairs if a < b]
 
 
-def read_from(readers: Sequence[Reader], firsts: Sequence[int], drawn: Drawn, room: int) -> Read:
-    """Read units of several sources, of at most `room` samples."""
-    order, draws, parts = drawn
-    if len(readers) == 1:
-        return read_passes(readers[0], draws)
-    samples: list[NDArray[np.integer[Any]]] = []
-    sizes: list[Ints] = []
-    for s, start, stop in parts:
-        part, size = read_passes(readers[s], draws[start:stop])
-        samples.append(part + firsts[s])
-        sizes.append(np.ones(stop - start, np.int64) if size is None else size)
-    values = np.concatenate(samples)
+def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
+    """Cut units that were drawn by the epochs of their sources: source, epoch, its units."""
+    sizes = [order.units for order in sources.values()]
+    for s, start, stop in drawn[2]:
+        epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
+        for first, last in runs(epochs):
+            yield s, int(epochs[first]), units[first:last].view(np.int64)
+
+
+def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
+    """Put the samples of units of at most `room` samples where these were among all."""
+    if isinstance(order, slice):
+        return values, None if room == 1 else sizes
     if room == 1:
         mixed = np.empty_like(values)
         mixed[order] = values
         return mixed, None
-    lengths, begins = np.concatenate(sizes), np.empty((2, len(draws)), np.int64)
-    begins[:, order] = lengths, lengths.cumsum() - lengths
-    return values[spans(begins[1], begins[0])], begins[0]
-
-
-def read_passes(reader: Reader, numbers: NDArray[np.uint64]) -> Read:
-    """Read units of the endless sequence of a reader's epochs: numbers in a row, modulo 2**64."""
-    parts = [gather(reader, epoch, units) for epoch, units in in_epochs(reader.units, numbers)]
-    if len(parts) == 1:
-        return parts[0]
-    sizes = [size for _, size in parts if size is not None]
-    return np.concatenate([part for part, _ in parts]), np.concatenate(sizes) if sizes else None
-
-
-def in_epochs(size: int, numbers: NDArray[np.uint64]) -> Iterator[tuple[int, Ints]]:
-    """Cut units of an endless sequence of epochs of some size: each epoch, and its units."""
-    epochs, units = np.divmod(numbers, np.uint64(size))
-    for start, stop in runs(epochs):
-        yield int(epochs[start]), units[start:stop].view(np.int64)
+    lengths, begins = np.empty((2, len(order)), np.int64)
+    lengths[order], begins[order] = sizes, sizes.cumsum() - sizes
+    return values[spans(begins, lengths)], lengths
