@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cseq.check import integer, integers
-from cseq.order._readers import DOCUMENTS, ArrayReader, DocumentEnds, Permutation
-from cseq.order.base import spans
+from cseq.order._readers import DOCUMENTS, DocumentEnds, Permutation
+from cseq.order.base import by_epoch, spans
 from cseq.order.tables import CachedOrder, cache_of, lengths_in, tables
 
 if TYPE_CHECKING:
@@ -117,21 +117,19 @@ class Concatenated(CachedOrder):
         return f"{said}; {self.left_out}" if self.left_out else said
 
     def reader(self, seed: int) -> Reader:
-        epoch_of = self._epochs(seed, works=False)
-        return ArrayReader(self, seed, lambda epoch, units: epoch_of(epoch).read(units))
+        return self._opened(seed, works=False)[0]
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        epoch_of = self._epochs(seed, works=True)
-        reader = ArrayReader(self, seed, lambda epoch, units: epoch_of(epoch).read(units))
+        reader, epoch_of = self._opened(seed, works=True)
         return reader, lambda epoch, units: epoch_of(epoch).works_of(units)
 
     def token_sums(self, seed: int) -> Sums:
         return lambda _, units: [self.row * len(units)]
 
-    def _epochs(self, seed: int, *, works: bool) -> Callable[[int], _Epoch]:
-        """Return what makes epochs, and keeps the last one."""
+    def _opened(self, seed: int, *, works: bool) -> tuple[Reader, Callable[[int], _Epoch]]:
+        """Return a reader, and what makes epochs."""
         file = self._folder, f"{self._name}-{'works-' * works}{seed:x}"
-        return lru_cache(1)(partial(_Epoch, self._ends, self.row, seed, file, works))
+        return by_epoch(self, seed, partial(_Epoch, self._ends, self.row, seed, file, works))
 
 
 class _Epoch:

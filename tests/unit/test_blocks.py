@@ -84,18 +84,6 @@ def test_all_batches_are_mixed_alike(window, lanes, short):
         assert 2 * blocks_in.min() >= np.median(blocks_in)
 
 
-@pytest.mark.parametrize(
-    ("n", "rows", "window", "lanes"),
-    [(30, 3, 4, 1), (30, 3, 4, 2), (48, 4, 6, 3), (42, 7, 6, 6)],
-)
-def test_every_sample_is_at_every_position_as_often(n, rows, window, lanes):
-    """Where it comes does not depend on where it is in the data, if all blocks are whole."""
-    counts, positions = np.zeros((n, n)), np.arange(n)
-    for epoch in epochs(made(n, rows, window, lanes), 1500):
-        counts[positions, epoch] += 1
-    assert abs(chi(counts, 1500 / n, (n - 1) ** 2)) < 5
-
-
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_a_short_block_comes_anywhere(lanes):
     """The last samples come in every window and in every lane's turn as often."""

@@ -21,28 +21,6 @@ def test_reference(record):
         assert rows == concatenated(lengths, record["row"], *where)
 
 
-def test_each_token_comes_once():
-    """In 200 corpora with empty documents: but the tail, others each time, none is lost."""
-    for seed in range(200):
-        rng = np.random.default_rng(seed)
-        row = int(rng.choice([1, 2, 7, 16, 17, 100]))
-        each = [0, 0, 1, 1, 2, row - 1, row, row + 1, 5 * row + 3, *range(1, row, 5)]
-        lengths = np.append(rng.choice(each, int(rng.integers(0, 90))), [0, row, 0])
-        order = cseq.Concatenated(lengths, row)
-        ends, stops = DocumentEnds(lengths), np.append(0, lengths.cumsum())
-        came = np.zeros(ends.total, np.int64)
-        for pieces in order.batches(seed=seed, epoch=seed):
-            assert len(pieces) <= order.room
-            left = row
-            for first, document in zip(pieces, ends.find(np.array(pieces))[0], strict=True):
-                stop = min(stops[document + 1], first + left)
-                came[first:stop] += 1
-                left -= stop - first
-            assert left == 0
-        assert came.max() == 1
-        assert (came == 0).sum() == ends.total % row == order.samples - order.units * row
-
-
 def test_many_documents_are_put_in_order_in_parts():
     """More than are summed up at once; they need no table, and any row is there at once."""
     lengths = np.arange(2**20 + 1000) % 5

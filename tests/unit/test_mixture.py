@@ -69,19 +69,6 @@ def test_reference(data):
     assert reader.samples(place // size, place % size, 1)[0].tolist() == expected[place]
 
 
-def test_passes_of_rows():
-    """Rows stay whole, each comes once in a pass; also of a mixture in a mixture."""
-    inside = cseq.Mixture({"x": Rows(21), "y": Rows(9)}, {"x": 1, "y": 2}, block=3)
-    order = cseq.Mixture({"in": inside, "b": Rows(40)}, {"in": 2, "b": 1}, block=7, epoch_size=60)
-    got = [tuple(unit) for epoch in range(4) for unit in units(order, 3, epoch)]
-    for first, n in ((0, 21), (21, 9), (30, 40)):
-        rows = {tuple(first + s for s in unit) for unit in units(Rows(n), 1, 0)}
-        own = [unit for unit in got if first <= unit[0] < first + n]
-        assert len(own) > len(rows)
-        for start in range(0, len(own) - len(rows), len(rows)):
-            assert set(own[start : start + len(rows)]) == rows
-
-
 # ── shares ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,6 +1,5 @@
 """`Packed` with documents that are split: each token once, full rows, by chance otherwise."""
 
-import itertools
 import math
 
 import numpy as np
@@ -9,40 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cseq
-from cseq.order._readers import DocumentEnds, keyed
+from cseq.order._readers import keyed
 from cseq.order.pieces import fewest_rows
-
-
-def corpus(seed):
-    """Return lengths of documents, some of them empty, and a row."""
-    rng = np.random.default_rng(seed)
-    row = int(rng.choice([1, 2, 7, 16, 17, 100]))
-    each = [0, 0, 1, 1, 2, row - 1, row, row + 1, 2 * row, 5 * row + 3, *range(1, row, 5)]
-    return np.append(rng.choice(each, int(rng.integers(0, 90))), [0, 1, 0]), row
-
-
-def split(order, lengths, row, epoch=0):
-    """Return the tokens of each row of an epoch, by what an indexer knows."""
-    ends, stops = DocumentEnds(lengths), np.append(0, np.cumsum(lengths))
-    rows = []
-    for pieces in order.batches(seed=3, epoch=epoch):
-        tokens = []
-        for first, document in zip(pieces, ends.find(np.array(pieces))[0].tolist(), strict=True):
-            assert stops[document] <= first < stops[document + 1]
-            tokens += range(first, min(stops[document + 1], first + row - len(tokens)))
-        rows.append(tokens)
-    return rows
-
-
-def test_each_token_comes_once():
-    """In 200 corpora with empty documents, and such as fill rows: none is lost or doubled."""
-    for seed in range(200):
-        lengths, row = corpus(seed)
-        order = cseq.Packed(lengths, row, quantum=1 + seed % min(3, row), too_long="split")
-        assert order.samples == lengths.sum()
-        rows = split(order, lengths, row, epoch=seed)
-        assert max(map(len, rows)) <= row
-        assert sorted(itertools.chain(*rows)) == list(range(order.samples))
 
 
 def test_a_document_is_cut_into_rows_and_a_rest():

@@ -38,12 +38,22 @@ def test_every_permutation_is_as_likely(algorithm):
     assert abs(chi(pairs, 5999 / 576)) < 5
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("n", [2, 7, 30, 61])
-def test_every_sample_is_at_every_position_as_often(n, algorithm):
-    """Where it comes does not depend on where it is."""
+# All blocks are whole: the last, short one comes elsewhere.
+ANYWHERE = [
+    *(shuffled(n, algorithm) for n in (2, 7, 30, 61) for algorithm in ALGORITHMS),
+    *(
+        cseq.Blocks(rows, window, lanes, samples=n)
+        for n, rows, window, lanes in ((30, 3, 4, 1), (30, 3, 4, 2), (48, 4, 6, 3), (42, 7, 6, 6))
+    ),
+]
+
+
+@pytest.mark.parametrize("order", ANYWHERE, ids=repr)
+def test_every_sample_is_at_every_position_as_often(order):
+    """Where it comes does not depend on where it is in the data."""
+    n = order.units
     counts, positions = np.zeros((n, n)), np.arange(n)
-    for epoch in epochs(shuffled(n, algorithm), 3000):
+    for epoch in epochs(order, 3000):
         counts[positions, epoch] += 1
     assert abs(chi(counts, 3000 / n, (n - 1) ** 2)) < 5
 

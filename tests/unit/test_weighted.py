@@ -1,7 +1,6 @@
 """`Weighted`: as often as weights say, as fair as a random draw, and bad weights."""
 
 import math
-import pickle
 import random
 from fractions import Fraction
 from functools import lru_cache
@@ -92,13 +91,6 @@ def test_numbers_are_exact(weights, size, seed):
     for count, weight in zip(counts.tolist(), whole, strict=True):
         share, rest = divmod(size * weight, sum(whole))
         assert count in (share, share + bool(rest))
-
-
-def test_an_order_can_be_pickled():
-    """A copy in another process gives the same draws."""
-    for options in ({"size": 70}, {"replacement": True}):
-        order = cseq.Weighted(np.arange(300.0), **options)
-        assert drawn(pickle.loads(pickle.dumps(order)), 1).tolist() == drawn(order, 1).tolist()
 
 
 def test_numbers_of_great_sizes():
