@@ -56,6 +56,8 @@ class Arrow(Corpus):
         paths = [data] if isinstance(data, (str, os.PathLike)) else data
         if isinstance(paths, (list, tuple)):
             data = [os.path.abspath(os.fspath(path)) for path in paths]
+            if not data:
+                raise ValueError("data=[]: give one Parquet file at least")
             name = name or os.path.basename(data[0]).partition(".")[0]
         super().__init__(data=data, column=column, mask=mask, name=name or column)
 
@@ -67,7 +69,12 @@ class Arrow(Corpus):
 
         columns = [column] if mask is None else [column, mask]
         if isinstance(data, list):
-            table = pa.concat_tables([read(path, columns) for path in data])
+            tables = [read(path, columns) for path in data]
+            for path, other in zip(data, tables, strict=True):
+                if other.schema != tables[0].schema:
+                    said = f"it has {columns_of(other)}, and {data[0]} {columns_of(tables[0])}"
+                    raise damaged(path, None, said, "write both with the same columns and types")
+            table = pa.concat_tables(tables)
         elif getattr(data, "_indices", None) is not None:
             remedy = "give what its flatten_indices() returns"
             raise damaged(name, None, "the data set is a selection, or shuffled", remedy)
@@ -85,21 +92,34 @@ class Arrow(Corpus):
                 k = int((lengths != others).argmax())
                 said = f"row {k} has {lengths[k]} values of {column!r} and {others[k]} of {mask!r}"
                 raise damaged(name, None, said, "give a mask as long as the tokens")
+            if is_new and not any(part.any() for part in masks):
+                said = f"{mask!r} is 0 everywhere, so that a loss counts no token"
+                raise damaged(name, None, said, "give another column, or leave mask out")
             if [*map(len, parts)] != [*map(len, masks)]:
                 masks = np.split(np.concatenate(masks), np.cumsum([*map(len, parts)])[:-1])
         self.lay(name, lengths, parts, masks)
 
 
 def read(path: str, columns: list[str]) -> Any:
-    """Read columns of a Parquet file, those that are there."""
+    """Read those columns of a Parquet file that it has."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         there = pq.read_schema(path).names
         return pq.read_table(path, columns=[name for name in columns if name in there])
-    except pa.ArrowInvalid as error:
-        raise damaged(path, None, str(error), "write the file again") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        # A file that is not there has a number, and the system's message names it.
+        if getattr(error, "errno", None) is not None:
+            raise
+        remedy = "give a Parquet file, or write this one again"
+        raise damaged(path, None, " ".join(str(error).split()), remedy) from None
+
+
+def columns_of(table: Any) -> str:
+    """Name the columns of a table and their types."""
+    named = [f"{field.name!r} of {field.type}" for field in table.schema]
+    return " and ".join(named) or "no such column"
 
 
 def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:

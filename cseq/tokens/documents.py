@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Found: TypeAlias = tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]
 
-__all__ = ["Corpus", "Documents", "Given", "corpus_of", "damaged", "first"]
+__all__ = ["Corpus", "Documents", "Given", "corpus_of", "damaged", "data_type", "first"]
 
 PROBES = 64  # tokens that stand for a corpus in its fingerprint
 
@@ -196,6 +196,14 @@ def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int
         if wrong.any():
             return start + int(wrong.argmax())
     return None
+
+
+def data_type(dtype: Any) -> np.dtype[Any]:
+    """Check the argument `dtype`."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        raise TypeError(f"dtype={dtype!r} is no type of numpy; give one such as 'uint16'") from None
 
 
 def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError:

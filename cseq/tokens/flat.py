@@ -10,7 +10,7 @@ import numpy as np
 from cseq.check import integer
 from cseq.order._readers import CHUNK, fingerprint
 from cseq.order.tables import mapped, tables
-from cseq.tokens.documents import Corpus, damaged, first
+from cseq.tokens.documents import Corpus, damaged, data_type, first
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +72,7 @@ class Flat(Corpus):
             offsets = os.path.abspath(offsets)
         super().__init__(
             path=full,
-            dtype=None if dtype is None else np.dtype(dtype).str,
+            dtype=None if dtype is None else data_type(dtype).str,
             offsets=offsets,
             end=end,
             cache=None if cache is None else os.path.abspath(os.fspath(cache)),
@@ -94,7 +94,7 @@ class Flat(Corpus):
             last = integer("end", end, int(limits.min), int(limits.max))
             folder = cache or os.path.dirname(path)
             facts = [tokens.itemsize, last]
-            lengths = kept(path, folder, facts, lambda: bounds_of(tokens, last))
+            lengths = kept(path, folder, facts, lambda: bounds_of(path, tokens, last))
         else:
             is_path = isinstance(offsets, str)
             bounds = npy(offsets) if is_path else np.asarray(offsets)
@@ -122,7 +122,7 @@ def npy(path: str) -> NDArray[Any]:
     """Map an .npy of one dimension, as a plain array."""
     try:
         array = np.asarray(np.load(path, mmap_mode="r"))
-    except ValueError as error:
+    except (EOFError, ValueError) as error:
         raise damaged(path, 0, str(error), "write it again with numpy.save") from None
     if array.ndim != 1:
         raise damaged(path, 0, f"it has shape {array.shape}", "give an array of one dimension")
@@ -164,11 +164,14 @@ def kept(
         raise OSError(error.errno, f"{error.strerror}: {remedy}", error.filename) from None
 
 
-def bounds_of(tokens: NDArray[Any], end: int) -> NDArray[Any]:
+def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
     """Find where documents begin, and the last one ends; that one may lack its last token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
+    if len(bounds) == 2 and len(tokens):
+        said = f"none of its {len(tokens)} tokens of {tokens.dtype} is end={end}"
+        raise damaged(path, None, said, "give the token that ends documents, and the right dtype")
     return bounds[:-1] if bounds[-1] == bounds[-2] else bounds
 
 

@@ -17,7 +17,7 @@ from cseq.order.concatenated import Concatenated
 from cseq.order.mixture import Mixture
 from cseq.order.packed import Packed
 from cseq.tokens._fill import cut, fill
-from cseq.tokens.documents import corpus_of
+from cseq.tokens.documents import corpus_of, data_type
 
 if TYPE_CHECKING:
     import os
@@ -172,8 +172,10 @@ class Rows:
         self.names = [*named] if isinstance(sources, Mapping) else [corpora[0].name]
         self.row = integer("row", row, 2, MOST_ROW)
         self.flat = flag("flat", flat)
+        if isinstance(keys, str) or not keys:
+            raise ValueError(f"keys={keys!r}: give a list of one key at least")
         self.keys = tuple(choice("keys", key, ALL) for key in keys)
-        self._dtype = np.dtype(dtype)
+        self._dtype = data_type(dtype)
         self._pad = integer("pad", pad, 0)
         self._check(corpora)
         prints = [corpus.fingerprint for corpus in corpora]
@@ -184,6 +186,8 @@ class Rows:
         choice("balance", balance, ("step", "window", "epoch"))
         if weights is None and epoch_size is not None:
             raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
+        if step is None and balance != "step":
+            raise ValueError(f"balance={balance!r} without step; give step, too")
         self._mixed = None if weights is None else (weights, weights_of, epoch_size)
         self._packs, self._cache = packing == "best-fit", cache
         self._dealt = step, balance
@@ -208,13 +212,18 @@ class Rows:
     def _check(self, corpora: list[Corpus]) -> None:
         """Check that tokens fit in the type, and that there is something to predict."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
-            raise TypeError(f"dtype={self._dtype} with pad={self._pad}; give 'int64', or 'int32'")
+            raise TypeError(
+                f"dtype={self._dtype} with pad={self._pad}; give 'int64' or 'int32', and a token "
+                "that it holds"
+            )
         for corpus in corpora:
             token = corpus.find(np.zeros(1, np.int64), np.ones(1, np.int64))[0][0]
             if not np.can_cast(token.dtype, self._dtype):
+                fits = np.can_cast(token.dtype, np.int64)
+                remedy = "give dtype='int64'" if fits else "write the tokens in a smaller type"
                 raise TypeError(
                     f"{corpus.name} has tokens of type {token.dtype}, which dtype={self._dtype} "
-                    "cannot hold; give dtype='int64', or write the tokens in a smaller type"
+                    f"cannot hold; {remedy}"
                 )
         if "labels" in self.keys and max(int(corpus.lengths.max()) for corpus in corpora) < 2:
             raise ValueError(
@@ -252,7 +261,7 @@ class Rows:
         [Piece(source='notes', document=0, start=0, stop=7),
          Piece(source='notes', document=1, start=0, stop=3)]
         """
-        if not 0 <= row < self.order.units:
+        if integer("row", row, 0) >= self.order.units:
             raise IndexError(f"row={row} is not in [0, {self.order.units}), the rows of an epoch")
         reader = self.order.reader(integer("seed", seed, 0, MOST_SEED))
         indices, sizes = reader.samples(integer("epoch", epoch, 0, MOST_SEED), row, 1)

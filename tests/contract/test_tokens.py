@@ -194,7 +194,7 @@ def test_ranks_have_equal_work(tmp_path, balance):
     source = Listed([[1] * length for length in lengths.tolist()])
     slowest, contents = [], []
     for step in (None, 32):
-        rows = tokens.Rows(source, 512, step=step, balance=balance)
+        rows = tokens.Rows(source, 512, step=step, balance=balance if step else "step")
         ranks = []
         for rank in range(8):
             given = {"num_workers": 0, "batch_size": 4, "seed": 5, "out_type": "null"}
@@ -264,12 +264,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"sources": {"a": [1, 2]}}, r"sources has \[1, 2\], which has no name"),
     ({"sources": Listed([[], []])}, "listed: it has no tokens; leave this source out"),
     ({"sources": Listed([[1], [2]])}, "no document has 2 tokens"),
-    ({"dtype": "int16"}, "dtype=int16 with pad=0; give 'int64', or 'int32'"),
+    ({"dtype": "int16"}, "dtype=int16 with pad=0; give 'int64' or 'int32'"),
     ({"dtype": "int32", "pad": 2**40}, "dtype=int32 with pad="),
     ({"keys": ["ids"]}, "keys='ids' is unknown; give one of"),
+    ({"keys": "labels"}, "keys='labels': give a list of one key at least"),
+    ({"keys": []}, r"keys=\[\]: give a list"),
+    ({"dtype": "in64"}, "dtype='in64' is no type of numpy"),
     ({"packing": "best"}, "packing='best' is unknown"),
     ({"step": 0}, "step=0 is below 1"),
     ({"balance": "steps"}, "balance='steps' is unknown"),
+    ({"balance": "window"}, "balance='window' without step"),
     ({"epoch_size": 4}, "epoch_size=4 without weights"),
     ({"weights": {"b": 1}}, "weights has 'b', which is not a source"),
 ]

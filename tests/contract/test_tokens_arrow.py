@@ -120,6 +120,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     ({"input_ids": [[1], [], [2, None]]}, {}, "'input_ids' has a null in row 2; leave it out"),
     ({"input_ids": [[1], [2]], "m": [[1], []]}, {"mask": "m"}, "row 1 has 1 values of 'input_ids'"),
     ({"input_ids": [np.zeros(0, "i4")] * 2}, {}, "input_ids: it has no tokens"),
+    ({"input_ids": [[1, 2]], "m": [[0, 0]]}, {"mask": "m"}, "'m' is 0 everywhere, so that a loss"),
 ]
 
 
@@ -131,9 +132,27 @@ def test_columns_that_are_refused(columns, given, said):
 
 
 def test_what_is_no_table(tmp_path):
-    """A damaged file is named; so is an object of another kind."""
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"a\.parquet.*; write the file again"):
-        tokens.Arrow(tmp_path / "a.parquet")
+    """A damaged file is named, or one that has other columns; so is an object of another kind."""
+    paths = [tmp_path / f"{name}.parquet" for name in "abcd"]
+    types = pa.int64(), pa.int32()
+    for path, of in zip(paths, types, strict=False):
+        pq.write_table(pa.table({"input_ids": pa.array([[1, 2]], pa.list_(of))}), path)
+    pq.write_table(pa.table({"text": ["a"]}), paths[2])
+    whole = paths[0].read_bytes()
+    # The head of a page, and half the file, are lost.
+    for damaged in (whole[:8] + bytes(32) + whole[40:], whole[:-50]):
+        paths[3].write_bytes(damaged)
+        with pytest.raises(
+            ValueError, match=r"d\.parquet.*; give a Parquet file, or write this one"
+        ):
+            tokens.Arrow(paths[3])
+    with pytest.raises(ValueError, match=r"b\.parquet: it has 'input_ids' of list.*int32.* and "):
+        tokens.Arrow(paths[:2])
+    with pytest.raises(ValueError, match=r"c\.parquet: it has no such column, and .*a\.parquet"):
+        tokens.Arrow([paths[0], paths[2]])
+    with pytest.raises(FileNotFoundError, match=r"e\.parquet"):
+        tokens.Arrow(tmp_path / "e.parquet")
     with pytest.raises(TypeError, match=r"data=7: give a pyarrow\.Table"):
         tokens.Arrow(7)
+    with pytest.raises(ValueError, match=r"data=\[\]: give one Parquet file"):
+        tokens.Arrow([])

@@ -241,7 +241,10 @@ FLAT: list[tuple[str, dict[str, Any], str]] = [
     ("a.npy", {"end": 2**16}, "end=65536 is above 65535"),
     ("a.npy", {"end": -1}, "end=-1 is below 0"),
     ("a.npy", {"end": 0, "dtype": "uint32"}, "a.npy at byte 0: its tokens are uint16, not <u4"),
+    ("a.npy", {"end": 9}, "a.npy: none of its 8 tokens of uint16 is end=9; give the token that"),
     ("a.bin", {"end": 0}, "a.bin: give dtype"),
+    ("a.bin", {"end": 0, "dtype": "uint99"}, "dtype='uint99' is no type of numpy"),
+    ("empty.npy", {"end": 0}, "empty.npy at byte 0: .*; write it again with numpy.save"),
     ("a.bin", {"end": 0, "dtype": "uint32"}, "a.bin at byte 12: it ends within a token of 4 bytes"),
     ("a.bin", {"end": 0, "dtype": "float16"}, "a.bin at byte 0: its values are float16"),
     ("two.npy", {"end": 0}, r"two.npy at byte 0: it has shape \(2, 2\)"),
@@ -259,6 +262,7 @@ def test_a_damaged_flat_file(tmp_path, monkeypatch, name, given, said):
     np.save("two.npy", np.zeros((2, 2), int))
     whole = (tmp_path / "a.npy").read_bytes()
     (tmp_path / "cut.npy").write_bytes(whole[:-1])
+    (tmp_path / "empty.npy").touch()
     with pytest.raises((TypeError, ValueError), match=said):
         tokens.Flat(name, **given)
 
