@@ -269,29 +269,52 @@ cdef class DocumentEnds:
 
     def find(self, cnp.ndarray positions not None):
         """The document of each of some positions below `total`, and where it begins. Empty ones have none."""
-        cdef Py_ssize_t n, count = len(positions), low, high, middle
-        cdef const int64_t* given = int64s(positions)
-        cdef int64_t k, begin, end
-        made = numpy.empty((2, count), numpy.int64)
-        cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
-        if count and not 0 <= positions.min() <= positions.max() < self.total:
-            raise IndexError(f"positions {positions} are not all in [0, {self.total})")
-        with nogil:
-            for n in range(count):
-                low, high = 0, (self.count - 1) // BLOCK
-                while low < high:
-                    middle = (low + high) // 2
-                    if self.sums[middle] > given[n]:
-                        high = middle
-                    else:
-                        low = middle + 1
-                begin = end = self.sums[low - 1] if low else 0
-                k = low * BLOCK - 1
-                while end <= given[n]:
-                    k, begin = k + 1, end
-                    end += self.length_of(k)
-                out[n], out[count + n] = k, begin
-        return made[0], made[1]
+        _, documents, inside, _ = locate([self], numpy.array([0, self.total]), positions)
+        return documents, positions - inside
+
+    cdef int64_t document_of(self, int64_t position, int64_t* begin) noexcept nogil:
+        """The document that has a position, and where it begins."""
+        cdef int64_t low = 0, high = (self.count - 1) // BLOCK, middle, end
+        while low < high:
+            middle = (low + high) // 2
+            if self.sums[middle] > position:
+                high = middle
+            else:
+                low = middle + 1
+        begin[0] = end = self.sums[low - 1] if low else 0
+        low = low * BLOCK - 1
+        while end <= position:
+            low, begin[0] = low + 1, end
+            end += self.length_of(low)
+        return low
+
+
+def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray positions not None):
+    """Find positions in the documents of several sources, which lie end to end.
+
+    `sources` has the `DocumentEnds` of each, `firsts` where each begins and the last one ends. Returns for
+    each position the number of its source, its document, the tokens of this before it, and those from it on.
+    """
+    cdef Py_ssize_t k, s = 0, count = len(positions)
+    cdef const int64_t* first = int64s(firsts)
+    cdef const int64_t* position = int64s(positions)
+    cdef int64_t document, inside, begin = 0
+    cdef DocumentEnds ends
+    made = numpy.empty((4, count), numpy.int64)
+    cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
+    for k in range(count):
+        if not first[0] <= position[k] < first[len(sources)]:
+            raise IndexError(f"positions {positions} are not all in [{first[0]}, {first[len(sources)]})")
+        while position[k] < first[s]:
+            s -= 1
+        while position[k] >= first[s + 1]:
+            s += 1
+        ends = <DocumentEnds?>sources[s]
+        document = ends.document_of(position[k] - first[s], &begin)
+        inside = position[k] - first[s] - begin
+        out[k], out[count + k], out[2 * count + k] = s, document, inside
+        out[3 * count + k] = ends.length_of(document) - inside
+    return made
 
 
 cdef enum:

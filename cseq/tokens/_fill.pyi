@@ -5,7 +5,7 @@ from numpy.typing import NDArray
 
 _Int64s: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-def cut(left: _Int64s, sizes: _Int64s, row: int, anew: bool) -> _Int64s: ...
+def cut(left: _Int64s, sizes: _Int64s, row: int, by_row: bool) -> _Int64s: ...
 def fill(
     arrays: list[NDArray[Any]],
     masks: list[NDArray[Any] | None],

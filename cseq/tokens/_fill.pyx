@@ -101,15 +101,15 @@ cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, co
     return valid
 
 
-def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint anew):
+def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint by_row):
     """Cut the pieces of rows where their row is full, and put padding behind the others.
 
-    `left` says what each piece's document has from there on, `sizes` how many pieces each row has. Returns
-    for each piece and each padding: its tokens; whether its document goes on; and its number, or -1 for
-    padding. Numbers count from 0 in each row if `anew`, else in the batch.
+    `left` says how many tokens each piece's document has from its begin on, and gets how many the piece has.
+    `sizes` says how many pieces each row has. Returns for each piece and each padding: its tokens; 1 if its
+    document goes on, else 0; and its number in the row if `by_row`, else in the batch, or -1 for padding.
     """
-    cdef const int64_t* there = int64s(left)
-    cdef const int64_t* each = int64s(sizes)
+    cdef int64_t* there = <int64_t*>int64s(left)
+    cdef const int64_t* pieces = int64s(sizes)
     cdef Py_ssize_t k = 0, n = 0, r, rows = len(sizes), most = len(left) + rows
     cdef int64_t used, number = 0
     cdef Py_ssize_t last = 0
@@ -119,8 +119,8 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
         raise ValueError(f"{len(left)} pieces are given for rows of {sizes}")
     for r in range(rows):
         used = 0
-        last += each[r]
-        if anew:
+        last += pieces[r]
+        if by_row:
             number = 0
         while k < last:
             if used == row or there[k] < 1:
@@ -130,6 +130,7 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
                 )
             out[n] = min(there[k], row - used)
             out[most + n], out[2 * most + n] = there[k] > row - used, number
+            there[k] = out[n]
             used += out[n]
             k, n, number = k + 1, n + 1, number + 1
         if used < row:

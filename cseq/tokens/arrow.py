@@ -12,8 +12,6 @@ from cseq.tokens.documents import Corpus, damaged
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Arrow"]
-
 
 class Arrow(Corpus):
     """The documents of a column of lists, a document in a row.
@@ -53,28 +51,18 @@ class Arrow(Corpus):
         mask: str | None = None,
         name: str | None = None,
     ) -> None:
+        import pyarrow as pa
+
         paths = [data] if isinstance(data, (str, os.PathLike)) else data
         if isinstance(paths, (list, tuple)):
             data = [os.path.abspath(os.fspath(path)) for path in paths]
             if not data:
                 raise ValueError("data=[]: give one Parquet file at least")
             name = name or os.path.basename(data[0]).partition(".")[0]
-        super().__init__(data=data, column=column, mask=mask, name=name or column)
-
-    def attach(  # type: ignore[override]
-        self, *, is_new: bool, data: Any, column: str, mask: str | None, name: str
-    ) -> None:
-        """Find the columns."""
-        import pyarrow as pa
-
-        columns = [column] if mask is None else [column, mask]
+        name = name or column
+        self.given = {"data": data, "column": column, "mask": mask, "name": name}
         if isinstance(data, list):
-            tables = [read(path, columns) for path in data]
-            for path, other in zip(data, tables, strict=True):
-                if other.schema != tables[0].schema:
-                    said = f"it has {columns_of(other)}, and {data[0]} {columns_of(tables[0])}"
-                    raise damaged(path, None, said, "write both with the same columns and types")
-            table = pa.concat_tables(tables)
+            table = read_all(data, [column] if mask is None else [column, mask])
         elif getattr(data, "_indices", None) is not None:
             remedy = "give what its flatten_indices() returns"
             raise damaged(name, None, "the data set is a selection, or shuffled", remedy)
@@ -88,16 +76,28 @@ class Arrow(Corpus):
         masks = None
         if mask is not None:
             others, masks = lists(table, mask, name)
-            if is_new and not np.array_equal(lengths, others):
+            if not (self.is_copy or np.array_equal(lengths, others)):
                 k = int((lengths != others).argmax())
                 said = f"row {k} has {lengths[k]} values of {column!r} and {others[k]} of {mask!r}"
                 raise damaged(name, None, said, "give a mask as long as the tokens")
-            if is_new and not any(part.any() for part in masks):
+            if not (self.is_copy or any(part.any() for part in masks)):
                 said = f"{mask!r} is 0 everywhere, so that a loss counts no token"
                 raise damaged(name, None, said, "give another column, or leave mask out")
             if [*map(len, parts)] != [*map(len, masks)]:
                 masks = np.split(np.concatenate(masks), np.cumsum([*map(len, parts)])[:-1])
         self.lay(name, lengths, parts, masks)
+
+
+def read_all(paths: list[str], columns: list[str]) -> Any:
+    """Read columns of Parquet files, which all have the same ones of these."""
+    import pyarrow as pa
+
+    tables = [read(path, columns) for path in paths]
+    for path, table in zip(paths, tables, strict=True):
+        if table.schema != tables[0].schema:
+            said = f"it has {columns_of(table)}, and {paths[0]} {columns_of(tables[0])}"
+            raise damaged(path, None, said, "write both with the same columns and types")
+    return pa.concat_tables(tables)
 
 
 def read(path: str, columns: list[str]) -> Any:

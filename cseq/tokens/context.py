@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
     from cseq.order.shard import Given
 
-__all__ = ["split_context"]
-
 ALONG = ("input_ids", "labels", "position_ids", "document_ids")
 
 

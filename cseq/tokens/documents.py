@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -14,13 +14,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from cseq.order.base import Ints
-
-    Found: TypeAlias = tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]
-
-__all__ = ["Corpus", "Documents", "Given", "corpus_of", "damaged", "data_type", "first"]
-
-PROBES = 64  # tokens that stand for a corpus in its fingerprint
+# Tokens that stand for a corpus in its fingerprint.
+PROBES = 64
 
 
 class Documents(Protocol):
@@ -51,31 +46,28 @@ class Documents(Protocol):
 
 
 class Corpus:
-    """Documents that lie end to end in arrays; each document lies in one of these.
+    """Documents that lie end to end in arrays, which are `parts`; none lies in two of them.
 
-    A subclass has a method `attach`, which opens its files and ends with `lay`.
+    In `__init__`, a subclass sets `given`, its arguments in another process, and calls `lay`.
     """
 
+    # Whether another process has checked the files before.
+    is_copy = False
+    given: dict[str, Any]
     name: str
     lengths: NDArray[np.integer[Any]]
     tokens: int
-
-    def __init__(self, **made_with: Any) -> None:
-        self._made_with = made_with
-        self.attach(is_new=True, **made_with)
-
-    def attach(self, *, is_new: bool, **made_with: Any) -> None:
-        """Open the files, and check all of them if the corpus `is_new`, and no worker's copy."""
-        raise NotImplementedError
+    parts: list[NDArray[np.integer[Any]]]
+    masks: list[NDArray[Any] | None]
 
     def lay(
         self, name: str, lengths: Any, parts: Sequence[Any], masks: Sequence[Any] | None = None
     ) -> None:
         """Set the lengths of documents, the arrays of their tokens, and masks if there are any."""
         self.name, self.lengths = name, lengths
-        self._parts, self._masks = [*parts], [*masks] if masks else [None] * len(parts)
-        self._firsts = np.cumsum([0, *map(len, parts)])
-        self.tokens = int(self._firsts[-1])
+        self.parts, self.masks = [*parts], [*masks] if masks else [None] * len(parts)
+        *firsts, self.tokens = np.cumsum([0, *map(len, parts)]).tolist()
+        self.firsts = np.array(firsts, np.int64)
         if not self.tokens:
             raise ValueError(f"{name}: it has no tokens; leave this source out")
 
@@ -89,7 +81,7 @@ class Corpus:
 
     def __reduce__(self) -> Any:
         """Pickle as what opens the files again."""
-        return again, (type(self), self._made_with, self.fingerprint)
+        return again, (type(self), self.given, self.fingerprint)
 
     @cached_property
     def ends(self) -> DocumentEnds:
@@ -100,8 +92,9 @@ class Corpus:
     def fingerprint(self) -> int:
         """A number of the counts, and of some of the tokens."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
-        parts, _, owners, starts = self.find(at, np.ones_like(at))
-        probes = [int(parts[o][k]) for o, k in zip(owners.tolist(), starts.tolist(), strict=True)]
+        owners = self.firsts.searchsorted(at, "right") - 1
+        places = zip(owners.tolist(), (at - self.firsts[owners]).tolist(), strict=True)
+        probes = [int(self.parts[owner][k]) for owner, k in places]
         return int(fingerprint(np.array([*probes, self.tokens, len(self)])))
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
@@ -109,28 +102,18 @@ class Corpus:
         size = int(self.lengths[document])
         if not 0 <= start <= stop <= size:
             raise IndexError(f"{self.name}: document {document} has no [{start}, {stop}) of {size}")
-        at = self.ends.starts(np.array([document])) + start
-        parts, _, [owner], [first] = self.find(at, np.array([stop - start]))
-        part: NDArray[np.integer[Any]] = parts[owner][first : first + stop - start]
+        begin = int(self.ends.starts(np.array([document]))[0])
+        owner = int(self.firsts.searchsorted(begin, "right")) - 1
+        first = begin - int(self.firsts[owner])
+        part: NDArray[np.integer[Any]] = self.parts[owner][first + start : first + stop]
         return part
 
-    def find(self, at: Ints, counts: Ints) -> Found:  # noqa: ARG002
-        """Find the tokens from each of some positions in all documents.
 
-        Returns arrays of tokens, the mask of each array or None, and for each position the number
-        of its array and its index there.
-        """
-        if len(self._parts) == 1:
-            return self._parts, self._masks, np.zeros_like(at), at
-        owners = self._firsts.searchsorted(at, "right") - 1
-        return self._parts, self._masks, owners, at - self._firsts[owners]
-
-
-def again(kind: type[Corpus], made_with: dict[str, Any], known: int) -> Corpus:
+def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
     """Open the files of a corpus in another process."""
     corpus = kind.__new__(kind)
-    corpus._made_with = made_with
-    corpus.attach(is_new=False, **made_with)
+    corpus.is_copy = True
+    corpus.__init__(**given)  # type: ignore[misc]
     if corpus.fingerprint != known:
         raise ValueError(
             f"{corpus.name}: its tokens have changed since the run opened it; leave the files as "
@@ -140,33 +123,25 @@ def again(kind: type[Corpus], made_with: dict[str, Any], known: int) -> Corpus:
 
 
 class Given(Corpus):
-    """An object of the user's."""
+    """An object of the user's, whose methods are called for each piece."""
 
-    def attach(self, *, is_new: bool, documents: Documents) -> None:  # type: ignore[override]
-        """Check what the object says of itself."""
-        self.documents, self.fingerprint = documents, documents.fingerprint
+    def __init__(self, documents: Documents) -> None:
+        self.given, self.documents = {"documents": documents}, documents
+        self.fingerprint = documents.fingerprint
         lengths, name = np.asarray(documents.lengths), documents.name
         if lengths.shape != (len(documents),) or lengths.dtype.kind not in "iu":
             raise ValueError(
                 f"{name} has {len(documents)} documents and lengths={lengths!r}; give an integer "
                 "for each document"
             )
-        if is_new and (k := first(len(lengths), lambda a, b: lengths[a:b] < 0)) is not None:
+        if (k := first(len(lengths), lambda a, b: lengths[a:b] < 0)) is not None:
             raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; give at least 0")
         self.lay(name, lengths, [range(int(lengths.sum(dtype=np.int64)))])
 
-    def find(self, at: Ints, counts: Ints) -> Found:
-        """Call the object's methods for each piece."""
-        documents, begins = self.ends.find(at)
-        starts = at - begins
-        pieces = np.stack([documents, starts, starts + counts], axis=1).tolist()
-        parts = [self._call("read", *piece) for piece in pieces]
-        masks: list[Any] = [None] * len(parts)
-        if hasattr(self.documents, "mask"):
-            masks = [self._call("mask", *piece) for piece in pieces]
-        return parts, masks, np.arange(len(at)), np.zeros_like(at)
-
-    def _call(self, method: str, document: int, start: int, stop: int) -> NDArray[Any]:
+    def read(
+        self, document: int, start: int, stop: int, method: str = "read"
+    ) -> NDArray[np.integer[Any]]:
+        """Call a method for a piece."""
         found = np.asarray(getattr(self.documents, method)(document, start, stop))
         if found.shape != (stop - start,):
             raise ValueError(
@@ -174,6 +149,12 @@ class Given(Corpus):
                 f"{found.shape}; return a value for each token, or correct lengths[{document}]"
             )
         return found
+
+    def mask(self, document: int, start: int, stop: int) -> NDArray[Any] | None:
+        """Return which tokens of a piece a loss counts, or None if all."""
+        if not hasattr(self.documents, "mask"):
+            return None
+        return self.read(document, start, stop, "mask")
 
 
 def corpus_of(source: Any) -> Corpus:
@@ -186,7 +167,7 @@ def corpus_of(source: Any) -> Corpus:
                 f"sources has {source!r}, which has no {name}; give tokens.Megatron, tokens.Flat, "
                 "tokens.Arrow, or an object like tokens.Documents"
             )
-    return Given(documents=source)
+    return Given(source)
 
 
 def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int | None:
@@ -201,9 +182,10 @@ def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int
 def data_type(dtype: Any) -> np.dtype[Any]:
     """Check the argument `dtype`."""
     try:
-        return np.dtype(dtype)
+        kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
         raise TypeError(f"dtype={dtype!r} is no type of numpy; give one such as 'uint16'") from None
+    return kind
 
 
 def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError:

@@ -9,7 +9,7 @@ import numpy as np
 
 from cseq.check import integer
 from cseq.order._readers import CHUNK, fingerprint
-from cseq.order.tables import mapped, tables
+from cseq.order.tables import cache_of, mapped, tables
 from cseq.tokens.documents import Corpus, damaged, data_type, first
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
     from cseq.order.tables import New
-
-__all__ = ["Flat"]
 
 
 class Flat(Corpus):
@@ -65,57 +63,47 @@ class Flat(Corpus):
         cache: str | os.PathLike[str] | None = None,
         name: str | None = None,
     ) -> None:
-        full = os.path.abspath(os.fspath(path))
+        path = os.path.abspath(os.fspath(path))
+        kind = None if dtype is None else data_type(dtype)
+        folder = cache_of(cache)
         if (offsets is None) == (end is None):
-            raise ValueError(f"{full}: give either offsets or end, which say where documents end")
+            raise ValueError(f"{path}: give either offsets or end, which say where documents end")
         if isinstance(offsets, (str, os.PathLike)):
             offsets = os.path.abspath(offsets)
-        super().__init__(
-            path=full,
-            dtype=None if dtype is None else data_type(dtype).str,
-            offsets=offsets,
-            end=end,
-            cache=None if cache is None else os.path.abspath(os.fspath(cache)),
-            name=name or os.path.basename(full).partition(".")[0],
-        )
-
-    def attach(  # type: ignore[override]
-        self, *, is_new: bool, path: str, dtype: str | None, offsets: Any, end: Any,
-        cache: str | None, name: str,
-    ) -> None:  # fmt: skip
-        """Map the file, and find its documents."""
-        tokens = npy(path) if path.endswith(".npy") else raw(path, dtype)
-        if dtype is not None and tokens.dtype != np.dtype(dtype):
-            raise damaged(path, 0, f"its tokens are {tokens.dtype}, not {dtype}", "leave dtype out")
+        self.given = {"path": path, "dtype": kind, "offsets": offsets, "end": end, "cache": folder}
+        self.given["name"] = name = name or os.path.basename(path).partition(".")[0]
+        tokens = npy(path) if path.endswith(".npy") else raw(path, kind)
+        if kind not in (None, tokens.dtype):
+            raise damaged(path, 0, f"its tokens are {tokens.dtype}, not {kind}", "leave dtype out")
         if tokens.dtype.kind not in "iu":
             raise damaged(path, 0, f"its values are {tokens.dtype}", "give a file of integers")
         if end is not None:
             limits = np.iinfo(tokens.dtype)
             last = integer("end", end, int(limits.min), int(limits.max))
-            folder = cache or os.path.dirname(path)
             facts = [tokens.itemsize, last]
+            folder = folder or os.path.dirname(path)
             lengths = kept(path, folder, facts, lambda: bounds_of(path, tokens, last))
         else:
-            is_path = isinstance(offsets, str)
-            bounds = npy(offsets) if is_path else np.asarray(offsets)
-            if is_new:
-                check(offsets if is_path else path, bounds, len(tokens))
-            if is_path and cache is not None:
-                lengths = kept(offsets, cache, [], lambda: bounds)
-            else:
+            file = offsets if isinstance(offsets, str) else None
+            bounds = np.asarray(offsets) if file is None else npy(file)
+            if not self.is_copy:
+                check(file or path, bounds, len(tokens))
+            if file is None or folder is None:
                 lengths = lengths_between(bounds)
+            else:
+                lengths = kept(file, folder, [], lambda: bounds)
         self.lay(name, lengths, [tokens])
 
 
-def raw(path: str, dtype: str | None) -> NDArray[Any]:
+def raw(path: str, kind: np.dtype[Any] | None) -> NDArray[Any]:
     """Map a file without a head."""
-    if dtype is None:
+    if kind is None:
         raise TypeError(f"{path}: give dtype, the type of its tokens, such as dtype='uint16'")
-    size, item = os.path.getsize(path), np.dtype(dtype).itemsize
+    size, item = os.path.getsize(path), kind.itemsize
     if size % item:
         remedy = "copy the file again, or give the dtype that it was written with"
         raise damaged(path, size - size % item, f"it ends within a token of {item} bytes", remedy)
-    return mapped(path, dtype)
+    return mapped(path, kind)
 
 
 def npy(path: str) -> NDArray[Any]:

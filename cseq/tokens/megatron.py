@@ -14,10 +14,9 @@ from cseq.tokens.documents import Corpus, damaged, first
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Megatron"]
-
 MAGIC = b"MMIDIDX\0\0"
-HEAD = struct.Struct("<9sQBQQ")  # magic, version, type, sequences, bounds of documents
+# Magic, version, type, sequences, bounds of documents.
+HEAD = struct.Struct("<9sQBQQ")
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
 REMEDY = "write the pair again with Megatron's preprocess_data.py, or copy both files again"
@@ -44,31 +43,30 @@ class Megatron(Corpus):
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, name: str | None = None) -> None:
-        path = os.path.abspath(os.fspath(prefix)).removesuffix(".idx").removesuffix(".bin")
-        super().__init__(prefix=path, name=name or os.path.basename(path))
-
-    def attach(self, *, is_new: bool, prefix: str, name: str) -> None:  # type: ignore[override]
-        """Map both files."""
-        path, data = f"{prefix}.idx", f"{prefix}.bin"
+        stem = os.path.abspath(os.fspath(prefix)).removesuffix(".idx").removesuffix(".bin")
+        self.given = {"prefix": stem, "name": name}
+        path, data = f"{stem}.idx", f"{stem}.bin"
         with open(path, "rb") as file:
             head = file.read(HEAD.size)
         if len(head) < HEAD.size or not head.startswith(MAGIC):
             raise damaged(path, 0, f"it does not begin with {MAGIC!r} and a header", REMEDY)
-        _, version, code, number, bounds = HEAD.unpack(head)
+        numbers: tuple[int, ...] = HEAD.unpack(head)[1:]
+        version, code, number, bounds = numbers
         if version != 1:
             raise damaged(path, 9, f"version {version} is not 1", REMEDY)
         if code not in TYPES:
             kind = FLOATS.get(code, "unknown")
             raise damaged(path, 17, f"type code {code} ({kind}) is no integer's", REMEDY)
         size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
-        if size not in (whole, whole + number):  # the latter with a mode of each sequence
+        # The larger size is that with a mode of each sequence.
+        if size not in (whole, whole + number):
             said = f"{number} sequences and {bounds} bounds need {whole} bytes"
             raise damaged(path, size, said, REMEDY)
         lengths = mapped(path, "<i4", HEAD.size, number)
         starts = mapped(path, "<i8", HEAD.size + 4 * number, number)
         documents = mapped(path, "<i8", HEAD.size + 12 * number, bounds)
         dtype, there = np.dtype(TYPES[code]), os.path.getsize(data)
-        if is_new:
+        if not self.is_copy:
             check(path, lengths, starts, documents, dtype.itemsize)
         total = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize if number else 0
         if there != total:
@@ -77,7 +75,7 @@ class Megatron(Corpus):
         others = first(bounds - 1, lambda a, b: np.diff(documents[a : b + 1]) != 1)
         if others is not None:
             lengths = np.diff(np.append(starts, total)[documents]) // dtype.itemsize
-        self.lay(name, lengths, [mapped(data, dtype)])
+        self.lay(name or os.path.basename(stem), lengths, [mapped(data, dtype)])
 
 
 def check(

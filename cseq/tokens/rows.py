@@ -10,28 +10,28 @@ import numpy as np
 
 from cseq.check import choice, flag, integer
 from cseq.indexing.context import empty, parts
-from cseq.order._readers import gather
+from cseq.order._readers import gather, locate
 from cseq.order.balanced import Balanced
 from cseq.order.base import MOST_SEED
 from cseq.order.concatenated import Concatenated
 from cseq.order.mixture import Mixture
 from cseq.order.packed import Packed
 from cseq.tokens._fill import cut, fill
-from cseq.tokens.documents import corpus_of, data_type
+from cseq.tokens.documents import Given, corpus_of, data_type
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Sequence
 
-    from numpy.typing import DTypeLike
+    from numpy.typing import DTypeLike, NDArray
 
+    from cseq.order._readers import DocumentEnds
     from cseq.order.base import Ints, Order
     from cseq.order.mixture import Weights
-    from cseq.tokens.documents import Corpus, Documents, Found
+    from cseq.tokens.documents import Corpus, Documents
 
-__all__ = ["Piece", "Rows"]
-
-MOST_ROW = 2**30  # cu_seqlens counts in 32 bits
+# `cu_seqlens` counts in 32 bits.
+MOST_ROW = 2**30
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
 
@@ -50,28 +50,6 @@ class Piece(NamedTuple):
     document: int
     start: int
     stop: int
-
-
-class Pieces(NamedTuple):
-    """The pieces of some rows, one after the other.
-
-    Attributes
-    ----------
-    sources, documents, starts, counts : array
-        The number of each one's source; its document, where it begins there, and its tokens.
-    at : array
-        Where it begins in all documents of its source.
-    cuts : array
-        Of pieces and of padding: tokens; 1 if the document has more; and the number in the row, or
-        -1 for padding.
-    """
-
-    sources: Ints
-    at: Ints
-    documents: Ints
-    starts: Ints
-    counts: Ints
-    cuts: Ints
 
 
 class Rows:
@@ -182,6 +160,8 @@ class Rows:
         self.fingerprints = dict(zip(named, prints, strict=True))
         self._corpora = corpora
         self._firsts = np.cumsum([0, *(corpus.tokens for corpus in corpora)])
+        firsts = zip(self._firsts.tolist(), corpora, strict=False)
+        self._part_firsts = np.concatenate([first + corpus.firsts for first, corpus in firsts])
         choice("packing", packing, ("best-fit", "concatenate"))
         choice("balance", balance, ("step", "window", "epoch"))
         if weights is None and epoch_size is not None:
@@ -217,13 +197,16 @@ class Rows:
                 "that it holds"
             )
         for corpus in corpora:
-            token = corpus.find(np.zeros(1, np.int64), np.ones(1, np.int64))[0][0]
-            if not np.can_cast(token.dtype, self._dtype):
-                fits = np.can_cast(token.dtype, np.int64)
+            parts = corpus.parts
+            if isinstance(corpus, Given):
+                parts = [corpus.read(int(corpus.ends.find(np.zeros(1, np.int64))[0][0]), 0, 1)]
+            kind = np.result_type(*{part.dtype for part in parts})
+            if not np.can_cast(kind, self._dtype):
+                fits = np.can_cast(kind, np.int64)
                 remedy = "give dtype='int64'" if fits else "write the tokens in a smaller type"
                 raise TypeError(
-                    f"{corpus.name} has tokens of type {token.dtype}, which dtype={self._dtype} "
-                    f"cannot hold; {remedy}"
+                    f"{corpus.name} has tokens of type {kind}, which dtype={self._dtype} cannot "
+                    f"hold; {remedy}"
                 )
         if "labels" in self.keys and max(int(corpus.lengths.max()) for corpus in corpora) < 2:
             raise ValueError(
@@ -235,8 +218,9 @@ class Rows:
         return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without the order, which is made where it is asked for: not in a worker."""
-        return {name: value for name, value in vars(self).items() if name != "order"}
+        """Pickle without what is made where it is asked for, and the files' arrays."""
+        made = ("order", "_ends", "_arrays")
+        return {name: value for name, value in vars(self).items() if name not in made}
 
     def locate(self, row: int, *, seed: int, epoch: int = 0) -> list[Piece]:
         """Say what a row of an epoch has: its pieces, in their order.
@@ -265,10 +249,9 @@ class Rows:
             raise IndexError(f"row={row} is not in [0, {self.order.units}), the rows of an epoch")
         reader = self.order.reader(integer("seed", seed, 0, MOST_SEED))
         indices, sizes = reader.samples(integer("epoch", epoch, 0, MOST_SEED), row, 1)
-        pieces = self._located(np.asarray(indices, np.int64), sizes)
-        columns = pieces.sources, pieces.documents, pieces.starts, pieces.starts + pieces.counts
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return [Piece(self.names[s], *rest) for s, *rest in rows]
+        pieces, _ = self._locate(np.asarray(indices, np.int64), sizes)
+        columns = zip(*pieces.tolist(), strict=True)
+        return [Piece(self.names[s], k, start, start + n) for s, k, start, n in columns]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
         """Return a function that adds up the tokens of each source in units of an epoch."""
@@ -278,16 +261,16 @@ class Rows:
             found = [] if known is None else known(epoch, units)
             if len(found) != len(self.names):
                 indices, sizes = gather(reader, epoch, units)
-                pieces = self._located(indices, np.ones_like(indices) if sizes is None else sizes)
-                found = self._by_names(pieces).tolist()
+                sizes = np.ones_like(indices) if sizes is None else sizes
+                found = self._by_source(self._locate(indices, sizes)[0]).tolist()
             return dict(zip(self.names, found, strict=True))
 
         return sums
 
-    def _by_names(self, pieces: Pieces) -> Ints:
+    def _by_source(self, pieces: Ints) -> Ints:
         """Add up the tokens of each source."""
-        counts = np.bincount(pieces.sources, pieces.counts, len(self.names))
-        return counts.astype(np.int64)
+        sources, *_, counts = pieces
+        return np.bincount(sources, counts, len(self.names)).astype(np.int64)
 
     def only(self, keys: Sequence[str]) -> Rows:
         """Return these rows with other keys."""
@@ -298,7 +281,7 @@ class Rows:
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
         """Return the batch of these positions, of which `cseq.parts` says the rows."""
         sizes = parts()
-        pieces = self._located(indices, sizes)
+        pieces, cuts = self._locate(indices, sizes)
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
         kinds = dict.fromkeys(("input_ids", "labels", "position_ids"), self._dtype)
         kinds["document_ids"] = np.dtype(np.int32)
@@ -306,55 +289,52 @@ class Rows:
         batch: dict[str, Any] = {
             key: empty(shape, kind) if key in needed else None for key, kind in kinds.items()
         }
-        found = self._find(pieces)
-        batch["valid_tokens"] = fill(*found, pieces.cuts, self._pad, *batch.values())
-        lengths = pieces.cuts[0]
+        found = self._find(indices, pieces, cuts)
+        batch["valid_tokens"] = fill(*found, cuts, self._pad, *batch.values())
+        lengths = cuts[0]
         if "cu_seqlens" in self.keys:
             batch["cu_seqlens"] = np.append(0, lengths.cumsum()).astype(np.int32)
         if "max_seqlen" in self.keys:
             batch["max_seqlen"] = int(lengths.max())
         if "source_tokens" in self.keys:
-            batch["source_tokens"] = self._by_names(pieces)
+            batch["source_tokens"] = self._by_source(pieces)
         return {key: batch[key] for key in self.keys}
 
-    def _located(self, indices: Ints, sizes: Ints) -> Pieces:
-        """Return what rows have: a piece ends with its document, or with the row."""
-        sources, at = np.zeros_like(indices), indices
-        if len(self._corpora) > 1:
-            sources = self._firsts.searchsorted(indices, "right") - 1
-            at = indices - self._firsts.take(sources)
-        documents, begins, left = np.empty((3, len(at)), np.int64)
-        for s, which in self._by_source(sources):
-            corpus = self._corpora[s]
-            documents[which], begins[which] = corpus.ends.find(at[which])
-            left[which] = corpus.lengths[documents[which]]
-        starts = at - begins
-        cuts = cut(left - starts, sizes, self.row, not self.flat)
-        counts = cuts[0] if cuts.shape[1] == len(at) else cuts[0][cuts[2] >= 0]
-        return Pieces(sources, at, documents, starts, counts, cuts)
+    @cached_property
+    def _ends(self) -> list[DocumentEnds]:
+        return [corpus.ends for corpus in self._corpora]
 
-    def _by_source(self, sources: Ints) -> list[tuple[int, Any]]:
-        """Group the numbers of pieces by source."""
-        if sources[0] == sources[-1] and (sources == sources[0]).all():
-            return [(int(sources[0]), slice(None))]
-        by_source = sources.argsort(kind="stable")
-        cuts = np.bincount(sources).cumsum()[:-1]
-        return [(s, part) for s, part in enumerate(np.split(by_source, cuts)) if len(part)]
+    @cached_property
+    def _arrays(self) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None]]:
+        parts = [part for corpus in self._corpora for part in corpus.parts]
+        return parts, [mask for corpus in self._corpora for mask in corpus.masks]
 
-    def _find(self, pieces: Pieces) -> Found:
-        """Find the tokens of pieces, and the one behind each that is cut, which is a label."""
-        _, is_cut, numbers = pieces.cuts
-        reach = pieces.counts + (is_cut if len(is_cut) == len(pieces.at) else is_cut[numbers >= 0])
-        if len(self._corpora) == 1:
-            return self._corpora[0].find(pieces.at, reach)
-        arrays: list[Any] = []
-        masks: list[Any] = []
-        owners, starts = np.empty((2, len(reach)), np.int64)
-        for s, which in self._by_source(pieces.sources):
-            parts, masked, numbered, starts[which] = self._corpora[s].find(
-                pieces.at[which], reach[which]
-            )
-            owners[which] = numbered + len(arrays)
-            arrays += parts
-            masks += masked
+    def _locate(self, indices: Ints, sizes: Ints) -> tuple[Ints, Ints]:
+        """Find the pieces that begin at some positions: each ends with its document, or its row.
+
+        Returns each one's source, document, start in it and tokens, and what `cut` returns.
+        """
+        pieces = locate(self._ends, self._firsts, indices)
+        return pieces, cut(pieces[3], sizes, self.row, not self.flat)
+
+    def _find(
+        self, indices: Ints, pieces: Ints, cuts: Ints
+    ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
+        """Return arrays of tokens, the mask of each or None, and where each piece is in them.
+
+        A source of the user's is asked for a piece, and for the token behind a cut: it is a label.
+        """
+        owners = self._part_firsts.searchsorted(indices, "right") - 1
+        starts = indices - self._part_firsts.take(owners)
+        arrays, masks = self._arrays
+        if any(isinstance(corpus, Given) for corpus in self._corpora):
+            arrays, masks = [*arrays], [*masks]
+            is_cut = cuts[1][cuts[2] >= 0].tolist()
+            for k, (s, document, start, count) in enumerate(pieces.T.tolist()):
+                corpus = self._corpora[s]
+                if isinstance(corpus, Given):
+                    owners[k], starts[k] = len(arrays), 0
+                    piece = document, start, start + count + is_cut[k]
+                    arrays.append(corpus.read(*piece))
+                    masks.append(corpus.mask(*piece))
         return arrays, masks, owners, starts

@@ -240,7 +240,7 @@ FLAT: list[tuple[str, dict[str, Any], str]] = [
     ("a.npy", {"offsets": "other.npy"}, r"other.npy: offsets\[-1\]=3, but there are 8 tokens"),
     ("a.npy", {"end": 2**16}, "end=65536 is above 65535"),
     ("a.npy", {"end": -1}, "end=-1 is below 0"),
-    ("a.npy", {"end": 0, "dtype": "uint32"}, "a.npy at byte 0: its tokens are uint16, not <u4"),
+    ("a.npy", {"end": 0, "dtype": "uint32"}, "a.npy at byte 0: its tokens are uint16, not uint32"),
     ("a.npy", {"end": 9}, "a.npy: none of its 8 tokens of uint16 is end=9; give the token that"),
     ("a.bin", {"end": 0}, "a.bin: give dtype"),
     ("a.bin", {"end": 0, "dtype": "uint99"}, "dtype='uint99' is no type of numpy"),

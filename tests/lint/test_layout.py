@@ -334,7 +334,7 @@ BUDGET = {
     "what users look with": 3_897,
     "of these compiled: C, Cython": 7_780,
     "adapters": 6_089,
-    "tokens": 1_285,
+    "tokens": 1_270,
     "store": 2_090,
     "fleet": 622,
     "the longest file of cseq": 691,
