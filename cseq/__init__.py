@@ -5,14 +5,14 @@ A batch travels as a ticket in a cell of a ring. The cell's state tells how far 
     main process      worker of stage 1       worker of stage 2       main process
 
     sampler ─► POSTED ─► INDEXING ─► INDEXED ─► CONVERTING ─► READY ─► loop ─► FREE
-    indices of          user's                 numpy → torch          in the order
-    (seed, epoch)       indexer[…]             → device               of tickets
+    indices of          user's                 CPU → CUDA             in the order
+    (seed, epoch)       indexer[…]             device                 of tickets
 
-Without a converter, READY follows INDEXING. The data lie beside the ring in slots of shared memory;
-between threads, they stay where they are.
+Without a CUDA device, READY follows INDEXING, and the end that decodes a batch makes its tensors.
+The data lie beside the ring in slots of shared memory; between threads, they stay where they are.
 
-Imports point down this list of modules. To learn how cseq works, follow a batch: read the modules
-with a star in this order, from ``sequence`` on. The others are for when something goes wrong::
+To learn how cseq works, read docs/inside/architecture.md, which follows one batch step by step, and
+the modules with a star on the way. Imports point down this list of modules::
 
     cseq/
     ├── testing.py      for tests of training scripts: kill workers, wait for them
@@ -35,7 +35,7 @@ with a star in this order, from ``sequence`` on. The others are for when somethi
     ├── store/          shards of a store and decoded samples, kept for all of a machine
     ├── order/          ★ which samples, in which order, for which rank; the loop's place
     ├── indexing/       ★ in a worker: the user's code makes a batch of indices
-    ├── converter/      stage 2: batch → tensors, on the CPU or a CUDA device
+    ├── converter/      batch → tensors: on the CPU where it is decoded, on CUDA in stage 2
     ├── processes/      worker processes: started, replaced when they die, ended
     ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
     ├── measure/        counts and times of a run; why its loop waits

@@ -24,8 +24,7 @@ from pickle import dumps
 
 from cseq._memory import flat_of
 from cseq.encoding import failure
-from cseq.encoding.partial import Partial
-from cseq.encoding.survey import dump, plan_for
+from cseq.encoding.survey import Partial, dump, plan_for
 from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()

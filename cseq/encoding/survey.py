@@ -8,7 +8,7 @@ import sys
 import types
 from collections import OrderedDict, defaultdict
 from dataclasses import is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy import ndarray
@@ -36,6 +36,7 @@ Dtype: TypeAlias = np.dtype[Any]
 
 __all__ = [
     "OBJECT",
+    "Partial",
     "TooDeepError",
     "batch_reducers",
     "castable",
@@ -44,6 +45,13 @@ __all__ = [
     "plan_for",
     "torch_type",
 ]
+
+
+class Partial(NamedTuple):
+    """A batch without the samples that raised; `left` has their index, and error type and text."""
+
+    batch: object
+    left: tuple[tuple[object, str], ...]
 
 
 def castable(dtype: Dtype) -> bool:

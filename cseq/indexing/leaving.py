@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq._memory import fork_depth
 from cseq.encoding import failure
-from cseq.encoding.partial import Partial
+from cseq.encoding.survey import Partial
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

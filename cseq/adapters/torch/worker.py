@@ -26,8 +26,8 @@ from cseq.adapters.torch import names
 from cseq.adapters.torch.collate import collating, stack_in_slots, stack_in_threads
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.encoding import failure
-from cseq.encoding.partial import Partial
 from cseq.encoding.pickling import dumps
+from cseq.encoding.survey import Partial
 from cseq.indexing import context
 from cseq.indexing.context import Numbers
 from cseq.indexing.leaving import Leaving, none_text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cseq._memory import HAS_GIL
 from cseq.measure.stats import Stats
@@ -46,22 +46,43 @@ def file_name(tickets: Tickets, *, threads: bool = False) -> str:
     return " ".join([RUN, *(f"{name}={value}" for name, value in facts.items())])
 
 
+class Staff(Protocol):
+    """Workers that are watched: a `Supervisor` or a `ThreadGroup`."""
+
+    def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
+        """Raise WorkerTimeout for work that takes too long, or restart its worker."""
+
+    def is_ready(self, runner_number: int) -> bool:
+        """Whether a worker has made its indexer or producer."""
+
+
 class Crew:
     """The runners of a pool, and the rings that they share with the loop.
 
-    The constructor starts nothing, because a signal handler may raise before a `Run` exists that
-    closes the crew.
+    The constructor makes `rings`, `reader` and `lanes`, and starts nothing, because a signal
+    handler may raise before a `Run` exists that closes the crew. Then the pool calls, in this
+    order: `resize` (batches only: the initial number of workers), `prepare`, `launch`;
+    `begin_epoch` for each epoch; `check` and `check_time` whenever the loop waits, and `resize`
+    between two batches; `close` at last, or at any time after the constructor.
+
+    A worker of the crew runs `engine.worker.serve` with the task that `Tickets.task` returns. The
+    crew honours the `WorkerOptions` of its tickets, or `arguments.refuse` rejects them. What dies
+    is the crew's own concern: it replaces the worker, and counts in `Tickets.deaths`.
 
     Attributes
     ----------
     rings, make_next, on_cancel
-        See `Feed`.
+        See `Feed`. The last two are None if others make the batches.
     convert, leaf_for
-        See `Decoder`.
+        See `Decoder`. They are None if workers or converters deliver what the loop takes.
     reader : BatchReader
-        The trainer's end, which decodes finished batches.
+        The trainer's end, which decodes finished batches: it has `decoder`, `decode` and `error`.
     lanes : Lanes
         The runners, for traces: their kind, and how many of them are workers.
+    staff : Staff, optional
+        The workers, if they are watched.
+    supervisor : Supervisor, optional
+        The same, if they are processes.
     of : str
         The public class that uses this crew, for reports.
     is_inline : bool
@@ -77,6 +98,7 @@ class Crew:
     leaf_for: LeafFor | None = None
     make_next: Callable[[], None] | None = None
     on_cancel: Callable[[int], None] | None = None
+    staff: Staff | None = None
     supervisor: Supervisor | None = None
     of: str
     is_inline = False
@@ -115,10 +137,12 @@ class Crew:
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
         """Raise WorkerTimeout for work that takes too long, or restart its worker."""
+        if self.staff is not None:
+            self.staff.check_time(working, timeout, restart=restart)
 
-    def is_ready(self, runner_number: int) -> bool:  # noqa: ARG002
+    def is_ready(self, runner_number: int) -> bool:
         """Whether a worker has made its indexer or producer."""
-        return True
+        return self.staff is None or self.staff.is_ready(runner_number)
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:  # noqa: ARG002
         """Return the error of a ticket that killed its workers, or None."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cseq.converter.export import Imports
     from cseq.converter.page_locks import PageLocks
     from cseq.engine.crews.threads import ThreadGroup
-    from cseq.engine.tickets.base import Tickets, Working
+    from cseq.engine.tickets.base import Tickets
     from cseq.measure.stats import Stats
 
 __all__ = ["ProcessCrew"]
@@ -63,7 +63,7 @@ class ProcessCrew(Crew):
         )
         self.rings = self._arena.rings
         self.lanes = Lanes(tickets.num_workers, "process")
-        self.supervisor = Supervisor(
+        self.staff = self.supervisor = Supervisor(
             make_launcher(options.start_method, entry=ENTRY, threads=options.threads),
             self._arena,
             readers=tickets.num_workers,
@@ -138,14 +138,6 @@ class ProcessCrew(Crew):
         self.supervisor.check()
         if self._group is not None:
             self._group.check()
-
-    def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
-        """Raise WorkerTimeout for work that takes too long, or restart its worker."""
-        self.supervisor.check_time(working, timeout, restart=restart)
-
-    def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer or producer."""
-        return self.supervisor.is_ready(runner_number)
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:
         """Return the error of a ticket that killed its workers, or None."""

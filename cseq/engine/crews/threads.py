@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cseq.encoding.transport import Source
     from cseq.engine.tickets.base import Tickets, Working
 
-__all__ = ["ThreadCrew", "ThreadGroup", "add_converters"]
+__all__ = ["MADE", "ThreadCrew", "ThreadGroup", "add_converters", "open_rings"]
 
 log = logging.getLogger("cseq")
 
@@ -195,7 +195,7 @@ class ThreadCrew(Crew):
         self.timed = tickets.num_workers + tickets.num_converters
         self._objects = ObjectTable(tickets.rings * tickets.cells)
         self.reader: Objects = Objects(tickets.cells, objects=self._objects)
-        self._group = ThreadGroup(self.rings[0], tickets.instead)
+        self.staff = self._group = ThreadGroup(self.rings[0], tickets.instead)
         self._wanted = tickets.num_workers
         self._is_launched = False
         # The first thread that acquires this lock warns about its first batch.
@@ -233,14 +233,6 @@ class ThreadCrew(Crew):
     def check(self) -> None:
         """Raise the exception that ended a thread."""
         self._group.check()
-
-    def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
-        """Raise WorkerTimeout for work that takes too long; threads cannot be restarted."""
-        self._group.check_time(working, timeout, restart=restart)
-
-    def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer or producer."""
-        return self._group.is_ready(runner_number)
 
     def write(self, value: object, name: str) -> Request:  # noqa: ARG002
         """Refer to a value for a worker."""
