@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import numpy as np
 
@@ -297,11 +297,11 @@ class Writing:
 
     # -- events
 
-    def _event(self, phase: str, name: str, ns: Any, row: int, **more: Any) -> str:
+    def _event(self, phase: str, name: str, ns: SupportsInt, row: int, **more: object) -> str:
         at = {"pid": self._pid, "tid": row, "ts": (int(ns) + self._shift) / 1000}
         return json.dumps({"ph": phase, "name": name, **at, **more})
 
-    def _slice(self, name: str, start: Any, end: Any, row: int) -> str:
+    def _slice(self, name: str, start: SupportsInt, end: SupportsInt, row: int) -> str:
         lasts = max(0, int(end) - int(start)) / 1000
         return self._event("X", name, start, row, dur=lasts, cat="cseq")
 
