@@ -8,8 +8,9 @@ cimport numpy as cnp
 from cseq._headers cimport *
 from cseq._memory cimport Memory
 
+# ns of the longest sleep before a sleeper checks signals, workers and deadlines.
 cdef enum:
-    PARK = 100_000_000  # ns: longest sleep before a sleeper checks signals, workers, deadlines
+    PARK = 100_000_000
 
 cdef const int64_t* int64s(cnp.ndarray array) except? NULL
 cdef object shuffled(uint64_t size, uint64_t* state)
@@ -31,18 +32,21 @@ cdef class Turns:
 
 @cython.final
 cdef class Ring:
+    # Tickets are `outstanding` until they are committed or cancelled; calls do not count. A free cell
+    # is looked for from `next_cell` on; in a queue it is the cell to post in. `unwoken` tickets were
+    # posted since the runners were woken, which `wake_at` tickets do. `calling` is the cell of the
+    # call that a queue has to answer, or -1. `meter` is the trainer's, in the ring at 0. Queues of
+    # threads have common `turns`, and their cells' objects begin at `first_entry` among all queues'.
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
-    cdef uint32_t outstanding     # posted, and neither committed nor cancelled; but calls
+    cdef uint32_t outstanding
     cdef readonly list kept
-    cdef int calling          # of a queue: the cell of the call that is to be answered; -1: none
-    cdef uint32_t next_cell   # where a free cell is looked for; in a queue, the one to post in
-    cdef uint32_t unwoken     # tickets posted since the runners were last woken
-    cdef public uint32_t wake_at  # as many tickets posted wake the runners
-    cdef public uint32_t first_entry  # of a queue of a thread: where its cells' objects begin, among all queues'
-    cdef public Turns turns     # of a thread's queue, the same in all; else None
-    cdef cseq_meter* meter      # the trainer's: that of the ring at 0
+    cdef int calling
+    cdef uint32_t next_cell, unwoken
+    cdef public uint32_t wake_at, first_entry
+    cdef public Turns turns
+    cdef cseq_meter* meter
     cdef cseq_cell* at(self, uint32_t cell) except NULL
     cdef int find_vacant(self) noexcept
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
@@ -50,26 +54,26 @@ cdef class Ring:
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void committed(self, cseq_cell* c) noexcept:
-        """Count a ticket that is committed, before the next post in its cell."""
+        """Count a committed ticket, before the next post in its cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
             cseq_count_u64(&self.meter.batches, 1)
             cseq_count_u64(&self.meter.samples, c.count)
             cseq_count_u64(&self.meter.nbytes, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
-        """Free a cell that is the trainer's; an outstanding ticket there is subtracted already."""
+        """Free a cell that is the trainer's, for the next ticket; it is no longer `outstanding`."""
         if self.kept is None:
-            self.next_cell = cell  # at hand for the next ticket
+            self.next_cell = cell
         else:
             self.kept[cell] = None
         cseq_ring_free(self.r, cell)
     cdef inline uint64_t sleep(self) noexcept:
-        """A sleep of the trainer begins now."""
+        """Note that the trainer's sleep begins now."""
         cdef uint64_t now = cseq_now_ns()
         cseq_store_rlx_u64(&self.meter.asleep_ns, now)
         return now
     cdef inline void slept(self, uint64_t before, uint64_t awake) noexcept:
-        """It is over, and so is the wait for the GIL after it."""
+        """Note that the sleep is over, and the wait for the GIL after it."""
         cdef uint64_t now = cseq_now_ns()
         cseq_histogram_add(&self.meter.gil, now - awake)
         cseq_meter_slept(self.meter, before, now)
@@ -77,12 +81,14 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
+# Tickets of a stream; see producer.py. A request lies in six words: slot, bytes committed, record.
+# A cell has two requests, the call or key and the assignment, then the number of the key's ints, or
+# one of the two negative values, then these ints.
 cdef enum:
-    ASK_ITEM = 0       # kinds of tickets of a stream; see producer.py
+    ASK_ITEM = 0
     ASK_CALL = 1
-    REQUEST_WORDS = 6  # where a request lies: slot, bytes committed, record
-    # A cell's words: the call or key, and the assignment, both requests; and after these:
-    KEY_LENGTH = 12    # how many ints the key has; or one of these:
+    REQUEST_WORDS = 6
+    KEY_LENGTH = 12
     WITHOUT_KEY = -1
     KEY_IN_REQUEST = -2
     KEY_INTS = 13

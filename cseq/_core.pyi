@@ -64,7 +64,7 @@ class Ring:
     capacity: int
     closed: int
     limit: int
-    kept: list[Any]  # of a queue; a shared ring has None
+    kept: list[Any]
     wake_at: int
     first_entry: int
     turns: Turns | None

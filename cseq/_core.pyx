@@ -22,7 +22,6 @@ cnp.import_array()
 
 FIELDS = CSEQ_FIELDS
 
-# For `producer`, and `stream`.
 ITEM, CALL = ASK_ITEM, ASK_CALL
 CALLED, ASSIGNED = slice(0, REQUEST_WORDS), slice(REQUEST_WORDS, 2 * REQUEST_WORDS)
 KEY, KEYS, NO_KEY, IN_REQUEST = KEY_LENGTH, KEY_INTS, WITHOUT_KEY, KEY_IN_REQUEST
@@ -33,13 +32,13 @@ ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
+# Steps of a shuffle: too few to release the GIL for; and between two checks for signals.
 cdef enum:
-    BRIEF = 4096     # steps of a shuffle that are too few to release the GIL for
-    SLICE = 1 << 20  # steps between two checks for signals
+    BRIEF = 4096
+    SLICE = 1 << 20
 
 
 cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
-    """An argument as an integer in [0, most]."""
     if isinstance(value, (bool, numpy.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r} is not an integer; give one in [0, {most}]")
     number = int(value.__index__())
@@ -49,7 +48,6 @@ cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
 
 
 cdef const int64_t* int64s(cnp.ndarray array) except? NULL:
-    """The values of an array that is contiguous and of int64."""
     if cnp.PyArray_TYPE(array) != cnp.NPY_INT64 or not cnp.PyArray_IS_C_CONTIGUOUS(array):
         raise TypeError(f"{array!r} is not a contiguous array of int64")
     return <const int64_t*>cnp.PyArray_DATA(array)
@@ -67,7 +65,6 @@ def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
 
 
 cdef int check_tabled(uint64_t samples) except -1:
-    """Refuse more samples than an entry of 4 bytes can name."""
     if samples > CSEQ_MOST_TABLED:
         raise ValueError(f"{samples} samples are more than the {CSEQ_MOST_TABLED} that {ALGORITHMS[0]} can "
                          "shuffle: take feistel-v1, by shuffle='feistel', which needs no table")
@@ -75,7 +72,6 @@ cdef int check_tabled(uint64_t samples) except -1:
 
 
 cdef object shuffled(uint64_t size, uint64_t* state):
-    """0 … size-1 in the order of fisher-yates-v1: a new array of uint32."""
     cdef uint64_t start = 0, end
     check_tabled(size)
     cdef cnp.ndarray result = numpy.empty(size, numpy.uint32)
@@ -149,7 +145,7 @@ cdef class Reader:
     """Reads the units of an order for one seed: the core's end of an `order.base.Order`.
 
     What is read depends on seed, epoch and position alone, in any order of calls; what a reader keeps
-    from one call to the next makes it faster. Used by one thread at a time.
+    between calls only makes it faster. For one thread at a time.
 
     Attributes
     ----------
@@ -165,19 +161,19 @@ cdef class Reader:
                       int64_t* sizes) except -1:
         """Write the samples of units [start, start + count), which exist; return how many.
 
-        `out` has room for `count` * `room`. `sizes`: where the size of each unit goes, unless NULL. What
-        takes long releases the GIL and runs signal handlers; after an exception, it is called again.
+        `out` has room for `count` * `room`. Unless it is NULL, `sizes` gets the size of each unit. Long
+        work releases the GIL and runs signal handlers; after an exception, this is called again.
         """
         raise NotImplementedError
 
     cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
-        """`read`, of a rank's part of the global batch [first, first + together): an order may choose
-        others of its units for each rank, as many as these."""
+        """`read` a rank's part of the global batch [first, first + together). An order may choose as
+        many others of its units for each rank."""
         return self.read(epoch, start, count, out, sizes)
 
     def samples(self, epoch, uint64_t start, uint64_t count):
-        """The samples of units [start, start + count), and the size of each: new int64 arrays."""
+        """The samples of units [start, start + count), and each unit's size, as new int64 arrays."""
         if start > self.units or count > self.units - start:
             raise IndexError(f"units [{start}, {start + count}) exceed {self.units}")
         sizes = numpy.ones(count, numpy.int64)
@@ -190,7 +186,7 @@ cdef class Reader:
 @cython.final
 @cython.no_gc
 cdef class RangeReader(Reader):
-    """The samples 0 … n-1, in this order."""
+    """Reads the samples 0 … n-1 in this order."""
 
     def __cinit__(self, n, seed=0):
         self.units, self.room, self.seed = natural(n, "n", MOST_SAMPLES), 1, seed
@@ -206,10 +202,10 @@ cdef class RangeReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class FeistelReader(Reader):
-    """Shuffled by feistel-v1, for `FEISTEL_LEAST` samples or more: no memory, any position at once."""
+    """Reads feistel-v1, of `FEISTEL_LEAST` samples or more: it has no memory, and reads anywhere."""
 
     cdef cseq_feistel feistel
-    cdef uint64_t epoch  # that `feistel` is of
+    cdef uint64_t epoch
 
     def __cinit__(self, n, seed):
         self.units, self.room = natural(n, "n", MOST_SAMPLES), 1
@@ -235,16 +231,16 @@ cdef class FeistelReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class TableReader(Reader):
-    """Shuffled by fisher-yates-v1, just ahead of the use.
+    """Reads fisher-yates-v1, which it shuffles just ahead of the use.
 
-    The table (4 bytes a sample) is made at the first read and touched only as far as it is used:
-    another epoch begins in the same time for any number of samples.
+    The table (4 bytes a sample) is made at the first read and touched only as far as it is used, so
+    the time to begin an epoch does not grow with the number of samples.
     """
 
     cdef cseq_order order
     cdef uint32_t* table
     cdef uint32_t* tags
-    cdef uint64_t epoch  # that `order` is in
+    cdef uint64_t epoch
 
     def __cinit__(self, n, seed):
         self.units, self.room = natural(n, "n", MOST_SAMPLES), 1
@@ -273,8 +269,9 @@ cdef class TableReader(Reader):
                       int64_t* sizes) except -1:
         if self.table == NULL:
             self.make_table()
+        # A signal handler may read another epoch, so the epoch is looked at in each turn.
         while True:
-            if epoch != self.epoch:  # a signal handler may have read another one
+            if epoch != self.epoch:
                 cseq_order_start(&self.order, self.seed, epoch)
                 self.epoch = epoch
             if start + count <= self.order.position + BRIEF:
@@ -288,30 +285,29 @@ cdef class TableReader(Reader):
 
 
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
-    """Bytes of memory that a ring of `capacity` cells of `batch_size` indices each takes."""
+    """Bytes of a ring of `capacity` cells for `batch_size` indices each."""
     return cseq_ring_bytes(capacity, batch_size, runners)
 
 
 @cython.final
 @cython.no_gc
 cdef class Turns:
-    """Has so many threads work one at a time while that is quicker; see cseq_turns.h."""
+    """Has threads work one at a time while that is quicker; see cseq_turns.h."""
 
     def __cinit__(self, uint32_t runners):
         self.t.runners, self.t.between = runners, 1
 
     @property
     def on(self):
-        """Whether they take turns now."""
         return bool(self.t.on)
 
     @property
     def holder(self):
-        """The runner whose turn it is: `Ring.first_entry` plus its number; 0: none."""
+        """The runner whose turn it is, `Ring.first_entry` plus its number; or 0."""
         return self.t.holder
 
     def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
-        """The trainer has slept from `before` to `awake` (ns), and has taken so many batches in all."""
+        """Learn from the trainer's sleep from `before` to `awake` (ns), after `taken` batches in all."""
         cseq_turns_learn(&self.t, before, awake, taken)
 
 
@@ -319,36 +315,36 @@ cdef class Turns:
 cdef class Ring:
     """The cells that carry tickets, as the trainer sees them. See docs/inside/ring.md.
 
-    One thread at a time posts, commits and cancels; `repost`, `notify_all`, `close`, `depths` and `holder` may be
-    called from any thread. In which order tickets are delivered, `Feed` knows.
+    One thread at a time posts, commits and cancels; any thread may call `repost`, `notify_all`, `close`,
+    `depths` and `holder`. `Feed` knows in which order tickets are delivered.
 
     Parameters
     ----------
     memory : Memory
         Where the ring lies: a `Mapping`, or a zeroed `Block` for threads.
     capacity : int
-        Cells: the most tickets in flight or waiting. 0: attach to the ring that is there.
+        Cells: the most tickets in flight or waiting; or 0, to attach to the ring that is there.
     batch_size : int
         The most indices a ticket can have.
     runners : int
         Owners are numbered from 1 to this.
     calls : int
-        0: a shared ring, where each runner claims any ticket. Else a queue of one runner, which
-        claims in the order of the posts, and looks at the last `calls` cells first.
+        0 for a shared ring, where each runner claims any ticket. Otherwise a queue of one runner,
+        which claims in the order of the posts, and looks at the last `calls` cells first.
     at : int
         Bytes from the beginning of the memory to the ring. The trainer sleeps at the gate of the
         ring at 0, so it can wait for several rings in one memory (`Feed.wait`).
     limit : int
-        The most tickets that are outstanding, at first; 0: as many as there are cells.
+        The most tickets outstanding at first; or 0, for as many as there are cells.
     threads : bool
-        The parties are threads of this process, also if others can read the memory.
+        The parties are threads of this process, even if others can read the memory.
 
     Attributes
     ----------
     limit : int
-        The most tickets that are outstanding.
+        The most tickets outstanding.
     kept : list or None
-        Of a queue, by cell: what the ticket there refers to.
+        What the ticket in each cell of a queue refers to.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -386,21 +382,18 @@ cdef class Ring:
             raise IndexError(f"cell {cell} is not one of {self.r.capacity}")
         return cseq_ring_cell(self.r, cell)
 
-    # -- what it is
-
     @property
     def capacity(self):
-        """Cells."""
         return self.r.capacity
 
     def published(self, uint32_t owner):
-        """Tickets that a runner has published, of those that ask for something."""
+        """How many tickets a runner has published, without calls."""
         if not 1 <= owner <= self.r.runners:
             raise IndexError(f"owner {owner} is not in [1, {self.r.runners}]")
         return cseq_load_rlx_u64(&cseq_ring_meter(self.r, owner).batches)
 
     def meters(self):
-        """What `meters.METER` says of the trainer, then of each runner: bytes; on any thread."""
+        """The records of the trainer and each runner as bytes, laid out as `meters.METER`. Thread-safe."""
         cdef Py_ssize_t k, count = (self.r.runners + 1) * <Py_ssize_t>sizeof(cseq_meter) // 8
         cdef uint64_t* words = <uint64_t*>cseq_ring_meter(self.r, 0)
         copied = PyBytes_FromStringAndSize(NULL, 8 * count)
@@ -411,19 +404,19 @@ cdef class Ring:
 
     @property
     def closed(self):
-        """0: open; 1: closed to all, for ever; else to indexers from this number up, which leave."""
+        """0: open; 1: closed for good; n > 1: closed to indexers numbered n and above, which leave."""
         return cseq_load_sc_u32(&self.r.closed)
 
     def set_spin(self, uint32_t ns, uint32_t crew=0):
-        """How many nanoseconds runners and trainer spin before they sleep; 0: they do not. `crew`: how many
-        runners take turns with the trainer; 0: none. See cseq_spin.h."""
+        """Set how many ns runners and trainer spin before they sleep, and how many runners (`crew`) take
+        turns with the trainer; see cseq_spin.h."""
         cseq_ring_set_spin(self.r, ns, crew)
 
     def fit(self, uint32_t limit, uint32_t indexers):
-        """Have at most `limit` tickets outstanding, and so many runners: indexers with higher numbers
-        leave when they have no ticket in hand. For the thread that posts; again and again.
+        """Have at most `limit` tickets outstanding and `indexers` indexers: those with higher numbers
+        leave once they have no ticket in hand. The thread that posts may call this at any time.
 
-        Converters have the numbers after the highest possible number of an indexer.
+        Converters are numbered after the highest possible number of an indexer.
         """
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
@@ -433,13 +426,13 @@ cdef class Ring:
         cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
-        """The cell's room for indices: an int64 array on the ring's memory."""
+        """The cell's room for indices, an int64 array on the ring's memory."""
         self.at(cell)
         cdef Py_ssize_t offset = <char*>cseq_ring_indices(self.r, cell) - self.memory.data
         return self.memory.view(offset, numpy.dtype(numpy.int64), (self.r.batch_size,))
 
     def depths(self):
-        """Tickets that wait for an indexer, for a converter, and for the trainer."""
+        """How many tickets wait for an indexer, for a converter, and for the trainer."""
         cdef Py_ssize_t[3] depth
         cdef uint32_t c
         cdef int state
@@ -457,16 +450,15 @@ cdef class Ring:
     def holder(self, uint32_t cell):
         """Owner of a claimed cell, and when it was claimed (ns of `now_ns`); else (0, 0)."""
         cdef cseq_cell* c = self.at(cell)
-        cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
+        # SYNC: start visible with owner
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)
         cdef int state = CSEQ_STATE(word)
         if state != CSEQ_INDEXING and state != CSEQ_CONVERTING:
             return 0, 0
         return CSEQ_OWNER(word), cseq_load_rlx_u64(&cseq_cell_stint(c, state == CSEQ_CONVERTING).started_ns)
 
-    # -- post
-
     cdef int find_vacant(self) noexcept:
-        """A free cell, in a queue the one to post in; or -1."""
+        """A free cell, or -1; in a queue, only the one to post in."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
         if self.outstanding >= self.limit:
@@ -481,9 +473,9 @@ cdef class Ring:
                      uint32_t count, uint64_t start, uint64_t seed) noexcept:
         """Post a ticket in a free cell, whose indices are written.
 
-        `start` is the position of the first sample in the order of the epoch, and `seed` that of the
-        order and of the generators for the batch. The runners are woken when `wake_at` tickets have
-        gathered and whenever the trainer waits.
+        `start` is the position of the first sample in the order of the epoch. `seed` is for the order
+        and the generators of the batch. The runners are woken once `wake_at` tickets have gathered, and
+        whenever the trainer waits. Calls lie outside the round.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
@@ -493,7 +485,7 @@ cdef class Ring:
         c.count = count
         c.capacity = 0
         c.stage = c.status = 0
-        if cell < self.r.round:  # else a call, which is not in the round
+        if cell < self.r.round:
             if not self.outstanding and not self.r.calls:
                 cseq_ring_set_hints(self.r, cell)
             self.outstanding += 1
@@ -508,10 +500,8 @@ cdef class Ring:
         self.unwoken = 0
         cseq_gate_notify(&self.r.gate[0])
 
-    # -- take
-
     cdef uint32_t unanswered(self) noexcept:
-        """Tickets of a queue that its runner has not answered."""
+        """How many tickets of a queue its runner has not answered."""
         cdef uint32_t count = 0, n = cseq_ring_round(self.r)
         while (count < self.outstanding
                and not cseq_ring_ready(self.r, (self.next_cell + n - count - 1) % n)):
@@ -519,12 +509,9 @@ cdef class Ring:
         return count
 
     def peek(self, uint32_t cell, uint64_t ticket):
-        """What the runners have answered to a ticket. Nothing changes.
+        """What the runners have answered to a ticket, as (status, slot, capacity, record).
 
-        Returns
-        -------
-        tuple or None
-            (status, slot, capacity, record). None: not answered. (): the ticket is not there any more.
+        None if they have not yet, () if the ticket is gone. Nothing changes.
         """
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
@@ -537,7 +524,7 @@ cdef class Ring:
         return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
     cdef bint cancel_newest(self, uint32_t cell) noexcept:
-        """Cancel the newest ticket of a queue, unless it was claimed: whether that was done."""
+        """Cancel the newest ticket of a queue, unless it was claimed; return whether it was cancelled."""
         if not cseq_ring_cancel_newest(self.r, cell):
             return False
         self.next_cell = cell
@@ -545,11 +532,12 @@ cdef class Ring:
         return True
 
     cdef void wait(self, uint32_t seen, int cell) noexcept:
-        """Sleep until the ticket in a cell (-1: any) can be taken, or `notify_all` is called; not for long.
-        `seen`: `cseq_ring_notices` from before the caller looked for news (failures, interruptions)."""
+        """Sleep until the ticket in a cell (-1: any) can be taken, or `notify_all` is called, for `PARK` at
+        most. The caller holds the run's lock, and has read `cseq_ring_notices` (`seen`) before it looked for
+        news (failures, interruptions)."""
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake
-        if self.unwoken:  # written with the run's lock held
+        if self.unwoken:
             self.wake()
         with nogil:
             cseq_ring_wait_ready(self.r, cell, seen, PARK)
@@ -557,7 +545,7 @@ cdef class Ring:
         self.slept(before, awake)
 
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept:
-        """Wait for a ticket, but do not sleep: whether it is ready."""
+        """Spin until a ticket is ready, for a while; return whether it is."""
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake
         cdef int ready
@@ -570,28 +558,26 @@ cdef class Ring:
         return ready
 
     def ticket(self, uint32_t cell):
-        """(epoch, batch, count) of a cell."""
+        """(epoch, batch, count) of a cell's ticket."""
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
     def start(self, uint32_t cell):
-        """Where a cell's ticket begins: a position in the order, or the number of an item."""
+        """Where a cell's ticket begins: a position in the order, or an item's number."""
         return self.at(cell).start
 
     def token(self, uint32_t cell):
-        """The cell's word: larger for later tickets, another for each state of a ticket; 0: it is free."""
+        """The cell's word: larger for later tickets, different in each state of a ticket, 0 in a free cell."""
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
         """What the runners wrote into a cell, until the next `offer` there: (stage that wrote last,
-        status, slot, capacity, the indexer's record, the converter's record)."""
+        status, slot, capacity, indexer's record, converter's record)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
         return (c.stage, c.status, c.slot, c.capacity, (i[0], i[1], i[2], i[3]),
                 (f[0], f[1], f[2], f[3]))
-
-    # -- from any thread
 
     def held(self, uint32_t owner):
         """Cells that `owner` has claimed."""
@@ -599,9 +585,9 @@ cdef class Ring:
         return [c for c in range(self.r.capacity) if self.holder(c)[0] == owner]
 
     def repost(self, uint32_t owner, uint32_t status=0):
-        """Post the tickets of `owner` again, which has certainly ended: their cells.
+        """Post the tickets of `owner` again, which has certainly ended; return their cells.
 
-        With a `status`, publish them with that instead.
+        With a `status`, publish them with it instead.
         """
         cdef uint32_t count, k
         cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)
@@ -614,30 +600,31 @@ cdef class Ring:
             PyMem_RawFree(held)
 
     def slots(self):
-        """Slots that published tickets lie in: a set.
+        """The set of slots that published tickets lie in.
 
-        A slot that leaves the ring meanwhile was made the trainer's before that.
+        A slot that leaves the ring meanwhile already belongs to the trainer.
         """
         cdef uint32_t k, slot
         cdef int state
-        cdef set found = set()
+        cdef set published = set()
         for k in range(self.r.capacity):
             state = cseq_ring_state(self.r, k)
             if state == CSEQ_INDEXED or state == CSEQ_CONVERTING or state == CSEQ_READY:
-                slot = cseq_load_acq_u32(&cseq_ring_cell(self.r, k).slot)  # SYNC: slot is the trainer's
+                # SYNC: slot is the trainer's
+                slot = cseq_load_acq_u32(&cseq_ring_cell(self.r, k).slot)
                 if slot != CSEQ_NO_SLOT:
-                    found.add(slot)
-        return found
+                    published.add(slot)
+        return published
 
     def notify_all(self):
         """Wake the trainer, whichever cell it waits for."""
         cseq_gate_notify_all(cseq_ring_output(self.r))
 
     def close(self):
-        """Close the ring: runners end when they find nothing to claim."""
+        """Close the ring: runners end once they find nothing to claim."""
         cseq_ring_close(self.r)
 
 
 def now_ns():
-    """Nanoseconds on a monotonic clock, that of `Ring.holder`."""
+    """Nanoseconds on the monotonic clock that `Ring.holder` uses."""
     return cseq_now_ns()

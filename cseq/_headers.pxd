@@ -30,7 +30,7 @@ cdef extern from "cseq_wait.h" nogil:
 
 
 cdef extern from "cseq_fault.h" nogil:
-    int CSEQ_POISON  # whether memory that is no longer in use is overwritten
+    int CSEQ_POISON
     void CSEQ_POINT(const char* name) noexcept
 
 
@@ -42,21 +42,11 @@ cdef extern from "cseq_meter.h" nogil:
         uint64_t sum
 
     ctypedef struct cseq_meter:
-        uint64_t batches
-        uint64_t samples
-        uint64_t nbytes
-        uint64_t since_ns   # when the present step, or ticket, began
-        uint64_t waited_ns  # of the present step
-        uint64_t asleep_ns  # when the present sleep began
-        uint64_t start_ns
-        uint64_t first_ns
-        uint64_t behind_ns
-        uint64_t early_ns
-        uint64_t polled_ns
-        uint64_t epochs
-        cseq_histogram work
-        cseq_histogram wait
-        cseq_histogram gil
+        uint64_t batches, samples, nbytes
+        uint64_t since_ns, waited_ns, asleep_ns
+        uint64_t start_ns, first_ns, behind_ns, early_ns
+        uint64_t polled_ns, epochs
+        cseq_histogram work, wait, gil
 
     void cseq_histogram_add(cseq_histogram* h, uint64_t ns) noexcept
     void cseq_meter_renew(cseq_meter* m) noexcept
@@ -81,39 +71,25 @@ cdef extern from "cseq_ring.h" nogil:
         CSEQ_CLOSED
 
     ctypedef struct cseq_gate:
-        uint32_t event
-        uint32_t shared
+        uint32_t event, shared
 
     ctypedef struct cseq_stint:
-        uint64_t started_ns    # when it was claimed; 0 before
-        uint64_t published_ns
+        uint64_t started_ns, published_ns
 
     ctypedef struct cseq_cell:
         uint64_t word
-        uint64_t epoch
-        uint64_t batch
-        uint64_t start       # position of its first sample in the order of the epoch
-        uint32_t count       # samples
-        uint64_t seed        # of the order and the generators
-        uint32_t parts       # sizes of units after the indices; 0: each is a sample
-        uint32_t slot
-        uint64_t capacity    # bytes of the slot that are committed
-        uint32_t stage       # which record was written last
-        uint32_t status
+        uint64_t epoch, batch, start, seed
+        uint32_t count, parts, slot
+        uint64_t capacity
+        uint32_t stage, status
         uint64_t* record
         uint64_t* converted
-        unsigned short* owner  # that has published, of each stage
-        cseq_stint indexing
-        cseq_stint converting
+        unsigned short* owner
+        cseq_stint indexing, converting
 
     ctypedef struct cseq_ring:
-        uint32_t capacity    # cells
-        uint32_t batch_size  # samples
-        uint32_t runners
-        uint32_t calls       # cells of a queue that are not in its round
-        uint32_t round       # the others, as far as runners look at them
-        uint32_t closed
-        int64_t output       # bytes from the ring to the gate that the trainer sleeps at
+        uint32_t capacity, batch_size, runners, calls, round, closed
+        int64_t output
         cseq_gate* gate
 
     uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners) noexcept
@@ -156,10 +132,7 @@ cdef extern from "cseq_ring.h" nogil:
 
 cdef extern from "cseq_turns.h" nogil:
     ctypedef struct cseq_turns:
-        uint32_t on
-        uint32_t holder
-        uint32_t runners
-        uint32_t between
+        uint32_t on, holder, runners, between
 
     void cseq_turns_enter(cseq_turns* t, uint32_t runner) noexcept
     int cseq_turns_has(const cseq_turns* t, uint32_t runner) noexcept
@@ -169,7 +142,7 @@ cdef extern from "cseq_turns.h" nogil:
 
 cdef extern from "cseq_feistel.h" nogil:
     enum:
-        CSEQ_FEISTEL_LEAST  # samples; with fewer, the order is that of fisher-yates-v1
+        CSEQ_FEISTEL_LEAST
         CSEQ_PURPOSE_FEISTEL
         CSEQ_ROUNDS
 
@@ -198,9 +171,7 @@ cdef extern from "cseq_shuffle.h" nogil:
     uint64_t cseq_bounded(uint64_t* s, uint64_t range) noexcept
 
     ctypedef struct cseq_order:
-        uint64_t n           # samples
-        uint64_t position    # positions below are final
-        uint64_t generation
+        uint64_t n, position, generation
 
     void cseq_derive(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t* words, size_t count) noexcept
 
@@ -231,12 +202,11 @@ cdef extern from "cseq_allocator.h":
 
 cdef extern from "cseq_slot_allocator.h":
     enum:
-        LINE "CSEQ_SLOT_ALIGN"  # bytes
+        LINE "CSEQ_SLOT_ALIGN"
 
     ctypedef struct cseq_region:
         char* base
-        uint64_t size        # bytes
-        uint64_t live        # pieces that were not given back
+        uint64_t size, live
         void* owner
 
     ctypedef struct cseq_slot_allocator:
@@ -244,9 +214,9 @@ cdef extern from "cseq_slot_allocator.h":
         void (*release)(void* owner) noexcept
         int active
         cseq_region slot
-        uint64_t used        # bytes
-        uint32_t count       # large allocations of this ticket
-        uint64_t wanted      # bit k: number k was part of the last batch
+        uint64_t used
+        uint32_t count
+        uint64_t wanted
 
     void* cseq_slot_malloc(void* ctx, size_t size) noexcept
     void* cseq_slot_calloc(void* ctx, size_t count, size_t size) noexcept
@@ -269,13 +239,12 @@ cdef extern from "cseq_reuse.h":
     void cseq_reuse_count_thread(cseq_reuse* r, bint begins) noexcept
 
 
-# References to objects: whether there are others, and how one is handed on.
-# Without a GIL, to count a reference to an object of another thread takes an atomic operation, and
+# Without a GIL, counting a reference to another thread's object takes an atomic operation, and
 # memory that goes from core to core.
 
 cdef extern from *:
     """
-    /* Whether no other reference to an object exists, and no other thread can make one. */
+    /* 1 if no other reference to an object exists, and no other thread can make one. */
     static inline int cseq_is_unique(PyObject *one) {
     #ifndef Py_GIL_DISABLED
         return Py_REFCNT(one) == 1;
@@ -287,7 +256,7 @@ cdef extern from *:
             && _Py_atomic_load_ssize_relaxed(&one->ob_ref_shared) == 0;
     #endif
     }
-    /* The reference that the caller has is the result's now. */
+    /* The caller's reference becomes the result's. */
     static inline PyObject *cseq_given(PyObject *one) { return one; }
     """
     bint cseq_is_unique(PyObject* one) noexcept

@@ -18,12 +18,12 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    cdef uint64_t owner  # the thread that has it, or 0
-    cdef uint32_t asleep # a thread may be, until it is free
-    cdef uint32_t depth  # how often
-    cdef uint32_t forks  # `forks_here`, when it was last looked at
-    cdef uint32_t due    # there are
-    cdef list calls      # that were put off
+    # Thread `owner` (or 0) has the lock, `depth` times. While `asleep` is set, a thread may sleep until
+    # the lock is free. `forks` is what `forks_here` was when it was last looked at. `calls` were put
+    # off; there are some while `due` is set.
+    cdef uint64_t owner
+    cdef uint32_t asleep, depth, forks, due
+    cdef list calls
     cdef bint has(self) noexcept
     cdef int look_at_fork(self) noexcept
     cdef bint acquire(self, double timeout) except -1
@@ -34,7 +34,7 @@ cdef class Lock:
     cdef object next_call(self)
     cpdef int refuse_mine(self) except -1
     cdef inline int acquire_once(self) except -1:
-        """Take it; RuntimeError if this thread has it."""
+        """Acquire the lock, or raise RuntimeError if this thread has it."""
         return self.refuse_mine() if self.has() else self.acquire_first(-1)
 
 
@@ -43,7 +43,6 @@ cdef class RunState:
     cdef uint64_t number
     cdef readonly Lock lock
     cdef inline bint is_at(self, uint64_t generation) noexcept:
-        """Whether this is the present generation."""
         return cseq_load_acq_u64(&self.number) == generation
 
 cpdef int rest() except -1

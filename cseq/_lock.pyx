@@ -15,8 +15,9 @@ from threading import current_thread
 
 cseq_wait_choose()
 
+# Frames that are left for a sampler or an iterator of keys.
 cdef enum:
-    ROOM = 100  # frames, for a sampler or an iterator of keys
+    ROOM = 100
 
 
 cdef extern from "Python.h":
@@ -24,7 +25,7 @@ cdef extern from "Python.h":
 
 
 cpdef int check_depth() except -1:
-    """Raise RecursionError if the stack has no room for code that must not be left in its middle."""
+    """Raise RecursionError if the stack is too deep for code that must not be interrupted halfway."""
     cdef int limit = Py_GetRecursionLimit()
     if is_deep(max(limit - ROOM, limit // 2)):
         raise RecursionError("the stack is too deep to take a batch: take it with fewer calls around it, "
@@ -33,8 +34,8 @@ cpdef int check_depth() except -1:
 
 
 cpdef bint is_deep(int depth=0) except -1:
-    """Whether the stack has so many frames; 0: half of what there may be. Then a RecursionError may be
-    due to the caller's stack, not to what it called."""
+    """Whether the stack has `depth` frames, by default half of the limit. Then a RecursionError may be due
+    to the caller's stack, not to what it called."""
     try:
         _getframe(depth or Py_GetRecursionLimit() // 2)
     except ValueError:
@@ -43,22 +44,22 @@ cpdef bint is_deep(int depth=0) except -1:
 
 
 cdef uint64_t ns_of(double seconds) noexcept:
-    """Seconds as nanoseconds; below 0: as good as for ever."""
+    """Convert seconds to nanoseconds; negative seconds mean no limit."""
     return <uint64_t>-1 if seconds < 0 else <uint64_t>(min(seconds, 1e9) * 1e9)
 
 
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    """A lock that its thread may take again, as `threading.RLock`; the core takes it without a call of
-    Python.
+    """A lock that its thread may acquire again, as `threading.RLock`; the core acquires it without a call
+    of Python.
 
-    A signal handler runs before it is taken, or in the middle of what it protects, where it may take
-    it again to look, must not (`refuse_mine`), or puts off what it wants (`put_off`). In Python, take it
-    by ``with lock.hold()``: an exception of a handler may otherwise come between the taking and the body,
-    and the lock stay taken. Since Python 3.14, handlers run there.
+    A signal handler runs before the lock is acquired, or in the middle of what it protects. There it may
+    acquire the lock again to look, must not (`refuse_mine`), or puts off what it wants (`put_off`). In
+    Python, use ``with lock.hold()``: since Python 3.14, a handler may otherwise raise between the
+    acquisition and the body, and the lock would stay acquired.
 
-    In a forked process it is free, unless the thread that forked has it: the others are not there.
+    In a forked process the lock is free, unless the thread that forked has it: the others are gone.
     """
 
     def __cinit__(self):
@@ -66,34 +67,36 @@ cdef class Lock:
         self.forks = forks_here[0]
 
     cdef bint has(self) noexcept:
-        """Whether this thread has it: it alone writes its number there, and takes it out again."""
-        if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
+        """Whether this thread has the lock. A thread alone writes its number there, and clears it."""
+        # SYNC: free in a fork
+        if cseq_load_acq_u32(&self.forks) != forks_here[0]:
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
 
     @cython.critical_section
     cdef int look_at_fork(self) noexcept:
-        """Free it in a forked process, once, unless the thread that forked has it. Another thread may
-        have the number of one that is not there."""
+        """Free the lock in a forked process, once, unless the thread that forked has it. Another thread
+        may have got the number of one that is gone."""
         if self.forks != forks_here[0]:
             if cseq_load_rlx_u64(&self.owner) != forker_here[0]:
                 cseq_store_rlx_u64(&self.owner, 0)
-            cseq_store_rel_u32(&self.forks, forks_here[0])  # SYNC: free in a fork
+            # SYNC: free in a fork
+            cseq_store_rel_u32(&self.forks, forks_here[0])
         return 0
 
     @property
     def is_mine(self):
-        """Whether this thread has it: it is in the middle of what the lock protects."""
+        """Whether this thread has the lock, and is in the middle of what it protects."""
         return bool(self.has())
 
     def hold(self, double timeout=-1):
-        """A `Hold`, for a ``with``: see there."""
+        """Make a `Hold`, for a ``with``."""
         cdef Hold hold = Hold.__new__(Hold)
         hold.lock, hold.timeout = self, timeout
         return hold
 
     cpdef int refuse_mine(self) except -1:
-        """Raise RuntimeError if this thread has it: it is in the middle of another call."""
+        """Raise RuntimeError if this thread has the lock, and so is in the middle of another call."""
         if self.has():
             raise RuntimeError(
                 "this thread is in the middle of another call of the same object: a signal handler, or "
@@ -103,9 +106,9 @@ cdef class Lock:
         return 0
 
     cdef bint acquire(self, double timeout) except -1:
-        """Take it; wait at most `timeout` seconds for it, -1: for any time. Return whether it was.
+        """Acquire the lock within `timeout` seconds, or -1 for no limit; return whether it was acquired.
 
-        Signal handlers run meanwhile; if one raises, it was not taken.
+        Signal handlers run meanwhile; if one raises, the lock was not acquired.
         """
         if not self.has():
             return self.acquire_first(timeout)
@@ -113,7 +116,7 @@ cdef class Lock:
         return True
 
     cdef bint acquire_first(self, double timeout) except -1:
-        """Do so where this thread does not have it."""
+        """Acquire the lock where this thread does not have it."""
         if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
             if not timeout or not self.sleep(timeout):
                 return False
@@ -121,10 +124,11 @@ cdef class Lock:
         return True
 
     cdef bint sleep(self, double timeout) except -1:
-        """Sleep until it is taken, at most so many seconds; run signal handlers."""
+        """Sleep until the lock is acquired, for `timeout` seconds at most; run signal handlers."""
         cdef uint64_t limit = ns_of(timeout), begun = cseq_now_ns(), waited = 0
         while waited < limit:
-            cseq_swap_sc_u32(&self.asleep, 1)  # SYNC: sleeper seen
+            # SYNC: sleeper seen
+            cseq_swap_sc_u32(&self.asleep, 1)
             if cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
                 return True
             with nogil:
@@ -134,31 +138,35 @@ cdef class Lock:
         return False
 
     cdef int release(self) except -1:
-        """Give it back; the caller has it. Then make the calls that were put off until now."""
+        """Release the lock, which the caller has; then make the calls that were put off until now."""
         self.depth -= 1
         if not self.depth:
             cseq_swap_sc_u64(&self.owner, 0)
-            if cseq_load_sc_u32(&self.asleep) and cseq_swap_sc_u32(&self.asleep, 0):  # SYNC: sleeper seen
+            # SYNC: sleeper seen
+            if cseq_load_sc_u32(&self.asleep) and cseq_swap_sc_u32(&self.asleep, 0):
                 cseq_wake(&self.asleep, 0)
-        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
+        # SYNC: calls
+        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0
 
     def put_off(self, call not None):
-        """Have the thread that has it make a call, ``call()``, once it has given it back; this one does so
-        at once if none has it."""
+        """Have the thread that has the lock make a call, ``call()``, once it has released it; this thread
+        makes it at once if the lock is free."""
         self.calls.append(call)
-        cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
+        # SYNC: calls
+        cseq_swap_sc_u32(&self.due, 1)
         if self.acquire(0):
             self.release()
 
     cdef int make_calls(self) except -1:
-        """Make the calls that were put off, unless this thread has it still."""
+        """Make the calls that were put off, unless this thread still has the lock. If one raises, the
+        others stay due."""
         if self.has() or not cseq_swap_sc_u32(&self.due, 0):
             return 0
         try:
             while (call := self.next_call()) is not None:
                 call()
         finally:
-            if self.calls:  # one has raised
+            if self.calls:
                 cseq_swap_sc_u32(&self.due, 1)
         return 0
 
@@ -173,8 +181,8 @@ cdef class Lock:
 cdef class Hold:
     """Has a lock from the beginning of a ``with`` to its end.
 
-    Or until nothing refers to this object: an exception that comes before the body drops it.
-    With `timeout`, the body may be entered without the lock: `has` tells.
+    An exception that comes before the body drops this object, and so releases the lock. With a `timeout`,
+    the body may be entered without the lock; `has` says whether it was acquired.
     """
 
     cdef Lock lock
@@ -198,23 +206,24 @@ cdef class Hold:
 @cython.final
 @cython.no_gc
 cdef class Latch:
-    """An event that is set once, and can be waited for, by several threads."""
+    """An event that is set once, and that several threads can wait for."""
 
     cdef uint32_t word
 
     def set(self):
-        """Set it."""
-        cseq_swap_sc_u32(&self.word, 1)  # SYNC: what is done before a latch is set
+        # SYNC: what is done before a latch is set
+        cseq_swap_sc_u32(&self.word, 1)
         cseq_wake(&self.word, 0)
 
     def wait(self, double timeout=-1):
-        """Wait until it is set, at most `timeout` seconds (-1: no limit); return whether it is.
+        """Wait until the latch is set, for `timeout` seconds at most (-1: no limit); return whether it is.
 
         Signal handlers run meanwhile.
         """
         cdef uint64_t limit, begun
         cdef uint64_t waited = 0
-        if cseq_load_acq_u32(&self.word):  # SYNC: what is done before a latch is set
+        # SYNC: what is done before a latch is set
+        if cseq_load_acq_u32(&self.word):
             return True
         limit = ns_of(timeout)
         begun = cseq_now_ns()
@@ -233,9 +242,9 @@ cdef class RunState:
     Attributes
     ----------
     generation : int
-        An iterator of another one is void, and a call for it takes nothing.
+        An iterator of another generation is void: a call for it takes nothing.
     lock : Lock
-        Around every use of the pool but `interrupt`.
+        Guards every use of the pool but `interrupt`.
     """
 
     def __cinit__(self):
@@ -246,7 +255,7 @@ cdef class RunState:
         return cseq_load_acq_u64(&self.number)
 
     def interrupt(self):
-        """Begin the next generation, on any thread or in a signal handler: return its number."""
+        """Begin the next generation and return its number; on any thread, or in a signal handler."""
         return cseq_add_sc_u64(&self.number, 1) + 1
 
 
@@ -255,35 +264,36 @@ cdef extern from *:
     #ifndef _WIN32
     #include <unistd.h>
     #define cseq_exit _exit
-    #else /* _exit has each DLL clean up, which may wait for a thread that is gone */
+    #else
+    /* _exit has each DLL clean up, which may wait for a thread that is gone. */
     #define cseq_exit(code) TerminateProcess(GetCurrentProcess(), (UINT)(code))
     #endif
     """
     void cseq_exit(int code) noexcept nogil
 
 def exit_on_hangup(intptr_t socket):
-    """Wait until the peer of `socket` is gone; then end this process without the interpreter.
-    Never returns; for a thread of its own."""
+    """Wait until the peer of `socket` is gone; then end this process without the interpreter. This never
+    returns, so it needs a thread of its own."""
     with nogil:
         cseq_await_hangup(socket)
         cseq_exit(1)
 
 
-cdef bint ends = False  # the interpreter does
+cdef bint ends = False
 
 
 def end_daemons():
-    """The interpreter ends: `rest` keeps daemon threads from now on."""
+    """Have `rest` keep daemon threads from now on: the interpreter ends."""
     global ends
     ends = True
 
 
 cpdef int rest() except -1:
-    """Keep a daemon thread of the user's here for good, once the interpreter ends; it holds no lock.
+    """Keep a daemon thread of the user's here for good once the interpreter ends; it holds no lock.
 
-    Python stops such a thread as soon as it wants the GIL back, until 3.13 by unwinding its stack. In
-    the destructor of a tensor, which gives the GIL away, that aborts the process. A thread that rests
-    drops nothing, and prints no traceback.
+    Python stops such a thread as soon as it wants the GIL back, until 3.13 by unwinding its stack. In the
+    destructor of a tensor, which releases the GIL, this aborts the process. A thread that rests drops
+    nothing, and prints no traceback.
     """
     cdef uint32_t word = 0
     if not ends:

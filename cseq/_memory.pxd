@@ -6,20 +6,21 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-
-
+# Copies of LARGE bytes or more release the GIL. LEAST bytes of a slot are committed before it is used.
+# Leaves of up to MOST_COPIED bytes are copied out of their slots, as many together as fit into this.
 cdef enum:
     MAX_DIMS = 64
-    LARGE = 65536  # bytes; copies of this size or more release the GIL
-    LEAST = 16384  # bytes of a slot that are committed before it is used
-    MOST_COPIED = 65536  # bytes; leaves up to this are copied out of their slots, together as many as fit
+    LARGE = 65536
+    LEAST = 16384
+    MOST_COPIED = 65536
 
-cdef uint32_t* forks_here   # see `fork_depth`
-cdef uint64_t* forker_here  # the thread that this process is a copy of
+# See `fork_depth`; and the thread that this process is a copy of.
+cdef uint32_t* forks_here
+cdef uint64_t* forker_here
 
 cdef extern from *:
     """
-    /* An array on memory that `owner` has, which it keeps alive. `strides`: in bytes; NULL: no gaps. */
+    /* An array on memory of `owner`, which it keeps alive. Without `strides` (bytes) it has no gaps. */
     static inline PyObject *cseq_array_on(PyObject *owner, char *data, PyObject *dtype, int nd, npy_intp *dims,
                                           npy_intp *strides, int flags) {
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, (PyArray_Descr *)Py_NewRef(dtype), nd, dims,
@@ -38,7 +39,7 @@ cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept
 
 cdef class Memory:
     cdef char* data
-    cdef Py_ssize_t size  # bytes
+    cdef Py_ssize_t size
     @cython.final
     cdef int inside(self, Py_ssize_t offset, Py_ssize_t nbytes) except -1
     @cython.final

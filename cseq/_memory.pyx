@@ -40,15 +40,12 @@ cdef Py_ssize_t PY_SSIZE_T_MAX = <Py_ssize_t>(<size_t>-1 >> 1)
 
 cdef extern from *:
     """
-    #include <stdlib.h> /* defines __GLIBC__ */
+    #include <stdlib.h>
     #ifdef __GLIBC__
     #include <malloc.h>
-    enum {
-        /* Bytes; larger blocks are mapped: zero at once, and given back at once. Of freed blocks of
-           torch's, which it aligns, glibc keeps up to seven of a size. */
-        CSEQ_MAPPED = 32 << 20,
-        CSEQ_FREED = 128 << 20 /* bytes that stay at the end of the heap */
-    };
+    /* In bytes. Larger blocks than CSEQ_MAPPED are mapped: zero at once, and given back at once. CSEQ_FREED
+     * stay at the end of the heap. glibc keeps up to seven freed blocks of a size that torch has aligned. */
+    enum { CSEQ_MAPPED = 32 << 20, CSEQ_FREED = 128 << 20 };
     static int cseq_keep_freed(void) {
         return mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
     }
@@ -60,10 +57,12 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    static cseq_slot_allocator cseq_slot_arrays; /* one for the process: arrays that outlive everything point to it */
+    /* The process has one of each: arrays that outlive everything point to them. */
+    static cseq_slot_allocator cseq_slot_arrays;
     static cseq_reuse cseq_reused;
-    static uint32_t cseq_forks;  /* between this process and the program that was executed */
-    static uint64_t cseq_forker; /* the thread that this process is a copy of */
+    /* Forks since the program was executed, and the thread that this process is a copy of. */
+    static uint32_t cseq_forks;
+    static uint64_t cseq_forker;
 
     #ifdef _WIN32
     static int cseq_fork_install(void) { return 0; }
@@ -81,8 +80,9 @@ cdef extern from *:
         errno = error;
         return pid;
     }
+    /* A child is not in the middle of a ticket. */
     static void cseq_at_child(void) {
-        cseq_slot_arrays.active = 0; /* the child is in the middle of no ticket */
+        cseq_slot_arrays.active = 0;
         cseq_reuse_forget(&cseq_reused);
         cseq_forks++;
         cseq_forker = PyThread_get_thread_ident();
@@ -106,7 +106,7 @@ forks_here, forker_here = &cseq_forks, &cseq_forker
 def fork_depth():
     """How many forks lie between this process and the program that was executed.
 
-    What has noted it, in an object that a forked process inherits, is told from the copy.
+    An object that has noted the number can tell whether it is a copy in a forked process.
     """
     return cseq_forks
 
@@ -114,9 +114,9 @@ def fork_depth():
 def fork():
     """`os.fork`, without the warning of Python 3.12 that this process has threads.
 
-    That one is for programs which do not know. To filter it would take `warnings.catch_warnings`,
-    which sets and restores the filters of all threads: the user's may be in one of theirs. And it
-    comes when the child is there: a process whose warnings are errors could lose it.
+    `warnings.catch_warnings` would set and restore the filters of all threads, and the user's threads
+    may be in one of theirs. The warning comes once the child exists: a process whose warnings are errors
+    could lose the child.
 
     Raises
     ------
@@ -133,20 +133,15 @@ def fork():
 
 
 DEBUG = bool(CSEQ_POISON)
-
-
-# Whether one thread at a time runs Python.
 HAS_GIL = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
-
-
 COPIED = MOST_COPIED
 SMALL = LEAST
 
 
 cdef class Memory:
-    """Bytes that arrays are made on. They live until the last of those arrays is gone.
+    """Bytes that arrays are made on, alive until the last of these arrays is gone.
 
-    Exports the buffer protocol (writable, format 'B').
+    It exports the buffer protocol (writable, format 'B').
     """
 
     @property
@@ -168,15 +163,9 @@ cdef class Memory:
         return 0
 
     def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape):
-        """An array on these bytes, not a copy; it keeps them alive.
+        """Make an array on these bytes from `offset` on, which keeps them alive.
 
-        Parameters
-        ----------
-        offset : int
-            Where the array begins, in bytes.
-        dtype : numpy.dtype
-            Type of the elements, without Python objects in it.
-        shape : tuple of int
+        `dtype` must have no Python objects in it.
         """
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef int nd = <int>len(shape)
@@ -198,7 +187,7 @@ cdef class Memory:
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
-        """Copy to `offset`; `LARGE` bytes or more without the GIL."""
+        """Copy bytes to `offset`; `LARGE` bytes or more without the GIL."""
         self.inside(offset, nbytes)
         CSEQ_POINT("encode")
         if nbytes < LARGE:
@@ -217,7 +206,7 @@ cdef class Memory:
 @cython.final
 @cython.no_gc
 cdef class Block(Memory):
-    """Private memory, 128-byte aligned; zeroed if asked for."""
+    """Private memory, aligned to 128 bytes."""
 
     def __cinit__(self, Py_ssize_t nbytes, *, bint zero=False):
         if nbytes < 0:
@@ -240,10 +229,10 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
     return block
 
 
-# -- how arrays lie: most without gaps, so that their bytes can be copied as they are
+# -- arrays without gaps, whose bytes can be copied as they are
 
 cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
-    """Whether an array lies without gaps, with its axes in this order, the outermost first."""
+    """Whether an array has no gaps and its axes in this order, the outermost first."""
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int k
     for k in range(cnp.PyArray_NDIM(array) - 1, -1, -1):
@@ -254,10 +243,10 @@ cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
 
 
 cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
-    """Whether an array lies without gaps, but not in rows. `axes` is then set to the order of its axes, else to
-    that of rows.
+    """Whether an array has no gaps, but does not lie in rows. `axes` is then set to the order of its axes,
+    else to the order of rows.
 
-    Strides of axes of one element count: torch has formats that differ in them alone.
+    Strides of axes of one element count, too: they alone differ between some formats of torch.
     """
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int nd = cnp.PyArray_NDIM(array)
@@ -287,17 +276,17 @@ cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
 
 
 def axes_of(cnp.ndarray array not None):
-    """The order of an array's axes in a slot, the outermost first, as bytes: that of rows if it has gaps."""
+    """The order of an array's axes in a slot, the outermost first, as bytes. With gaps, it is in rows."""
     cdef uint8_t axes[MAX_DIMS]
     is_permuted(array, axes)
     return (<char*>axes)[:cnp.PyArray_NDIM(array)]
 
 
 def flat_of(cnp.ndarray array not None):
-    """The elements of an array as they lie in memory, in one dimension; None: there are gaps between them, or
-    a stride is negative.
+    """The elements of an array as they lie in memory, in one dimension, or None if there are gaps between
+    them, or a negative stride.
 
-    To be read: it says that it can be written to, since what is made of its bytes can.
+    Only read the result. It says that it can be written to, since what is made of its bytes can.
     """
     cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
@@ -315,14 +304,7 @@ def flat_of(cnp.ndarray array not None):
 @cython.final
 @cython.no_gc
 cdef class Loan(Memory):
-    """Another memory's first bytes as an object of its own, for weak references.
-
-    Parameters
-    ----------
-    whole : Memory
-    nbytes : int
-        -1: all of it.
-    """
+    """Another memory's first `nbytes` bytes, by default all, as an object for weak references."""
 
     cdef Memory whole
     cdef object __weakref__
@@ -342,11 +324,11 @@ cdef class Mapping(Memory):
     Parameters
     ----------
     fd : int
-        The file. May be closed afterwards.
+        The file. It may be closed afterwards.
     offset, nbytes : int
-        The part, in bytes; `offset` a multiple of the page size.
+        The part, in bytes; `offset` is a multiple of the page size.
     own : bool
-        What is written to it is seen by this process alone.
+        This process alone sees what it writes.
     """
 
     def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):
@@ -368,17 +350,10 @@ cdef class Mapping(Memory):
 @cython.final
 @cython.no_gc
 cdef class Descriptor:
-    """A file descriptor (Windows: a handle), closed when this object is deallocated.
+    """A file descriptor (Windows: a handle) above 2, closed when this object is deallocated.
 
-    Its number is above 2: this process may have closed a standard stream.
-
-    Parameters
-    ----------
-    opener : callable
-        A function of `os` that opens it. It is called here, so that no signal handler runs between
-        the opening and the assignment.
-    *args
-        Its arguments.
+    `opener`, a function of `os`, opens it with `args`. It is called here, so that no signal handler runs
+    between the opening and the assignment.
     """
 
     cdef readonly int fd
@@ -388,7 +363,6 @@ cdef class Descriptor:
         self.fd = lift(opener(*args))
 
     def close(self):
-        """Close the descriptor. Calling it twice is fine."""
         cdef int fd = self.fd
         self.fd = -1
         if fd >= 0:
@@ -400,8 +374,8 @@ cdef class Descriptor:
 
 
 cpdef int lift(int fd) except -1:
-    """Return a descriptor above 2, the last standard stream: `fd`, or a copy, and `fd` is closed.
-    Also where there can be no more descriptors: OSError."""
+    """Return a descriptor above 2, the last standard stream: `fd`, or a copy. `fd` is then closed, even
+    if there can be no more descriptors (OSError)."""
     fd = cseq_lift(fd)
     if fd < 0:
         raise OSError(errno, os.strerror(errno))
@@ -409,7 +383,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """Make a section of `nbytes` zeros, on Windows; return its handle, for a `Descriptor`."""
+    """On Windows, make a section of `nbytes` zeros; return its handle, for a `Descriptor`."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -419,7 +393,7 @@ def section(uint64_t nbytes):
 
 
 def commit(int fd, uint64_t offset, uint64_t nbytes):
-    """Allocate the pages of a part of a file, so that writing to them cannot fail; else MemoryError."""
+    """Allocate the pages of a part of a file, so that writing to them cannot fail."""
     cdef int error
     with nogil:
         error = cseq_commit(fd, offset, nbytes)
@@ -433,24 +407,23 @@ def ram():
 
 
 def address_of(cnp.ndarray array not None):
-    """The address of an array's data."""
     return <uintptr_t>cnp.PyArray_DATA(array)
 
 
 def keep_freed():
-    """Make this process's malloc keep freed blocks of up to 32 MB, since the system clears the pages
-    of new ones; larger ones are mapped and unmapped. Return whether it does (glibc)."""
+    """Make this process's malloc keep freed blocks of up to 32 MB, since the system clears the pages of
+    new ones; larger ones are mapped and unmapped. Return whether it does (only glibc)."""
     return bool(cseq_keep_freed())
 
 
-# -- numpy's allocators: arrays made in place, in the batch's slot (cseq_slot_allocator.h)
+# -- numpy's allocators
 
 cdef PyDataMem_Handler slot_handler, reuse_handler
 
 
 cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
                    PyDataMemAllocator allocator) except -1:
-    """Fill in a handler, and where it finds the allocator of numpy's that is below it."""
+    """Fill in a handler above numpy's own, whose allocator goes into `below`."""
     handler[0] = (<PyDataMem_Handler*>PyCapsule_GetPointer(numpys, "mem_handler"))[0]
     memcpy(below, &handler.allocator, sizeof(cseq_allocator))
     strcpy(handler.name, name)
@@ -459,16 +432,16 @@ cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* hand
 
 
 cdef void release_slot(void* owner) noexcept:
-    """Called when no array is left in the region of this `Mapping`."""
+    """Drop a `Mapping`: no array is left in its region."""
     Py_DECREF(<object>owner)
 
 
 @cython.final
 @cython.no_gc
 cdef class SlotAllocator:
-    """Makes numpy allocate the arrays of a batch in the batch's slot: see cseq_slot_allocator.h.
+    """Makes numpy allocate the arrays of a batch in the batch's slot; see cseq_slot_allocator.h.
 
-    Holds for the thread and `contextvars` context that make it, until the process ends; a worker
+    It works in the thread and `contextvars` context that make it, until the process ends. A worker
     process has one.
     """
 
@@ -482,7 +455,7 @@ cdef class SlotAllocator:
 
     @property
     def count(self):
-        """Large allocations since `begin`."""
+        """How many large allocations there were since `serve`."""
         return cseq_slot_arrays.count
 
     @property
@@ -496,26 +469,25 @@ cdef class SlotAllocator:
 
     @property
     def live(self):
-        """Arrays that lie in the slot."""
+        """How many arrays lie in the slot."""
         return cseq_slot_arrays.slot.live
 
     def serve(self, Mapping slot not None, uint64_t nbytes):
-        """Begin to number large allocations, and serve the wanted ones from this slot of
-        `nbytes` bytes."""
+        """Number large allocations from now on; serve the wanted ones from this slot of `nbytes` bytes."""
         if cseq_slot_arrays.slot.live:
-            raise RuntimeError(f"{cseq_slot_arrays.slot.live} arrays lie in the slot before")
+            raise RuntimeError(f"{cseq_slot_arrays.slot.live} arrays lie in the previous slot: stop first")
         if nbytes > <uint64_t>slot.size:
             raise ValueError(f"nbytes={nbytes} exceeds a mapping of {slot.size} bytes")
         if cseq_slot_serve(&cseq_slot_arrays, slot.data, nbytes, <void*>slot):
             raise MemoryError("no memory for the table of slots in use")
-        Py_INCREF(slot)  # release_slot gives it back
+        Py_INCREF(slot)
 
     def pause(self):
         """Serve no more allocations from the slot."""
         cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
-        """Serve the allocations that these arrays of the batch lie in from the slot next time."""
+        """Next time, serve the allocations in which these arrays of the batch lie from the slot."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
@@ -523,15 +495,13 @@ cdef class SlotAllocator:
         cseq_slot_arrays.wanted = wanted
 
     def stop(self):
-        """Serve nothing from the slot any more; return how many arrays are alive in it."""
+        """Serve nothing more from the slot; return how many arrays are alive in it."""
         return cseq_slot_stop(&cseq_slot_arrays)
 
     def holds(self, Mapping slot not None):
-        """Whether arrays are alive in a slot after its `end`."""
+        """Whether arrays are alive in a slot after its `stop`."""
         return bool(cseq_slot_holds(&cseq_slot_arrays, slot.data))
 
-
-# -- arrays of worker threads: numpy allocates them where earlier ones lay (cseq_reuse.h)
 
 put_above(
     <object>PyDataMem_DefaultHandler, &cseq_reused.below, &reuse_handler, b"cseq_reuse", PyDataMemAllocator(
@@ -540,9 +510,9 @@ put_above(
 
 @cython.final
 cdef class Reuse:
-    """While a thread is in this context manager, its large arrays lie where freed ones lay.
+    """While a thread is in this context manager, its large arrays lie where freed ones lay; see cseq_reuse.h.
 
-    A handler of the user's that numpy has in this thread stays.
+    The user's own handler stays, if numpy has one in this thread.
     """
 
     def __enter__(self):

@@ -14,16 +14,20 @@ cdef class Runner:
     cdef readonly Ring ring
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
+    # The present ticket is in `cell`, or -1. `claim` waits for `park` ns at most. If runners take turns,
+    # this one has the number `turn`, which no other queue of the pool has; it `owes` the trainer a
+    # notification before it leaves its turn. `since` is when a ticket was last claimed or published, or
+    # when none came. `room` is for the indices of a ticket.
     cdef cseq_cell* c
     cdef cseq_meter* meter
-    cdef readonly int cell  # of the present ticket; -1: none
-    cdef public uint64_t park  # ns that `claim` waits at most
+    cdef readonly int cell
+    cdef public uint64_t park
     cdef bint last
-    cdef cseq_turns* turns     # NULL: there are none
-    cdef uint32_t turn         # its number there, another one in each queue of a pool
-    cdef bint owes             # the trainer is to be notified before the turn is given up
-    cdef uint64_t since        # when a ticket was claimed or published last; when none came
-    cdef cnp.ndarray room      # for the indices of a ticket
+    cdef cseq_turns* turns
+    cdef uint32_t turn
+    cdef bint owes
+    cdef uint64_t since
+    cdef cnp.ndarray room
     cdef void pause(self) noexcept nogil
     cdef void hold(self, int cell, uint64_t now) noexcept
     cdef bint claim_at_once(self, uint64_t now) noexcept

@@ -18,8 +18,9 @@ cnp.import_array()
 
 cseq_wait_choose()
 
+# A thread sleeps this long before it asks for the GIL: otherwise it would get it back at once.
 cdef enum:
-    PROBE_NS = 50000  # that a thread sleeps before it asks for the GIL: else it would have it again at once
+    PROBE_NS = 50000
 NO_MORE = object()
 
 
@@ -31,7 +32,7 @@ cdef class BatchState:
     ticket : Ticket or None
         The present one.
     drawn : numpy.random.Generator or None
-        That of the present ticket, once it was asked for.
+        The present ticket's, once it was asked for.
     """
 
     cdef public object ticket
@@ -40,8 +41,8 @@ cdef class BatchState:
 
 cdef extern from *:
     """
-    /* Whether an array is as PyArray_EMPTY makes it: its user may have set its type, shape or flags,
-     * or a weak reference to it. */
+    /* 1 if an array is as PyArray_EMPTY makes it. Its user may have set its type, shape or flags, or have
+     * a weak reference to it. */
     static int cseq_is_fresh(PyArrayObject *one, npy_intp n) {
         const PyArrayObject_fields *f = (PyArrayObject_fields *)one;
         return f->nd == 1 && f->dimensions[0] == n && PyArray_ISCARRAY(one)
@@ -52,7 +53,7 @@ cdef extern from *:
     bint cseq_is_fresh(cnp.ndarray one, cnp.npy_intp n) noexcept
 
 
-cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)  # stands for no array
+cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)
 
 
 @cython.final
@@ -89,8 +90,8 @@ cdef class Runner:
         cseq_meter_renew(self.meter)
 
     def claim(self):
-        """Claim a ticket. True: claimed; False: none came within `park` ns; None: the ring is
-        closed."""
+        """Claim a ticket. Return True if it was claimed, False if none came within `park` ns, or None if
+        the ring is closed."""
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
@@ -112,7 +113,7 @@ cdef class Runner:
         return True
 
     cdef void pause(self) noexcept nogil:
-        """Give the turn up, and notify the trainer."""
+        """Leave the turn, and notify the trainer."""
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
@@ -122,7 +123,7 @@ cdef class Runner:
         return self
 
     def __next__(self):
-        """`claim` at the end of the last ticket; the iterator ends where the ring is closed."""
+        """`claim`, with the time at which the last ticket ended; stop where the ring is closed."""
         if (self.since and self.since - self.meter.polled_ns < CSEQ_POLL
                 and self.claim_at_once(self.since)):
             return True
@@ -132,7 +133,7 @@ cdef class Runner:
         return claimed
 
     cdef void hold(self, int cell, uint64_t now) noexcept:
-        """Begin with the ticket in a cell that was claimed."""
+        """Begin the ticket in a cell that was claimed."""
         self.cell = cell
         self.c = cseq_ring_cell(self.r, cell)
         self.since = now
@@ -140,7 +141,7 @@ cdef class Runner:
         cseq_store_rlx_u64(&self.meter.since_ns, now)
 
     cdef bint claim_at_once(self, uint64_t now) noexcept:
-        """Claim a ticket at this time, if there is one; none is in hand."""
+        """Claim a ticket, at this time, if there is one; the runner has none in hand."""
         cdef int cell = CSEQ_NONE
         if not cseq_ring_leaves(self.r, self.stage, self.owner):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
@@ -150,13 +151,13 @@ cdef class Runner:
         return True
 
     cdef void repost(self) noexcept:
-        """Post the ticket in hand again: its batch was interrupted, and is to be made from the beginning."""
+        """Post the ticket in hand again: its batch was interrupted, and has to be made again."""
         cdef uint32_t cell
         self.cell = -1
         cseq_ring_repost(self.r, self.owner, &cell, 0)
 
     cdef void poll(self) noexcept:
-        """Count what the system knows; between threads, how long this one waits if it asks for the GIL."""
+        """Read what the system has counted, and measure how long a thread waits for the GIL."""
         cdef uint32_t word = 0
         cdef uint64_t awake
         cdef bint shared = self.r.gate[0].shared
@@ -169,7 +170,7 @@ cdef class Runner:
 
     @property
     def seed(self):
-        """Of the order of the epoch, and of the generators."""
+        """The seed of the epoch's order and of the generators."""
         return self.held().seed
 
     @property
@@ -178,12 +179,12 @@ cdef class Runner:
 
     @property
     def batch(self):
-        """Running number within the epoch."""
+        """The batch's number within the epoch."""
         return self.held().batch
 
     @property
     def start(self):
-        """Position of the first sample in the order of the epoch."""
+        """The position of the first sample in the order of the epoch."""
         return self.held().start
 
     @property
@@ -192,7 +193,6 @@ cdef class Runner:
 
     @property
     def capacity(self):
-        """Bytes of the slot that are committed."""
         return self.held().capacity
 
     @property
@@ -202,15 +202,16 @@ cdef class Runner:
         return f[0], f[1], f[2], f[3]
 
     cpdef object indices(self):
-        """The batch's indices: an int64 array that nothing else refers to.
+        """The batch's indices, in an int64 array that nothing else refers to.
 
-        The array of the ticket before, if that is small and nothing refers to it.
+        This is the last ticket's array again if that is small and nothing refers to it. A large one may
+        lie in the batch's slot (cseq_slot_allocator.h).
         """
         cdef cnp.npy_intp n = self.held().count
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
             self.room = cnp.PyArray_EMPTY(1, &n, cnp.NPY_INT64, 0)
         array = self.room
-        if n > LEAST // 8:  # not kept: it may lie in the batch's slot (cseq_slot_allocator.h)
+        if n > LEAST // 8:
             self.room = NOTHING
         CSEQ_POINT("slice")
         memcpy(cnp.PyArray_DATA(array), cseq_ring_indices(self.r, <uint32_t>self.cell),
@@ -218,7 +219,7 @@ cdef class Runner:
         return array
 
     def parts(self):
-        """The number of indices of each unit of the batch: an int64 array."""
+        """The number of indices of each unit of the batch, as an int64 array."""
         cdef cseq_cell* c = self.held()
         cdef int64_t* sizes = cseq_ring_indices(self.r, <uint32_t>self.cell) + c.count
         return numpy.array([sizes[k] for k in range(c.parts)] if c.parts else [1] * c.count, numpy.int64)
@@ -229,14 +230,14 @@ cdef class Runner:
         Parameters
         ----------
         status : int
-            0: a batch; any other status goes straight to the output.
+            0 for a batch; any other status goes straight to the output.
         record : tuple of int
             Where in the slot the batch lies: at most `FIELDS` numbers of bytes, whose sum is the
             size of the batch.
         capacity : int
             Bytes of the slot that are committed now.
         slot : int
-            The slot that an indexer has written to, which now belongs to the ticket; -1: none.
+            The slot that an indexer has written to, which now belongs to the ticket; or -1.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -251,7 +252,7 @@ cdef class Runner:
         self.deliver(c, status)
 
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
-        """`publish`, with slot and record written."""
+        """Publish the ticket, with slot and record written."""
         cdef uint32_t cell = <uint32_t>self.cell
         cdef bint later = self.turns and cseq_turns_has(self.turns, self.turn)
         c.status = status
@@ -264,7 +265,7 @@ cdef class Runner:
 
 
 cdef class BatchWriter:
-    """What publishes a runner's batches.
+    """Publishes a runner's batches.
 
     Attributes
     ----------
@@ -279,7 +280,7 @@ cdef class BatchWriter:
         return 0
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write a batch and publish its ticket, if that can be done in C; return whether it was."""
+        """Write a batch and publish its ticket, if C can do this; return whether it did."""
         return False
 
     def begin_ticket(self):
@@ -287,7 +288,7 @@ cdef class BatchWriter:
         self.open_ticket()
 
     def cast_to(self, dtype):
-        """Say which type numbers become as they are written; None: they keep theirs."""
+        """Set the type that numbers become as they are written, or None to keep theirs."""
 
     def write(self, Runner runner not None, batch):
         """Write a batch; return where it lies, for `publish`."""
@@ -302,24 +303,21 @@ cdef class BatchWriter:
         raise NotImplementedError
 
     def end_items(self, Runner runner not None):
-        """Publish the ticket with nothing: no more follows in this queue."""
+        """Publish the ticket empty: nothing more follows in this queue."""
         raise NotImplementedError
 
 
 cdef class Work:
-    """What a runner does with its tickets: makes what each asks for, and publishes it.
+    """What a runner does with its tickets: it makes what each asks for, and publishes it.
 
-    A subclass in Python has ``answer(runner)``, which makes it (`NO_MORE`: nothing, and the tickets
-    after this one get nothing); ``fail(runner, error)``, which publishes an exception; and
-    ``end_copy(error)``, which ends a process that the user's code has forked: it has no part in the ring.
-
-    Parameters
-    ----------
-    batch_writer : BatchWriter
+    A subclass in Python has three methods. ``answer(runner)`` makes it, or returns `NO_MORE` if neither
+    this ticket nor those after it get anything. ``fail(runner, error)`` publishes an exception.
+    ``end_copy(error)`` ends a process that the user's code has forked, which has no part in the ring; its
+    number of forks is no longer `depth`.
     """
 
     cdef readonly BatchWriter batch_writer
-    cdef uint32_t depth  # of forks; another one: this process is a copy, made by the user's code
+    cdef uint32_t depth
 
     def __cinit__(self, BatchWriter batch_writer not None, *_, **__):
         self.batch_writer = batch_writer
@@ -330,7 +328,11 @@ cdef class Work:
         return self.answer(runner)
 
     cpdef int work(self, Runner runner) except -1:
-        """Make what the present ticket asks for, and publish it, or the exception raised."""
+        """Make what the present ticket asks for, and publish it, or the exception raised.
+
+        SystemExit, too, is the user's to see. No reference to the batch is left at `publish`, which
+        checks whether the user's code has kept arrays in the slot.
+        """
         try:
             batch = self.make_batch(runner)
             if forks_here[0] != self.depth:
@@ -340,9 +342,9 @@ cdef class Work:
                 return 0
             if not self.batch_writer.publish_batch(runner, batch):
                 record = self.batch_writer.write(runner, batch)
-                del batch  # publish checks whether the user's code has kept arrays in the slot
+                del batch
                 self.batch_writer.publish(runner, record)
-        except BaseException as error:  # SystemExit, too, is the user's to see
+        except BaseException as error:
             if forks_here[0] != self.depth:
                 self.end_copy(error)
             self.fail(runner, error)
@@ -350,18 +352,10 @@ cdef class Work:
 
 
 cdef class BatchMaker(Work):
-    """Makes batches: the part of `indexer.Indexing` that is in C.
+    """The part of `indexer.Indexing` that is in C: it makes batches.
 
-    Parameters
-    ----------
-    batch_writer : BatchWriter
-    indexer : object
-    batch_state : BatchState
-        The context that this thread has entered.
-    convert : callable, optional
-        Applied to every batch.
-    seeds : Seeds, optional
-        Seeds the global generators for each batch.
+    This thread has entered the context `batch_state`. `convert` is applied to every batch, and `seeds`
+    seeds the global generators for it.
     """
 
     cdef public object indexer
@@ -387,8 +381,9 @@ cdef class BatchMaker(Work):
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
-        """Call the indexer; once more if it has imported a generator's module just now."""
-        indexer = self.indexer  # the first call changes it
+        """Call the indexer; once more if it has imported a generator's module just now. The first call
+        changes `self.indexer`."""
+        indexer = self.indexer
         if self.seeds is None: return indexer[runner.indices()]
         self.seeds.seed_present()
         try:
@@ -404,20 +399,16 @@ cdef class BatchMaker(Work):
         return self.indexer[runner.indices()]
 
     def make_here(self, Runner runner not None, here):
-        """Claim a ticket and work on it, on the trainer's own thread, if there is one. This is test mode.
+        """Claim a ticket, if there is one, and work on it on the trainer's own thread, in test mode.
 
-        What `fail` raises leaves the ticket posted: its batch is then made anew.
-
-        Parameters
-        ----------
-        runner : Runner
-        here : context.Here
-            Has the context of this thread.
+        If `fail` raises, the ticket stays posted, and its batch is made again. A signal handler may raise
+        at any point: before the claim, or in `restore`, perhaps before that has done anything. `here` has
+        this thread's context.
         """
         if runner.cell >= 0:
             raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "
                                "its middle, cannot take batches from the same manager")
-        left = here.batch_context  # nothing is claimed yet: this may raise
+        left = here.batch_context
         if not runner.claim_at_once(cseq_now_ns()):
             return
         try:
@@ -432,6 +423,6 @@ cdef class BatchMaker(Work):
             if self.seeds is not None:
                 try:
                     self.seeds.restore()
-                except BaseException:  # a signal handler has raised, perhaps before anything was done
+                except BaseException:
                     self.seeds.restore()
                     raise

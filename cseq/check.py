@@ -1,4 +1,4 @@
-"""Checks of arguments; each error names the argument, its value and the remedy."""
+"""Checks of arguments: an error names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ __all__ = [
 
 T = TypeVar("T")
 
-MOST_WORKERS = 2**15 - 1  # with as many converters, they can be numbered in 16 bits
+# With as many converters, 16 bits number them all.
+MOST_WORKERS = 2**15 - 1
 
 # A value of an array takes 4 bytes of a table that is made of them.
 MOST_VALUES = 2**32
 
-# Keywords, most of them of torch's DataLoader, that have another name here, or none.
+# Keywords, mostly of torch's DataLoader, that have another name here, or none.
 ELSEWHERE = {
     "batch_sampler": "batches are cut from the order of the epoch: give batch_size, shuffle, "
     "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
@@ -57,7 +58,7 @@ ELSEWHERE = {
     "workers": "that is `num_workers` here",
 }
 
-# The same beside a data set, whose samples cseq collates.
+# The same where cseq collates the samples of a data set.
 OF_DATASET = ELSEWHERE | {
     "collate": "give cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "give cseq.from_dataset(dataset, collate=...) as `worker`",
@@ -67,9 +68,9 @@ OF_DATASET = ELSEWHERE | {
 def unexpected(
     caller: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]
 ) -> TypeError:
-    """Make the error for an unknown keyword; it says what to write instead.
+    """Make the error for an unknown keyword, with what to write instead.
 
-    `elsewhere`: what to write instead of names that are known from elsewhere.
+    `elsewhere` has this for names that are known from elsewhere.
     """
     instead = elsewhere.get(name)
     if instead is None:
@@ -81,7 +82,7 @@ def unexpected(
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Check a whole number from `least` to `most`; numpy's integers are fine, bool is none."""
+    """Check an integer in [least, most]; numpy's integers are accepted, bools are not."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError

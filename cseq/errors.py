@@ -8,8 +8,8 @@
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
     └── RemoteTraceback                   the cause of an error from another process: its text
 
-An exception that an indexer raises comes out of the loop as itself; what would end the loop or the
-program there (StopIteration, ``sys.exit``) as a ``RuntimeError``. Wrong arguments are
+An exception that an indexer raises comes out of the loop as itself. What would end the loop or the
+program there (StopIteration, ``sys.exit``) becomes a ``RuntimeError``. Wrong arguments are
 ``TypeError`` and ``ValueError``, misuse of a manager's lifecycle is ``OSError``, and a stale
 iterator raises ``InterruptedError``.
 """
@@ -24,7 +24,7 @@ class CseqError(Exception):
 
 
 class WorkerError(CseqError, RuntimeError):
-    """An indexer raised an exception that cannot be pickled, and so not sent to the trainer.
+    """An indexer raised an exception that cannot be pickled and sent to the trainer.
 
     Its type, text and traceback are in the message and in ``__cause__``.
     """
@@ -40,7 +40,7 @@ class WorkerDied(CseqError, RuntimeError):
     indices : list of int
         That batch's indices; empty if there was none.
     exitcode : int or None
-        Exit code, or minus the signal's number; None if it could not be learnt.
+        Exit code, or minus the signal's number; None if it is unknown.
     worker : int or None
         The worker's number, from 0.
     pid : int or None
@@ -77,12 +77,12 @@ class RemoteTraceback(CseqError):
     Attributes
     ----------
     worker : int or None
-        The number of the worker that raised it, from 0, where that is known.
+        The number of the worker that raised it, from 0, if known.
     process : str
-        What that process is called.
+        What the process is called.
     own : str or None
-        The text of the exception that this is the cause of, where the traceback was added to it:
-        this one's text is then short, so that both together show it once. ``args[0]`` is the
+        The text of the exception that this one causes, if the traceback was added to it. The text
+        of this one is then short, so that both together show the traceback once; ``args[0]`` is the
         traceback in any case.
     """
 

@@ -17,14 +17,15 @@ __all__ = ["locked", "whole"]
 
 @contextlib.contextmanager
 def whole(path: str) -> Iterator[IO[str]]:
-    """Write a file of text, packed if it ends in .gz, which then is there as a whole or not at all.
+    """Write a file of text as a whole or not at all; it is compressed if its name ends in .gz.
 
-    An OSError names it. What lies where it is written first, a link say, is not followed.
+    An OSError names the file. An earlier process with this number, which was killed, may have left
+    a part; nor is a link followed there.
     """
     part = f"{path}.{os.getpid()}.part"
     try:
         with contextlib.suppress(FileNotFoundError):
-            os.remove(part)  # of an earlier process with that number, which was killed
+            os.remove(part)
         try:
             with _open(part, packed=path.endswith(".gz")) as file:
                 yield file
@@ -44,9 +45,10 @@ def _open(path: str, *, packed: bool) -> IO[str]:
 
 
 def locked(path: str, *, shared: bool = False) -> int | None:
-    """Open a file, made if it is not there, and lock it until it is closed.
+    """Open a file, or make it, and lock it until it is closed.
 
-    Waits for who has locked it. None: another process has renamed or removed the file meanwhile.
+    Wait for the process that has locked it. Return None if another process has renamed or removed
+    the file meanwhile.
     """
     import fcntl
 

@@ -1,7 +1,7 @@
 """The loop that every runner runs: claim, work, publish.
 
 A runner is a thread or a process; its end of the ring is a `Runner`. Its *work* is what it does
-with a ticket, up to publishing the batch: in a slot of shared memory between processes, or as the
+with a ticket, up to publishing the batch: in a slot of shared memory between processes, as the
 object itself between threads.
 """
 
@@ -29,23 +29,30 @@ __all__ = [
     "spin_ns",
 ]
 
-INDEXER, CONVERTER = 0, 1  # the stages
-# What a published ticket holds: a batch; or bits: an exception; no more follow in this queue.
+# The stages of a ticket.
+INDEXER, CONVERTER = 0, 1
+# What a published ticket holds: a batch, or bits that say that there is an exception, and that no
+# more follow in this queue.
 BATCH, RAISED, ENDED = 0, 1, 2
 
-IDLE_NS = 1_000_000_000  # an idle runner wakes up once a second
-SPIN_NS = 20_000  # about the cost of a sleep and its wake-up
-GIL_SPIN_NS = 50_000  # what two handovers of the GIL by sleeping cost
-LONG_SPIN_NS = 200_000  # where a core would be idle meanwhile
+# An idle runner wakes up once a second.
+IDLE_NS = 1_000_000_000
+# A sleep and its wake-up cost about SPIN_NS, two handovers of the GIL by sleeping GIL_SPIN_NS.
+# LONG_SPIN_NS are for a core that would be idle otherwise.
+SPIN_NS = 20_000
+GIL_SPIN_NS = 50_000
+LONG_SPIN_NS = 200_000
 
-HURRY = 0.5  # seconds that a busy runner gets where nothing waits for its batch any more
-START_SHARE = 10  # times `timeout` that a worker may take to get ready
+# Seconds that a busy runner gets once nothing waits for its batch.
+HURRY = 0.5
+# A worker may take this many times `timeout` to get ready.
+START_SHARE = 10
 
 
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Find the runners that take too long: the owner, and a text that says how long and for what.
+    """Find the runners that take too long; yield the owner, and how long it takes for what.
 
     Parameters
     ----------
@@ -56,10 +63,10 @@ def overdue(
     timeout : float
         Seconds.
     """
-    for owner, since, place in working:
+    for owner, since, task in working:
         seconds = (now_ns() - since) / 1e9
         if seconds > timeout:
-            yield owner, f"{place} has taken {seconds:.1f} s, timeout={timeout} s"
+            yield owner, f"{task} has taken {seconds:.1f} s, timeout={timeout} s"
     for owner, since in starting:
         seconds = (now_ns() - since) / 1e9
         if seconds > START_SHARE * timeout:
@@ -70,8 +77,8 @@ def overdue(
 def spin_ns(runners: int, *, turns: bool = False) -> int:
     """Return for how many ns runners and trainer spin before they sleep.
 
-    Where they are more than there are cores, no longer than the shortest time that is of use: one
-    that spins would keep another one from its work. On one core, not at all.
+    If they outnumber the cores, this is the shortest time of any use: a spinning party would keep
+    another one from its work. On one core, nobody spins.
     """
     if cores() == 1:
         return 0
@@ -83,7 +90,7 @@ def run(
 ) -> None:
     """Do `work` on every ticket that can be claimed, until the ring is closed.
 
-    `work` publishes the ticket, also after an exception of the user's code; an exception of `work`
+    `work` publishes the ticket, even after an exception of the user's code; an exception of `work`
     itself is a bug of cseq and ends the runner. `idle` is called whenever no ticket has come for
     ``runner.park`` nanoseconds.
     """

@@ -1,13 +1,13 @@
 """The machine or container: control groups, cores, threads of libraries, memory.
 
-By default each numerical library uses all cores, in every process, while several workers share the
-cores. Libraries read the environment when they load. In a forked process they may be loaded
-already: torch and OpenBLAS are told.
+By default each numerical library uses all cores in every process, though several workers share
+them. Libraries read the environment when they load. A forked process may have loaded them already,
+so torch and OpenBLAS are called.
 
 ::
 
     thread_variables(threads, environ) ──► the environment of fork servers and spawned workers
-    limit_threads(threads) ──► a forked worker: its environment, and libraries that are there
+    limit_threads(threads) ──► a forked worker: its environment, and loaded libraries
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import operator
 import os
 import re
 import sys
-from os.path import join  # pathlib is slow to import, and every start waits for it
+
+# pathlib is slow to import, and every start waits for it.
+from os.path import join
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cseq._memory import ram
@@ -57,25 +59,15 @@ __all__ = [
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 
-ROOT = "/"  # where ``proc`` and ``sys`` are
+# The folder of ``proc`` and ``sys``.
+ROOT = "/"
 
 
 def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple[str, str]]:
     """List this process's control groups and all above them, each with a file of a controller.
 
-    Parameters
-    ----------
-    root : str or path
-        Where ``proc`` and ``sys`` are.
-    controller : str
-        ``'memory'``, ``'cpu'`` or the like.
-    name, old : str
-        The file's name, and its name in version 1 of control groups.
-
-    Yields
-    ------
-    (str, str)
-        The folder, which may not exist in a container, and the file's name in it.
+    Yield the folder, which may not exist in a container, and the file's name: `name`, or `old` in
+    version 1 of control groups. A controller is ``'memory'``, ``'cpu'`` or the like.
     """
     for line in lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -86,14 +78,13 @@ def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple
 
 
 def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
-    """List a control group and all above it; in a container, only some may exist."""
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), -1, -1):
         yield join(top, *parts[:depth]), name
 
 
 def lines(path: str) -> list[str]:
-    """Read a file's lines; none if there is no such file."""
+    """Read a file's lines, or none if there is no such file."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read().decode(errors="replace").splitlines()
@@ -102,21 +93,21 @@ def lines(path: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Read a file with a number in it; None if there is none, or another word ('max')."""
+    """Read a file's number, or return None if there is no file, or another word ('max')."""
     text = "".join(lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def fields(path: str) -> dict[str, int]:
-    """Read a file of lines with a name and a number."""
+    """Read the numbers of a file whose lines are names and numbers."""
     words = [line.split() for line in lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
 # -- cores, and threads of libraries
 
-OPENMP = "OMP_NUM_THREADS"  # torch reads it, too
-# Where one of these is not set, its library reads OPENMP.
+OPENMP = "OMP_NUM_THREADS"
+# If one of these is not set, its library reads OPENMP, as torch does.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
@@ -132,21 +123,21 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANK
 
 
 def cores() -> int:
-    """Count the cores that this process may run on, as far as the system says."""
+    """Count the cores on which this process may run, as far as the system says."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def share() -> int:
-    """Count the cores for this process: within its container's quota, one part for each rank."""
+    """Count the cores for this process: its rank's part of the container's quota."""
     allowed = quota()
     most = cores() if allowed is None else min(cores(), int(allowed + 0.5))
     return max(1, most // neighbours())
 
 
 def quota(root: Folder = ROOT) -> float | None:
-    """Return how many cores the control groups allow; None: they do not limit them."""
+    """Return how many cores the control groups allow, or None if there is no limit."""
     limits = []
     for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         words = " ".join(lines(join(group, name))).split()
@@ -158,27 +149,30 @@ def quota(root: Folder = ROOT) -> float | None:
 
 
 def neighbours() -> int:
-    """Count the ranks on this machine, as launchers tell (torchrun, Open MPI, MPICH)."""
-    told = (os.environ.get(name, "") for name in LOCAL_SIZES)
-    return next((int(each) for each in told if each.isdecimal() and int(each)), 1)
+    """Count the ranks on this machine, as launchers say (torchrun, Open MPI, MPICH)."""
+    sizes = (os.environ.get(name, "") for name in LOCAL_SIZES)
+    return next((int(size) for size in sizes if size.isdecimal() and int(size)), 1)
 
 
 def gpu_is_idle() -> bool | None:
-    """Whether the GPU has done all that this thread gave it; None: it does not use CUDA."""
+    """Tell whether the GPU has done all that this thread gave it, or return None without CUDA.
+
+    While a graph is captured, nothing may be asked, and the answer is None, too.
+    """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
         return None
-    if cuda.is_current_stream_capturing():  # a graph, in which nothing may be asked
+    if cuda.is_current_stream_capturing():
         return None
     idle: bool = cuda.current_stream().query()
     return idle
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for `threads` threads; those that the user has set win.
+    """Return the variables to set for `threads` threads; the user's own variables win.
 
-    Some libraries read OMP_NUM_THREADS if their own variable is not set; where the user has set it,
-    theirs are left unset. ``threads=None`` sets none.
+    Some libraries read OMP_NUM_THREADS if their own variable is not set: if the user has set it,
+    theirs stay unset. ``threads=None`` sets none.
     """
     if threads is None:
         return {}
@@ -188,7 +182,7 @@ def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[st
 
 
 def limit_threads(threads: int | None) -> None:
-    """Limit the threads of libraries in a forked process: loaded ones, and those loaded later."""
+    """Limit the threads of libraries in a forked process, loaded now or later."""
     if threads is None:
         return
     ours = thread_variables(threads, os.environ)
@@ -202,30 +196,31 @@ def limit_threads(threads: int | None) -> None:
             set_number(threads)
 
 
-_found: tuple[int, list[tuple[Any, Any]]] = 0, []  # how many modules there were, and what was found
+# How many modules there were, and OpenBLAS's numbers of threads with the functions that set them.
+_openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find the loaded OpenBLAS, on Linux; call it before a fork, so that no child looks.
+    """Find the loaded OpenBLAS, on Linux; call this before a fork, so that no child looks.
 
-    A fork ends OpenBLAS's threads. To set a number in the child starts them again, as many as a
-    variable says, and each spins for 75 ms: so that variable is set first, and an OpenBLAS that
-    hides it, as that of NumPy 2.5 does, keeps its threads.
+    A fork ends OpenBLAS's threads. Setting a number in the child starts them again, as many as a
+    variable says, and each spins for 75 ms. So that variable is set first; an OpenBLAS that hides
+    it, as NumPy 2.5's does, keeps its threads.
     """
-    global _found
-    if _found[0] != len(sys.modules):
-        found = []
-        places = {line.split(maxsplit=5)[-1] for line in lines("/proc/self/maps")}
-        for path in places:
+    global _openblas
+    if _openblas[0] != len(sys.modules):
+        settings = []
+        paths = {line.split(maxsplit=5)[-1] for line in lines("/proc/self/maps")}
+        for path in paths:
             if "openblas" in os.path.basename(path):
-                ctypes = importlib.import_module("ctypes")  # which few need
-                with contextlib.suppress(OSError, ValueError):  # gone; hidden
+                ctypes = importlib.import_module("ctypes")
+                with contextlib.suppress(OSError, ValueError):
                     library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
                     started = ctypes.c_int.in_dll(library, "blas_num_threads")
                     setters = [getattr(library, name, None) for name in OPENBLAS]
-                    found += [(started, each) for each in setters if each is not None]
-        _found = len(sys.modules), found
-    return _found[1]
+                    settings += [(started, setter) for setter in setters if setter is not None]
+        _openblas = len(sys.modules), settings
+    return _openblas[1]
 
 
 # -- memory
@@ -234,11 +229,12 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Files of a control group: the limit of its memory, and the memory that it uses.
+# Files of a control group: the limit of its memory, the memory that it uses, and how many of its
+# processes were killed for lack of memory.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
-# And the number of its processes that were killed for lack of memory.
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-UNKNOWN_RAM = 8 * GIB  # bytes; assumed where the system does not say
+# Bytes of memory that are assumed where the system does not say.
+UNKNOWN_RAM = 8 * GIB
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": 1 << 40
@@ -247,21 +243,21 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
 
 
 def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
-    """Check the argument ``memory_limit``, or another of that kind, and return it in bytes.
+    """Check the argument ``memory_limit``, or a similar one, and return it in bytes.
 
     Parameters
     ----------
     value : int, str or None
-        Bytes; or a number and a unit, as ``'2GiB'``, ``'500 MB'``; or None, this rank's part of a
-        quarter of the memory that this machine, or its control group, has. 0: never lend a slot,
-        always copy.
+        Bytes; or a number and a unit, such as ``'2GiB'`` or ``'500 MB'``; or None for this rank's
+        part of a quarter of the memory that this machine, or its control group, has. With 0, no
+        slot is lent, and batches are always copied.
 
     Raises
     ------
     TypeError
         For anything else.
     ValueError
-        For a negative number, or a text that is no size.
+        For a negative number, or a text that is not a size.
     """
     if value is None:
         return default_memory_limit()
@@ -279,7 +275,6 @@ def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
 
 
 def _parse_size(text: str, name: str) -> int:
-    """Read a size such as '2GiB'."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError(
@@ -297,7 +292,7 @@ def default_memory_limit(root: Folder = ROOT) -> int:
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Return how many bytes this process may still use; None where the system does not say."""
+    """Return how many bytes this process may still use, or None if the system does not say."""
     machine = fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
@@ -306,14 +301,14 @@ def available_memory(root: Folder = ROOT) -> int | None:
 
 
 def private_memory(pid: int | None, root: Folder = ROOT) -> int:
-    """Return how many bytes a process has for itself alone; 0 where the system does not say."""
+    """Return how many bytes a process has for itself, or 0 if the system does not say."""
     words = "".join(lines(join(root, f"proc/{pid}/statm"))).split()
     return os.sysconf("SC_PAGE_SIZE") * (int(words[1]) - int(words[2])) if len(words) > 2 else 0
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
     """Return how many processes of this control group were killed for lack of memory, or None."""
-    # No generator is left in its middle: what a signal handler raises while it is closed is lost.
+    # No generator is left halfway: what a signal handler raises while it is closed would be lost.
     counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
     return known[0] if known else None
@@ -322,8 +317,8 @@ def oom_kills(root: Folder = ROOT) -> int | None:
 def check_available(nbytes: int) -> None:
     """Raise MemoryError if fewer bytes are available: Linux would kill a process instead.
 
-    A system that does not say how many are available (macOS) would fill the disk: there, more than
-    its whole memory are refused.
+    A system that does not say how many are available (macOS) would fill its disk: there, more than
+    the whole memory is refused.
     """
     free = available_memory()
     free = _ram() if free is None else free
@@ -335,7 +330,6 @@ def check_available(nbytes: int) -> None:
 
 
 def _ram() -> int:
-    """Bytes of memory of this machine."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -343,12 +337,12 @@ def _ram() -> int:
 
 
 def _free_of_groups(root: Folder) -> Iterator[int]:
-    """Bytes that are left in this process's control groups and all above them."""
+    """Yield the bytes left in each of these control groups; the pages of files can be dropped."""
     for group, name in _groups(root):
         limit = number(join(group, name))
         taken = number(join(group, USAGE[name]))
         if limit is not None and taken is not None:
-            cache = fields(join(group, "memory.stat"))  # files' pages can be dropped
+            cache = fields(join(group, "memory.stat"))
             yield limit - taken + cache.get("total_inactive_file", cache.get("inactive_file", 0))
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["await_workers", "check_order", "kill", "pids"]
 
-PAUSE = 0.001  # seconds between two checks of a state that nothing signals
+# Seconds between two checks of a state that nothing signals.
+PAUSE = 0.001
 
 
 def kill(running: Any, worker: int, number: int = KILL) -> int | None:
@@ -52,7 +53,7 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     Returns
     -------
     int or None
-        The id of the process that it was sent to; None while the worker is started or replaced.
+        The process id that got the signal; None while the worker is started or replaced.
 
     Raises
     ------
@@ -71,10 +72,9 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 
 
 def pids(running: Any) -> list[int | None]:
-    """Return the process ids of the workers; None for one that is to be started.
+    """Return the process ids of the workers, with None for a worker that has yet to start.
 
-    Where workers are forked, a dead one is replaced while the loop waits for a batch, or in
-    `await_workers`.
+    A dead forked worker is replaced while the loop waits for a batch, or in `await_workers`.
     """
     return supervisor_of(running).pids()
 

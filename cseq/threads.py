@@ -1,9 +1,9 @@
 """Threads, started and awaited where a signal handler may raise at any moment.
 
-`threading` is written in Python: an exception of a handler (Ctrl-C) in the middle of
-``Thread.start`` or of an event's ``wait`` can leave a lock acquired that no thread will release.
-Here the main thread only calls functions of C: a handler runs before or after such a call, or
-inside `Latch.wait`, which holds no lock. The rest runs in other threads, where no handler runs.
+`threading` is written in Python: a handler (Ctrl-C) that raises in the middle of ``Thread.start``,
+or of an event's ``wait``, can leave a lock acquired that no thread will release. Here the main
+thread calls only functions of C: a handler runs before or after such a call, or inside
+`Latch.wait`, which holds no lock. The rest runs in other threads, where no handler runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cseq.system import ROOT, groups, number
 
 try:
     import resource
-except ModuleNotFoundError:  # Windows
+except ModuleNotFoundError:
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
@@ -48,17 +48,11 @@ log = logging.getLogger("cseq")
 
 
 class Threads:
-    """Some threads, started and joined together.
-
-    Attributes
-    ----------
-    begun : bool
-        They run, or are about to.
-    """
+    """Threads that are started and joined together; once `begun`, they run, or are about to."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
-        self._started = Latch()  # once all of them run
+        self._started = Latch()
         self.begun = False
         self._error: BaseException | None = None
 
@@ -67,7 +61,10 @@ class Threads:
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
 
     def start(self) -> None:
-        """Start all threads, also if a signal handler raises meanwhile.
+        """Start all threads, even if a signal handler raises in the meantime.
+
+        Handlers run in the main thread alone, and not between setting `begun` and the call after
+        it.
 
         Raises
         ------
@@ -75,12 +72,12 @@ class Threads:
             The system has no more threads, or they would be greenlets.
         """
         refuse_patches("threading", "thread")
-        if _thread.get_ident() != threading.main_thread().ident:  # no handler runs here
+        if _thread.get_ident() != threading.main_thread().ident:
             self.begun = True
             self._start()
         else:
             try:
-                self.begun = True  # no handler runs between this and the call
+                self.begun = True
                 _thread.start_new_thread(self._start, ())
             except RuntimeError as error:
                 self.begun, self._error = False, error
@@ -92,7 +89,7 @@ class Threads:
             raise self._error
 
     def _start(self) -> None:
-        """Start them, where no signal handler runs."""
+        """Start the threads, where no signal handler runs."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -103,7 +100,7 @@ class Threads:
             self._started.set()
 
     def join(self, deadline: float) -> list[str]:
-        """Wait until they have ended, or `deadline` (of time.monotonic); return the others."""
+        """Wait for the threads until `deadline` (of time.monotonic); name those that still run."""
         if self.begun and not self._started.wait(max(0.0, deadline - time.monotonic())):
             return [thread.name for thread in self._threads]
         for thread in self._threads:
@@ -112,16 +109,16 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# Libraries of greenlets, and what tells whether they have patched a module.
+# Libraries of greenlets, and the function that says whether they have patched a module.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
 def refuse_patches(*modules: str) -> None:
-    """Raise RuntimeError if one of these modules is patched, so that it runs greenlets."""
-    for name, asked in GREENLETS.items():
+    """Raise RuntimeError if one of these modules is patched to run greenlets."""
+    for name, is_patched in GREENLETS.items():
         library = sys.modules.get(name)
         for module in () if library is None else modules:
-            if getattr(library, asked)(module):
+            if getattr(library, is_patched)(module):
                 raise RuntimeError(
                     f"{name.partition('.')[0]} has patched {module!r} in this process, where "
                     "cseq's workers would hang or die: start them in a process without that patch, "
@@ -129,22 +126,23 @@ def refuse_patches(*modules: str) -> None:
                 )
 
 
-_left: set[Threads] = set()  # that run code of the user's, and did not end when they were to
+# Threads that ran the user's code when they should have ended.
+_left: set[Threads] = set()
 
 
 def leave_running(threads: Threads) -> None:
-    """Have the interpreter's end wait for threads that run code of the user's.
+    """Have the interpreter's end wait for threads that run the user's code.
 
-    Before Python 3.14, the end stops a thread where it wants the GIL back, by unwinding its stack:
-    in a function of C++, such as one of torch's, that aborts the process.
+    Before Python 3.14, the interpreter stops a thread that wants the GIL back by unwinding its
+    stack. In a function of C++, such as one of torch's, this aborts the process.
     """
-    _left.difference_update([each for each in _left if not each.join(0.0)])
+    _left.difference_update([group for group in _left if not group.join(0.0)])
     if sys.version_info < (3, 14):
         _left.add(threads)
 
 
 def await_left(seconds: float) -> None:
-    """Wait for the threads that were left running, at most so long."""
+    """Wait up to `seconds` for the threads that were left running."""
     deadline = time.monotonic() + seconds
     stuck = [name for threads in _left for name in threads.join(deadline)]
     if stuck:
@@ -153,43 +151,46 @@ def await_left(seconds: float) -> None:
 
 
 def thread_limits(root: str = ROOT) -> str:
-    """Say how many threads and processes there may be, for an error where there are no more."""
-    found = []
+    """Say how many threads and processes there may be, for an error if there are no more."""
+    known = []
     if resource is not None and hasattr(resource, "RLIMIT_NPROC"):
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
         if soft != resource.RLIM_INFINITY:
-            found.append(f"ulimit -u is {soft} for this user")
+            known.append(f"ulimit -u is {soft} for this user")
     for folder, name in groups(root, "pids", "pids.max", "pids.max"):
         most, used = number(join(folder, name)), number(join(folder, "pids.current"))
         if most is not None:
-            found.append(f"pids.max of the control group is {most}, {used} in use")
-    limits = f" ({'; '.join(found)})" if found else ""
+            known.append(f"pids.max of the control group is {most}, {used} in use")
+    limits = f" ({'; '.join(known)})" if known else ""
     return (
         f"the system starts no more threads or processes{limits}: raise that limit (ulimit -u; "
         "docker run --pids-limit), or use fewer workers"
     )
 
 
-# -- what is logged on another thread
+# -- logging on another thread, which ends once nothing is pending
 
 _pending: deque[Callable[[], object]] = deque()
-_writer = Threads()  # the thread that logs it; it ends when nothing is pending
+_writer = Threads()
 _writing = False
-_guard = Lock()  # around all three
+_guard = Lock()
 
 
 def log_later(level: int, text: str, *args: object) -> None:
-    """Log a message on a thread of its own, after those before it.
+    """Log a message on another thread, in order.
 
-    Handlers of `logging` are the user's: one may raise, or wait for a server. That must not keep a
-    thread from its work that others wait for. What a handler raises is printed.
+    The user's handlers of `logging` may raise, or wait for a server. This must not hold up a thread
+    that others wait for. What a handler raises is printed.
     """
     if log.isEnabledFor(level):
         call_later(partial(log.log, level, text, *args))
 
 
 def call_later(call: Callable[[], object]) -> None:
-    """Call a function of logging, as `log_later` does."""
+    """Call a function of logging, as `log_later` does.
+
+    If there are no more threads, the next message tries again. A signal handler may raise, too.
+    """
     global _writer, _writing
     with _guard.hold():
         _pending.append(call)
@@ -200,14 +201,14 @@ def call_later(call: Callable[[], object]) -> None:
         try:
             _writing = True
             _writer.start()
-        except RuntimeError:  # no more threads: the next message tries again
+        except RuntimeError:
             pass
-        finally:  # a signal handler may raise, too
+        finally:
             _writing = _writer.begun
 
 
 def _write() -> None:
-    """Log what is pending, until nothing is."""
+    """Log what is pending; print what the user's handlers raise, if that is possible."""
     global _writing
     while True:
         with _guard.hold():
@@ -218,7 +219,7 @@ def _write() -> None:
         try:
             call()
         except BaseException:  # noqa: BLE001 - of the user's handler
-            with contextlib.suppress(Exception):  # there is nothing to print to
+            with contextlib.suppress(Exception):
                 traceback.print_exc()
 
 

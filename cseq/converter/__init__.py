@@ -1,8 +1,8 @@
 """Stage 2: the arrays of a batch become tensors, on the CPU or a CUDA device.
 
 The guarantee: what a batch becomes depends on ``out_type`` and ``dtype`` alone, bit for bit,
-whichever pool ran it. Arrays are cast by numpy, wherever that happens; tensors by torch on the CPU.
-torch is imported when a converter is made, never by importing these modules.
+whichever pool ran it. numpy casts arrays, wherever this happens, and torch casts tensors on the
+CPU. torch is imported when a converter is made, never with these modules.
 
 ::
 
@@ -32,5 +32,5 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-Batch: TypeAlias = object  # whatever the indexer returned
+Batch: TypeAlias = object
 Convert: TypeAlias = Callable[[Any], Batch]

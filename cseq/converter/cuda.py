@@ -1,4 +1,4 @@
-"""Asynchronous conversion: batches are copied while the device does other work."""
+"""Asynchronous conversion: batches are copied while the device works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """A batch on its way to the device; only `receive` may use it."""
+    """A batch on its way to the device, for `receive` alone."""
 
     batch: Batch
     event: Event
@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
 
 
 def receive(result: Transfer | Batch) -> Batch:
-    """Return the batch of a converter thread's `Transfer`; anything else is returned as it is.
+    """Return the batch of a converter thread's `Transfer`, or anything else as it is.
 
     The consumer's current stream waits for the copies; the host does not.
     """
@@ -36,15 +36,10 @@ def receive(result: Transfer | Batch) -> Batch:
 
 
 class CudaConverter:
-    """One converter: copies batches to a device on a stream of its own.
+    """Copies batches to a device on a stream of its own, in one thread.
 
-    Page-locked memory (see `PageLocks`) is copied in place; other memory is copied through
-    page-locked memory of torch's pool. For one thread.
-
-    Parameters
-    ----------
-    output : Output
-        A resolved one with ``use_cuda``.
+    Page-locked memory (see `PageLocks`) is copied directly; other memory goes through page-locked
+    memory of torch's pool. The output is resolved, and uses CUDA.
     """
 
     def __init__(self, output: Output) -> None:
@@ -52,7 +47,10 @@ class CudaConverter:
         self._lane = Lane(output.device)
 
     def convert(self, batch: Batch) -> Transfer:
-        """Begin to copy a batch; its memory is kept until the copies are done."""
+        """Begin to copy a batch; its memory is kept until the copies are done.
+
+        Copies that were begun go on after an error.
+        """
         self.reap()
         sources: list[Tensor] = []
         tensors: list[Tensor] = []
@@ -63,12 +61,12 @@ class CudaConverter:
         with self._lane.active():
             try:
                 sent = map_leaves(leaf, batch)
-            finally:  # also after an error: copies that were begun go on
+            finally:
                 event = self._lane.record(sources)
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> bytes:
-        """Convert and `pack` a batch, in a process; it may be overwritten when this returns."""
+        """In a process, convert and `pack` a batch, which may be overwritten afterwards."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
@@ -79,12 +77,12 @@ class CudaConverter:
     def reap(self, *, wait: bool = False) -> None:
         """Release memory whose copies are done; with `wait`, wait for all copies.
 
-        Call it when no ticket comes, too: an idle converter would keep a slot.
+        Call this even when no ticket comes: otherwise an idle converter would keep a slot.
         """
         self._lane.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait until all copies are done; in a process, call it after `Imports.close`."""
+        """Wait until all copies are done; in a process, call this after `Imports.close`."""
         self.reap(wait=True)
         self._lane.collect()
         remove_counts()
@@ -101,13 +99,12 @@ class CudaConverter:
         return sent
 
     def _make(self, shape: tuple[int, ...], dtype: Dtype) -> Array:
-        """Make an array in page-locked memory."""
         make, pins = self._host.torch.empty, self._lane.pins
         made: Array = make(shape, dtype=torch_type(dtype), pin_memory=pins).numpy()
         return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the wanted type that the device can read: this one, or a copy."""
+        """Return this tensor, or a copy: of the wanted type, where the device can read it."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

@@ -1,8 +1,8 @@
 """Batches in the CUDA memory of converter processes, fetched by the trainer.
 
-A converter pickles a batch with torch's reductions: a tensor on the device becomes a name of its
-memory, which torch's reference count keeps until the name was opened and the tensor dropped. So
-each pickle is read once, and its tensors are cloned at once.
+A converter pickles a batch with torch's reductions: a tensor on the device becomes the name of its
+memory. torch's reference count keeps this memory until the name was opened and the tensor dropped.
+So each pickle is read once, and its tensors are cloned at once.
 """
 
 from __future__ import annotations
@@ -35,23 +35,22 @@ logger = logging.getLogger("cseq")
 
 
 class Lost(RuntimeError):
-    """A batch lies in the memory of a process that has ended."""
+    """The batch lay in the memory of a process that has ended."""
 
 
 class Exported:
-    """Pickles a tensor as what opens its memory in another process."""
+    """Pickles a tensor as the call that opens its memory in another process."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Name the memory."""
         reductions = importlib.import_module("torch.multiprocessing.reductions")
         return opened, reductions.reduce_tensor(self.tensor)
 
 
 def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
-    """Open the memory of another process; raise `Lost` if that has ended."""
+    """Open the memory of another process; raise `Lost` if the process has ended."""
     try:
         return rebuild(*arguments)
     except Exception as error:
@@ -59,7 +58,7 @@ def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Ten
 
 
 def pack(batch: Batch) -> bytes:
-    """Pickle a batch; the current stream must be that of its copy."""
+    """Pickle a batch on the stream that has copied it."""
     torch = importlib.import_module("torch")
 
     def leaf(value: Any) -> object:
@@ -70,31 +69,20 @@ def pack(batch: Batch) -> bytes:
 
 
 def remove_counts() -> None:
-    """Remove torch's files of reference counts, which batches that were not fetched leave."""
+    """Remove torch's files of reference counts, which unfetched batches leave behind."""
     for path in glob.glob(f"/dev/shm/torch_{os.getpid()}_*"):
         os.unlink(path)
 
 
 class Imports(SlotReader):
-    """The trainer's end of the slots that converter processes write to. For one thread.
+    """The trainer's end of the slots that converter processes write to, for one thread.
 
-    Every tensor is copied from the converter's memory to the trainer's, on the device, so that
-    a batch that the user holds does not depend on another process.
+    Every tensor is copied from the converter's memory to the trainer's, on the device, so that a
+    batch that the user holds does not depend on another process.
 
     The indexer's batch still lies in the slot, and its record in the cell. If the converted batch
-    is gone, or an exception was raised while it was fetched, the indexer's is converted here.
-
-    Parameters
-    ----------
-    output : Output
-        A resolved one with ``use_cuda``.
-    convert : callable
-        Converts an indexer's batch at once.
-
-    Attributes
-    ----------
-    lost : int
-        Batches that were converted here.
+    is gone, or an exception was raised while it was fetched, `convert` converts the indexer's here;
+    `lost` counts these. The output is resolved, and uses CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
@@ -102,10 +90,11 @@ class Imports(SlotReader):
         self._ring = ring
         self._convert = convert
         self._torch = importlib.import_module("torch")
-        # A lane of its own: when torch releases the other process's memory, the host waits for the
-        # current stream, which here has one short copy to do, and not the training step.
+        # When torch releases the other process's memory, the host waits for the current stream. On
+        # a lane of its own, this is one short copy and not the training step.
         self._lane = Lane(output.device)
-        self._read = [0] * ring.capacity  # by cell, the ticket whose pickle was read
+        # The token of each cell whose pickle was read.
+        self._read = [0] * ring.capacity
         self.lost = 0
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
@@ -113,11 +102,14 @@ class Imports(SlotReader):
         return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Fetch the batch, or convert it here."""
+        """Fetch the batch, or convert it here.
+
+        The log gets the text alone: a record that kept the error would keep the slot.
+        """
         try:
             return self._fetch(cell, slot, capacity, record)
         except Lost as error:
-            reason = str(error)  # a log record that keeps the error would keep the slot
+            reason = str(error)
         epoch, number, _ = self._ring.ticket(cell)
         logger.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
         _, _, slot, capacity, record, _ = self._ring.left_in(cell)
@@ -127,7 +119,7 @@ class Imports(SlotReader):
         return batch
 
     def _fetch(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Make a batch of this process's own."""
+        """Copy the batch into this process's memory."""
         theirs: list[Tensor] = []
         ours: list[Tensor] = []
 
@@ -157,13 +149,13 @@ class Imports(SlotReader):
         return pickle.loads(packed)
 
     def cancel(self, cell: int) -> None:
-        """Give the memory of a batch that was cancelled back to its converter."""
+        """Give the memory of a cancelled batch back to its converter, unless that is gone."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if stage == CONVERTER and status == BATCH:
             with self._lane.active():
                 try:
                     self._open(cell, slot, capacity, record)
-                except Lost as error:  # there is nothing to give back
+                except Lost as error:
                     logger.debug("discarded: %s", str(error))
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_array(leaf: object) -> TypeGuard[Array]:
-    """Tell whether a leaf is an array that a tensor can stand for; a masked one is more than it."""
+    """Tell whether a leaf is an array that a tensor can replace; a masked array has more to it."""
     return type(leaf) is np.ndarray or (
         isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
     )
@@ -31,15 +31,14 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
     """Tell what an array of `dtype` is cast to.
 
-    Numbers are cast to `cast`; all else keeps its type, in native byte order. None where torch has
-    no such type (text, dates, records).
+    Numbers are cast to `cast`; all else keeps its type, in native byte order. Among types that
+    numpy holds equal, this is the one that torch knows. Return None for types that torch lacks
+    (text, dates, records).
     """
     if dtype.kind not in "biufc":
         return None
     wanted = cast if cast is not None and castable(dtype) else dtype.newbyteorder("=")
-    target: Dtype = np.dtype(
-        wanted.str
-    )  # of types that numpy holds equal, the one that torch knows
+    target: Dtype = np.dtype(wanted.str)
     try:
         torch_type(target)
     except TypeError:
@@ -50,8 +49,8 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
 def is_usable(array: Array, target: Dtype) -> bool:
     """Tell whether a tensor can be laid on the array as it is.
 
-    It must be writable, because a tensor cannot be marked read-only and a write into, say, a
-    read-only mapped file kills the process; and lie without gaps, as in a slot, so that a batch has
+    The array must be writable: a tensor cannot be marked read-only, and a write into, say, a
+    read-only mapped file kills the process. It must have no gaps, as in a slot, so that a batch has
     the same strides whichever pool it came through.
     """
     return array.dtype == target and array.flags.behaved and flat_of(array) is not None
@@ -68,18 +67,18 @@ class Host:
         self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
 
     def leaf(self, leaf: object) -> object:
-        """Convert a leaf of a batch; what is neither array nor CPU tensor is kept."""
+        """Convert an array or a CPU tensor; keep any other leaf of a batch."""
         if is_array(leaf):
             return self.array(leaf)
         return self.tensor(leaf) if isinstance(leaf, self.torch.Tensor) else leaf
 
     def array(self, array: Array) -> Array | Tensor:
-        """Convert an array; to what torch alone can cast to, too."""
+        """Convert an array, even to a type that torch alone can cast to."""
         laid: Any = self.lay(array)
         return laid if self.late is None or laid is array else self.tensor(laid)
 
     def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:
-        """Lay a tensor on the array's own memory if that is possible, else on a copy (`recast`)."""
+        """Lay a tensor on the array's own memory if possible, else on a copy (`recast`)."""
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
@@ -96,7 +95,7 @@ class Host:
         return tensor.to(self.wanted, copy=True)
 
     def casts(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is to be cast."""
+        """Tell whether a tensor has to be cast."""
         return (
             self.wanted is not None
             and tensor.device.type == "cpu"
@@ -105,18 +104,10 @@ class Host:
 
 
 class Converter:
-    """Conversion at once, in the caller: inline, in a thread, or in the trainer after decoding.
+    """Converts at once, in the caller: inline, in a thread, or in the trainer after decoding.
 
-    Parameters
-    ----------
-    output : Output
-        A resolved one; torch is imported here if it asks for tensors.
-
-    Attributes
-    ----------
-    convert : callable
-        ``convert(batch) -> batch``: the same nesting, with its arrays converted. Tensors lie on
-        the arrays' own memory where that is possible.
+    `convert` returns a batch of the same nesting, with its arrays converted. Tensors lie on the
+    arrays' own memory where possible. torch is imported here if the resolved output has tensors.
     """
 
     __slots__ = ("convert", "output")
@@ -126,12 +117,9 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Tell what `convert` does to arrays of a type, fresh ones, or (None) to CPU tensors.
+        """Return what `convert` applies to fresh arrays of a type, or to CPU tensors (dtype=None).
 
-        Returns
-        -------
-        callable or None
-            To be applied to each of them; None if they stay as they are.
+        Return None if they stay as they are.
         """
         output = self.output
         if output.kind != "cpu":
@@ -152,7 +140,6 @@ def _make_null(output: Output) -> Convert:  # noqa: ARG001
 
 
 def _make_call(output: Output) -> Convert:
-    """Make what applies the user's function to every array."""
     function = output.function
     assert function is not None
 
@@ -168,7 +155,6 @@ def _make_call(output: Output) -> Convert:
 
 
 def _make_array(output: Output) -> Convert:
-    """Make what casts arrays where there is no torch."""
     cast = output.dtype
     if cast is None:
         return _make_null(output)
@@ -180,8 +166,6 @@ def _make_array(output: Output) -> Convert:
 
 
 def _on_arrays(function: Callable[[Array], object]) -> Convert:
-    """Apply a function to every array of a batch."""
-
     def leaf(value: object) -> object:
         return function(value) if isinstance(value, np.ndarray) else value
 
@@ -189,7 +173,7 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 
 
 def _make_cpu(output: Output) -> Convert:
-    """Make what gives CPU tensors; an array that is ready costs little more than from_numpy."""
+    """Make the conversion to CPU tensors; a ready array costs little more than from_numpy."""
     host, ready = Host(output), output.dtype
     from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 
@@ -204,7 +188,7 @@ def _make_cpu(output: Output) -> Convert:
 
 
 def _make_cuda(output: Output) -> Convert:
-    """Make what gives tensors on the device when it returns: for test mode."""
+    """Make the conversion to tensors on the device, finished when it returns: for test mode."""
     host, device = Host(output), output.device
 
     def leaf(value: object) -> object:

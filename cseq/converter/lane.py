@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cseq.converter import Event, Tensor
 
 
-# The strided tensors that a sparse one consists of: only these know of streams.
+# The strided tensors that make up a sparse one: only these know of streams.
 PARTS = {
     "sparse_coo": ("_indices", "_values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -23,7 +23,7 @@ PARTS = {
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """List the strided tensors of a tensor: itself, or what a sparse one consists of."""
+    """List the strided tensors that make up a tensor."""
     names = PARTS.get(str(tensor.layout).removeprefix("torch."), ())
     return [getattr(tensor, name)() for name in names] or [tensor]
 
@@ -31,7 +31,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
 class Lane:
     """A CUDA stream: a queue of copies to a device, concurrent with its other work."""
 
-    # Whether memory that copies start from is to be page-locked: tests have a lane without.
+    # Whether the memory that is copied has to be page-locked: a lane of the tests does without.
     pins = True
 
     def __init__(self, device: str) -> None:
@@ -46,7 +46,7 @@ class Lane:
         return context
 
     def can_fetch(self, tensor: Tensor) -> bool:
-        """Ask CUDA, which knows torch's page-locked memory and that of `PageLocks`."""
+        """Ask CUDA, which knows torch's page-locked memory and the mappings of `PageLocks`."""
         return bool(tensor.is_pinned())
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Lane:
     def record(self, read: list[Tensor]) -> Event:
         """Record an event; a host thread that waits for it sleeps rather than spins.
 
-        Until it is passed, the tensors that were read are kept, and the arrays they lie on.
+        Until it is passed, the tensors that were read are kept, with the arrays they lie on.
         """
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -67,8 +67,8 @@ class Lane:
     def join(self, event: Event, tensors: list[Tensor]) -> None:
         """Make the current stream wait, and tell torch's allocator that it uses the tensors.
 
-        Without the latter, this lane's next copies would get the memory of a tensor that the user
-        has dropped, while the user's kernels still read it.
+        Otherwise this lane's next copies could get the memory of a tensor that the user has
+        dropped, while the user's kernels still read it.
         """
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)
@@ -77,7 +77,7 @@ class Lane:
                 part.record_stream(current)
 
     def collect(self) -> None:
-        """Free memory of this process that other processes do not use any more."""
+        """Free memory of this process that other processes no longer use."""
         self._torch.cuda.ipc_collect()
 
     def reap(self, *, wait: bool = False) -> None:

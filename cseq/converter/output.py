@@ -26,7 +26,7 @@ OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callabl
 
 
 class Output(NamedTuple):
-    """What a batch becomes: ``out_type`` and ``dtype`` after they were checked.
+    """What a batch becomes: ``out_type`` and ``dtype``, checked.
 
     Attributes
     ----------
@@ -38,9 +38,9 @@ class Output(NamedTuple):
     function : callable or None
         Applied to every array where `kind` is ``'call'``.
     dtype : numpy.dtype or None
-        Numeric arrays are cast to it, by numpy; None keeps each array's own type.
+        numpy casts numeric arrays to it; None keeps each array's own type.
     torch_dtype : str or None
-        A type that numpy lacks (``'bfloat16'``): torch casts to it, on the CPU.
+        A type that numpy lacks (``'bfloat16'``), to which torch casts on the CPU.
     """
 
     kind: Kind
@@ -78,7 +78,6 @@ def parse(out_type: object, dtype: object) -> Output:
 
 
 def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], object] | None]:
-    """Split ``out_type`` into kind, device and function."""
     if out_type is None:
         return "cpu", "cpu", None
     if isinstance(out_type, str):
@@ -103,20 +102,20 @@ def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
 
 
 def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
-    """Split ``dtype`` into what numpy casts to and what only torch can cast to."""
+    """Split ``dtype`` into what numpy casts to, in native byte order, and what only torch can."""
     if dtype is None:
         return None, None
     name = str(dtype).removeprefix("torch.") if _is_torch(dtype, "dtype") else dtype
     if name == "bfloat16" or (name is not dtype and str(name).startswith("float8_")):
         return None, str(name)
     try:
-        found = np.dtype(name)  # type: ignore[call-overload]
+        known = np.dtype(name)  # type: ignore[call-overload]
     except (TypeError, ValueError, SyntaxError) as error:
         kind = ValueError if isinstance(name, str) else TypeError
         raise kind(f"dtype is {dtype!r}, which numpy does not know: {_DTYPES}") from error
-    if found.kind not in "biufc" or found.type in (np.longdouble, np.clongdouble):
+    if known.kind not in "biufc" or known.type in (np.longdouble, np.clongdouble):
         raise ValueError(f"dtype is {dtype!r}, which no tensor can have: {_DTYPES}")
-    return np.dtype(np.dtype(found.type).str), None  # in native byte order, as torch knows it
+    return np.dtype(np.dtype(known.type).str), None
 
 
 _DTYPES = (
@@ -135,8 +134,8 @@ def for_test(output: Output, test_mode: str) -> Output:
     Raises
     ------
     ValueError
-        If `test_mode` is none of ``'default'`` (the same), ``'cpu'`` (CPU tensors) and
-        ``'numpy'`` (what the indexer returned).
+        If `test_mode` is not ``'default'`` (the same), ``'cpu'`` (CPU tensors) or ``'numpy'``
+        (what the indexer returned).
     """
     if choice("test_mode", test_mode, ("default", "cpu", "numpy")) == "default":
         return output
@@ -145,14 +144,14 @@ def for_test(output: Output, test_mode: str) -> Output:
 
 
 def cast_dtype(output: Output) -> Dtype | None:
-    """Return the type that workers cast numeric arrays to while they copy them; None: no cast."""
+    """Return the type to which workers cast numeric arrays as they copy them, or None."""
     return output.dtype if output.kind in ("cuda", "cpu", "array") else None
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Return a warning for arrays that look like labels and will become floats; None: none do.
+    """Return a warning if arrays that look like labels will become floats, else None.
 
-    These are integer arrays beside other arrays, but not images: ``uint8`` of several dimensions.
+    Labels are integer arrays beside other arrays, but not images: ``uint8`` of several dimensions.
     """
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
@@ -178,14 +177,11 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
     )
 
 
-# -- what this machine has
-
-
 def resolve(output: Output) -> Output:
-    """Replace what this machine lacks, and name the CUDA device; imports torch if it is needed.
+    """Replace what this machine lacks, and number the CUDA device; import torch if needed.
 
     Without CUDA, ``'cuda'`` becomes the CPU; without torch, tensors become arrays of the same
-    values. The log ``'cseq'`` says each once. This does not initialise CUDA.
+    values. The log ``'cseq'`` says so once. This does not initialise CUDA.
 
     Raises
     ------
@@ -221,7 +217,7 @@ def _name_device(torch: ModuleType, device: str) -> str:
 
 
 def _find_torch() -> ModuleType | None:
-    """Import torch; None where it is not installed (a broken one raises)."""
+    """Import torch, or return None if it is not installed. A broken torch raises."""
     try:
         import torch
     except ModuleNotFoundError as error:
@@ -233,5 +229,5 @@ def _find_torch() -> ModuleType | None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Log a message, once in the life of this process."""
+    """Log a message once in this process."""
     logger.warning(message)

@@ -17,16 +17,11 @@ logger = logging.getLogger("cseq")
 class PageLocks:
     """The mappings of the arena that this process has page-locked, so that CUDA copies from them.
 
-    A mapping is kept, and so stays mapped, until it is unregistered: CUDA would go on copying from
-    the old pages of an address that is mapped again.
-
-    Parameters
-    ----------
-    device : str
-        A CUDA device, such as ``'cuda:0'``.
+    A mapping stays until it is unregistered: CUDA would go on copying from the old pages of an
+    address that is mapped again.
     """
 
-    # Page-locked for every context, not only for the one of the device that is current now.
+    # Page-locked for every context, not only for the current device's.
     PORTABLE = 1
 
     def __init__(self, device: str) -> None:

@@ -1,4 +1,4 @@
-/* An allocator as numpy has it (NEP 49): PyDataMemAllocator, without numpy's headers. */
+/* numpy's PyDataMemAllocator (NEP 49), without numpy's headers. */
 #ifndef CSEQ_ALLOCATOR_H
 #define CSEQ_ALLOCATOR_H
 

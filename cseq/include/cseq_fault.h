@@ -1,12 +1,12 @@
-/* Fault points: in a debug build, CSEQ_FAULT=point:n kills a worker process at its n-th pass of a
- * point, and CSEQ_FAULT=point:n:worker only the worker of that number.
+/* Fault points, for tests of deaths: in a debug build, CSEQ_FAULT=point:n kills a worker process at its
+ * n-th pass of a point, and CSEQ_FAULT=point:n:worker only the worker of that number.
  *
- * For tests of deaths. Include before cseq_ring.h. A release build has no fault points.
+ * Include this before cseq_ring.h. A release build has no fault points.
  */
 #ifndef CSEQ_FAULT_H
 #define CSEQ_FAULT_H
 
-/* Whether memory that is no longer in use is overwritten. */
+/* 1: memory that is no longer in use is overwritten. */
 #ifdef CSEQ_DEBUG
 #define CSEQ_POISON 1
 #else
@@ -20,8 +20,9 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The trainer does not die at its own points: only workers do, which have their number in CSEQ_WORKER. */
-static long cseq_fault_left = -1; /* passes until death; -1: not known yet */
+/* Passes until death, or -1 before the environment was read. Only workers die, which have their number in
+ * CSEQ_WORKER; the trainer passes these points, too. */
+static long cseq_fault_left = -1;
 static char cseq_fault_name[32];
 
 static inline void cseq_fault_parse(const char *worker) {

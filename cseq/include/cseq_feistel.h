@@ -1,11 +1,12 @@
 /* The order of an epoch without a table: the algorithm "feistel-v1" of docs/inside/shuffle.md.
  *
- * Position → sample, a keyed bijection on exactly n values: eight rounds of a Feistel network over the
- * digits of the position in a grid of a rows and b columns, a * b >= n. A value of n or more is put
- * through again, until it is smaller: the grid has fewer than a such values.
+ * A keyed bijection on n values maps a position to its sample: eight rounds of a Feistel network over the
+ * digits of the position in a grid of a rows and b columns, a * b >= n. A value of n or more goes through
+ * the rounds again, until it is smaller: the grid has fewer than a such values.
  *
- * No memory, no state, any position at once. Several positions go through a round together: the
- * multiplications of one overlap with the others'. Not unrolled, the round's words stay in registers.
+ * There is no memory and no state, and any position can be asked for. CSEQ_LANES positions go through a
+ * round together, so that their multiplications overlap. The rounds are not unrolled, so their words stay
+ * in registers. With fewer than CSEQ_FEISTEL_LEAST samples, the keys of a network would have too few bits.
  */
 #ifndef CSEQ_FEISTEL_H
 #define CSEQ_FEISTEL_H
@@ -15,12 +16,13 @@
 enum {
     CSEQ_PURPOSE_FEISTEL = 6,
     CSEQ_ROUNDS = 8,
-    CSEQ_LANES = 16, /* positions that go through together */
+    CSEQ_LANES = 16,
 };
-#define CSEQ_FEISTEL_LEAST 65536 /* samples; a network over fewer would have too few keys' bits */
+#define CSEQ_FEISTEL_LEAST 65536
 
+/* A network over n samples, in a rows and b columns, with the keys x and m of each round. */
 typedef struct {
-    uint64_t n, a, b; /* samples; rows and columns */
+    uint64_t n, a, b;
     uint64_t x[CSEQ_ROUNDS], m[CSEQ_ROUNDS];
 } cseq_feistel;
 
@@ -56,7 +58,7 @@ static inline uint64_t cseq_ceil_sqrt(uint64_t n)
     return low;
 }
 
-/* n in [1, 2^63]; 2 * CSEQ_ROUNDS words. */
+/* n is in [1, 2^63]; there are 2 * CSEQ_ROUNDS words. */
 static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t *words)
 {
     f->n = n;
@@ -76,7 +78,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint
     return cseq_multiply(low ^ high, range, &low);
 }
 
-/* All rounds, for some positions: row and column of each, changed in place. */
+/* All rounds, for the rows and columns of some positions, which change in place. */
 CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row, uint64_t *column,
                                            int lanes)
 {
@@ -92,7 +94,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row,
     }
 }
 
-/* The sample that a value which is still too large leads to. */
+/* The sample that a value leads to, which may be too large. */
 static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
 {
     while (value >= f->n) {
@@ -103,7 +105,7 @@ static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
     return value;
 }
 
-/* The samples of positions whose rows and columns these are. */
+/* The samples of the positions with these rows and columns. */
 CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows, uint64_t *columns,
                                           int lanes, int64_t *out)
 {
@@ -127,7 +129,7 @@ static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *pos
     }
 }
 
-/* The samples at positions start .. start+count-1, which are below n: one division for all. */
+/* The samples at positions start .. start+count-1, which are below n, with one division for all. */
 static inline void cseq_feistel_range(const cseq_feistel *f, uint64_t start, uint64_t count,
                                      int64_t *out)
 {

@@ -1,10 +1,10 @@
 /* Mappings of a file, and pages committed before they are written.
  *
- * A sparse file's pages are allocated on first touch, and when there is no room that touch
- * is SIGBUS. `cseq_commit` allocates them beforehand, where running out is an error code.
+ * A sparse file's pages are allocated on first touch, which is a SIGBUS if there is no room.
+ * `cseq_commit` allocates them beforehand, where a lack of room is an error code.
  *
- * What is called `fd` is on Windows the handle of a section (handles have 32 significant bits). Pages
- * of a section must be committed before they are read as well.
+ * On Windows, `fd` is the handle of a section (handles have 32 significant bits), whose pages must be
+ * committed before they are read, too.
  */
 #ifndef CSEQ_MAP_H
 #define CSEQ_MAP_H
@@ -14,8 +14,9 @@
 #include "cseq_atomic.h"
 
 #if defined(_WIN32)
+/* winsock2.h includes windows.h. */
 #ifndef WIN32_LEAN_AND_MEAN
-#define WIN32_LEAN_AND_MEAN /* before winsock2.h, which includes windows.h */
+#define WIN32_LEAN_AND_MEAN
 #endif
 #include <winsock2.h>
 #include <errno.h>
@@ -36,10 +37,9 @@
 #define CSEQ_HANDLE(fd) ((HANDLE)(intptr_t)(fd))
 #define CSEQ_LOW(n) ((DWORD)((n) & 0xffffffffu))
 #define CSEQ_HIGH(n) ((DWORD)((n) >> 32))
-
 #endif
 
-/* Windows: a section of `nbytes` zeros, none of which takes memory yet: its handle. -1: with errno set. */
+/* Windows: the handle of a section of `nbytes` zeros, which take no memory yet; or -1 with errno set. */
 CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #if defined(_WIN32)
     HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, 0, PAGE_READWRITE | SEC_RESERVE,
@@ -53,7 +53,7 @@ CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #endif
 }
 
-/* Address of a mapping, or NULL with errno set. `own`: what is written is this process's alone. */
+/* Address of a mapping, or NULL with errno set. With `own`, this process alone sees what it writes. */
 CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #if defined(_WIN32)
     void *p = MapViewOfFile(CSEQ_HANDLE(fd), own ? FILE_MAP_COPY : FILE_MAP_ALL_ACCESS,
@@ -67,14 +67,14 @@ CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #endif
 }
 
-/* Windows: bytes of memory of this machine. 0: not known. */
+/* Windows: bytes of memory of this machine, or 0 if that is unknown. Elsewhere: 0; see sysconf. */
 CSEQ_INLINE uint64_t cseq_ram(void) {
 #if defined(_WIN32)
     MEMORYSTATUSEX status;
     status.dwLength = sizeof(status);
     return GlobalMemoryStatusEx(&status) ? status.ullTotalPhys : 0;
 #else
-    return 0; /* see sysconf */
+    return 0;
 #endif
 }
 
@@ -95,8 +95,9 @@ CSEQ_INLINE void cseq_close(int fd) {
 #endif
 }
 
-/* A descriptor that is not in the place of a standard stream which this process has closed: what a library in C prints
-   would be written to it. The same one, or a copy of it, which is closed; -1: with errno set, and it is closed. */
+/* Return a descriptor above the standard streams: `fd`, or a copy, and `fd` is closed; or -1 with errno
+ * set, and `fd` is closed. A process may have closed a standard stream; what a library in C prints would
+ * be written to a descriptor with its number. */
 CSEQ_INLINE int cseq_lift(int fd) {
 #if defined(_WIN32)
     return fd;
@@ -112,7 +113,7 @@ CSEQ_INLINE int cseq_lift(int fd) {
 }
 
 #if !defined(_WIN32)
-/* Write zeros: what is not committed yet has no other content. 0, or an errno. */
+/* Write zeros, the content of what is not committed yet. Return 0, or an errno. */
 CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
     static const char zeros[1 << 16];
     while (nbytes > 0) {
@@ -127,11 +128,14 @@ CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
 }
 #endif
 
-/* Allocate the pages of [offset, offset + nbytes): 0, or an errno. */
+/* Allocate the pages of [offset, offset + nbytes). Return 0, or an errno.
+ *
+ * On Windows, a view begins at a multiple of 64 KiB; a page committed in one view is committed in all, in
+ * all processes, while the section exists. On macOS, F_PREALLOCATE fills no holes, and zeros must not fill
+ * the disk. */
 CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(_WIN32)
-    /* committed in one view, a page is so in all, of all processes, for as long as there is the section */
-    uint64_t begin = offset & ~(uint64_t)0xffff; /* a view begins at a multiple of 64 KiB */
+    uint64_t begin = offset & ~(uint64_t)0xffff;
     char *view = (char *)MapViewOfFile(CSEQ_HANDLE(fd), FILE_MAP_ALL_ACCESS, CSEQ_HIGH(begin),
                                        CSEQ_LOW(begin), (SIZE_T)(offset - begin + nbytes));
     void *p = 0;
@@ -141,7 +145,7 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
     }
     return p == 0 ? ENOMEM : 0;
 #elif defined(__APPLE__)
-    struct statfs disk; /* F_PREALLOCATE fills no holes; zeros must not fill the disk */
+    struct statfs disk;
     if (fstatfs(fd, &disk) == 0 && disk.f_blocks && nbytes / disk.f_bsize >= disk.f_bavail)
         return ENOSPC;
     return cseq_commit_by_zeros(fd, offset, nbytes);
@@ -159,7 +163,7 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 }
 
 /* Give the pages of [offset, offset + nbytes) back; they read as zeros, and must be committed before
- * they are written again. 0, or an errno: nothing was given back then. */
+ * they are written again. Return 0, or an errno, and then nothing was given back. */
 CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(__linux__)
     int error;
@@ -174,7 +178,7 @@ CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
-/* Blocks until the peer of a socket is gone. Needs no interpreter. */
+/* Block until the peer of a socket is gone, without the interpreter. Another thread reads the messages. */
 CSEQ_INLINE void cseq_await_hangup(intptr_t socket) {
     char byte;
     for (;;) {
@@ -184,7 +188,7 @@ CSEQ_INLINE void cseq_await_hangup(intptr_t socket) {
 #else
         ssize_t n = recv((int)socket, &byte, 1, MSG_PEEK);
         if (n == 0 || (n < 0 && errno != EINTR)) return;
-        if (n > 0) usleep(100000); /* a message for another thread, not yet read */
+        if (n > 0) usleep(100000);
 #endif
     }
 }

@@ -1,9 +1,9 @@
 /* Meters: what each party of a ring has done, and what time that took.
  *
- * One record for the trainer and one for each runner, alike for processes, threads and streams. They lie
- * in the ring's memory. A record has one writer, its party, which stores relaxed; readers take what they
- * see: each number is valid alone, and none is followed as a pointer or an index. A runner that dies
- * leaves what it has counted, and the next one with its number goes on from there.
+ * The trainer and each runner have a record in the ring's memory, alike for processes, threads and
+ * streams. A party alone writes its record, by relaxed stores. Readers take what they see: each number is
+ * valid alone, and none is used as a pointer or an index. A runner that dies leaves what it has counted,
+ * and the next one with its number goes on from there.
  *
  *                trainer                                     runner
  *   work         the loop's own time between two batches     claim to publish, of each ticket
@@ -29,40 +29,48 @@
 #include <time.h>
 #endif
 
-#define CSEQ_BUCKETS 144 /* four an octave, from 64 ns to 73 minutes */
+/* Four an octave, from 64 ns to 73 minutes. */
+#define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
-#define CSEQ_POLL 100000000u /* ns between two looks at what the system has counted */
-#define CSEQ_READ_GAP 1000000u   /* ns between two readings at least, which take some microseconds */
+/* ns between two polls of what the system has counted; and between two readings, which take some
+ * microseconds each. */
+#define CSEQ_POLL 100000000u
+#define CSEQ_READ_GAP 1000000u
 
 typedef struct {
-    uint64_t sum; /* ns, of all */
+    uint64_t sum;
     uint32_t bucket[CSEQ_BUCKETS];
     char pad[56];
 } cseq_histogram;
 
+/* A ticket and how long it took; `ns` is 0 if there is none. */
 typedef struct {
-    uint64_t ns; /* 0: none */
-    uint64_t epoch, batch;
+    uint64_t ns, epoch, batch;
 } cseq_slow;
 
+/* `batches`: published by a runner; taken by the trainer, without errors. `samples` and `nbytes` of these,
+ * and `epochs` that began after the first batch, are the trainer's alone; `slowest` is a runner's.
+ *
+ * `since_ns`: when the present step or ticket began, or 0. `waited_ns`: how long this step slept, which
+ * `wait` does not have yet. `asleep_ns`: when the present sleep began, or 0.
+ *
+ * `start_ns`: what the loop waited for its first batch, which `wait` leaves out. `first_ns`: when it took
+ * that batch; the trainer writes into a runner's what `work` had then. `behind_ns` and `early_ns` are
+ * parts of `wait`: while half of the other tickets were ready at the end, and for the first batches of an
+ * epoch, one for each runner.
+ *
+ * `cpu_ns`: what the party has computed. `queued_ns`: what its thread has waited for a core. `polled_ns`:
+ * when that was polled last, or 0. `read_ns`, `cpu_seen`, `queued_seen`: the last reading. `thread`: the
+ * system's number of the thread, or of the process. */
 typedef struct {
-    uint64_t batches; /* a runner's: published; the trainer's: taken, without errors */
-    uint64_t samples, nbytes; /* of these, the trainer's alone */
-    uint64_t since_ns;  /* when the present step, or ticket, began; 0: none is under way */
-    uint64_t waited_ns; /* of the present step, asleep: what `wait` does not have yet */
-    uint64_t asleep_ns; /* when the present sleep began; 0: awake */
-    uint64_t start_ns;  /* what the loop waited for its first batch, which is not in `wait` */
-    uint64_t first_ns;  /* when that was taken; a runner's: what `work` had then, written by the trainer */
-    uint64_t behind_ns; /* of `wait`: half of the other tickets were ready when it ended */
-    uint64_t early_ns;  /* of `wait`: for the first batches of an epoch, one for each runner */
-    uint64_t cpu_ns;    /* computed */
-    uint64_t queued_ns; /* waited for a core, of the party's thread */
-    uint64_t polled_ns; /* the last poll; 0: there was none */
-    uint64_t read_ns, cpu_seen, queued_seen; /* the last reading of what the system has counted */
-    uint64_t epochs;    /* the trainer's: that began after the first batch */
-    uint64_t thread; /* its number in the system; of a process, that of the process */
+    uint64_t batches, samples, nbytes;
+    uint64_t since_ns, waited_ns, asleep_ns;
+    uint64_t start_ns, first_ns, behind_ns, early_ns;
+    uint64_t cpu_ns, queued_ns, polled_ns;
+    uint64_t read_ns, cpu_seen, queued_seen;
+    uint64_t epochs, thread;
     cseq_histogram work, wait, gil;
-    cseq_slow slowest[CSEQ_SLOWEST]; /* a runner's */
+    cseq_slow slowest[CSEQ_SLOWEST];
     char pad[48];
 } cseq_meter;
 
@@ -91,11 +99,11 @@ CSEQ_INLINE void cseq_histogram_add(cseq_histogram *h, uint64_t ns) {
 
 /* ── a runner ─────────────────────────────────────────────────────────────────────────── */
 
-/* A ticket took so long. An entry of `slowest` is 0 while its other words change. */
+/* A ticket took `ns`. `slowest` is in order; the `ns` of an entry is 0 while its other words change. */
 CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, uint64_t batch) {
     cseq_histogram_add(&m->work, ns);
     cseq_count_u64(&m->batches, 1);
-    if (ns <= m->slowest[CSEQ_SLOWEST - 1].ns) return; /* they are in order */
+    if (ns <= m->slowest[CSEQ_SLOWEST - 1].ns) return;
     int k = CSEQ_SLOWEST - 1;
     for (; k > 0 && ns > m->slowest[k - 1].ns; k--) {
         cseq_store_rlx_u64(&m->slowest[k].ns, 0);
@@ -109,7 +117,7 @@ CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, u
     cseq_store_rel_u64(&m->slowest[k].ns, ns);
 }
 
-/* Another runner goes on with the record of one that has ended. */
+/* A runner goes on with the record of one that has ended. */
 CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
     cseq_store_rlx_u64(&m->since_ns, 0);
     cseq_store_rlx_u64(&m->polled_ns, 0);
@@ -117,7 +125,7 @@ CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
 
 /* ── the trainer ──────────────────────────────────────────────────────────────────────── */
 
-/* An epoch's clock runs from here. What was waited before the first batch of all is the start. */
+/* The clock of an epoch runs from here. What the loop waits before its very first batch is the start. */
 CSEQ_INLINE void cseq_meter_start_epoch(cseq_meter *m, uint64_t now) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns);
     if (cseq_load_rlx_u64(&m->first_ns)) {
@@ -133,8 +141,7 @@ CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) 
     cseq_store_rlx_u64(&m->asleep_ns, 0);
 }
 
-/* A step is over, with which the loop has gone on after a batch (`first`: none, in this epoch): what of
- * it was waited. */
+/* The loop's step after a batch is over; return how long it waited. `first`: the epoch had no batch yet. */
 CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns), waited = cseq_load_rlx_u64(&m->waited_ns);
     const uint64_t took = now - since, step = since && took > waited ? took - waited : 0;
@@ -149,8 +156,8 @@ CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
 
 /* ── what the system has counted ──────────────────────────────────────────────────────── */
 
-/* What the calling thread has waited for a core, in ns; 0 where the system does not say. The file has what
- * it computed, what it waited, and how often it ran. */
+/* What the calling thread has waited for a core, in ns; 0 where the system does not say. The file has
+ * three numbers: the time computed, the time waited, and how often the thread ran. */
 CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     uint64_t queued = 0;
 #if defined(__linux__)
@@ -167,8 +174,8 @@ CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     return queued;
 }
 
-/* Read what the calling thread (`whole`: its process) has computed, and what the thread has waited for a core;
- * `counts`: add what came since the last reading. The first one of a record, or of a thread, adds nothing. */
+/* Read what the calling thread (`whole`: its process) has computed, and what the thread has waited for a
+ * core. `counts`: add what came since the last reading; the first one of a record or thread adds nothing. */
 CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, int counts) {
     uint64_t cpu = 0, queued, thread = 0;
     if (m->polled_ns && now - m->read_ns < CSEQ_READ_GAP) return;
@@ -193,7 +200,7 @@ CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, 
     cseq_store_rlx_u64(&m->queued_seen, queued);
 }
 
-/* The same for all that came since the last poll: a reading in between puts none off. */
+/* Read, and note when: this is a poll. Readings in between do not put a poll off. */
 CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole, int counts) {
     cseq_meter_read_system(m, now, whole, counts);
     cseq_store_rlx_u64(&m->polled_ns, now);

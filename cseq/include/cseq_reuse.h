@@ -1,16 +1,16 @@
 /* Memory of large arrays of worker threads, used again once the loop has dropped them.
  *
- * malloc unmaps freed blocks, or trims its heap, and the system clears the pages of every new one.
- * numpy's data allocator can be replaced (NEP 49), for the arrays that a thread makes. Here freed
- * blocks are kept for later arrays of their size, the warmest first.
+ * malloc unmaps freed blocks, or trims its heap, and the system clears the pages of every new one. A
+ * thread can replace numpy's data allocator (NEP 49). Here freed blocks are kept for later arrays of
+ * their size, the warmest first.
  *
- * A block is one of numpy's own allocator, of a rounded size. numpy says an array's size where it
+ * A block comes from numpy's own allocator, in a rounded size. numpy says an array's size where it
  * frees the memory. Too small a size, where code has shrunk an array's shape, is safe: the block is
- * kept for arrays of that size, or goes back. numpy's own cache of small blocks relies on it, too.
+ * kept for arrays of that size, or goes back. numpy's own cache of small blocks relies on this, too.
  *
- * Any thread may free an array. The thread that has `lock` changes the table of free blocks: in some
- * instructions, without the interpreter. An array does not wait for it: without a GIL, a thread that
- * finds it taken asks numpy's own allocator.
+ * Any thread may free an array. The thread that has `lock` changes the table of free blocks, in a few
+ * instructions, without the interpreter. No array waits for it: a thread that finds it taken, which
+ * happens without a GIL, asks numpy's own allocator.
  */
 #ifndef CSEQ_REUSE_H
 #define CSEQ_REUSE_H
@@ -20,24 +20,27 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-#define CSEQ_REUSE_LEAST ((size_t)128 << 10) /* bytes; glibc's malloc maps larger blocks */
-#define CSEQ_REUSE_MOST ((size_t)128 << 20)  /* bytes of free blocks, in all */
-#define CSEQ_REUSE_BLOCKS 128u                /* free blocks */
+/* Bytes of the smallest block that is kept: glibc's malloc maps larger ones. Bytes of all free blocks,
+ * and how many there are, at most. */
+#define CSEQ_REUSE_LEAST ((size_t)128 << 10)
+#define CSEQ_REUSE_MOST ((size_t)128 << 20)
+#define CSEQ_REUSE_BLOCKS 128u
 
+/* `below` is numpy's own allocator. The words after `lock` belong to the thread that has set it to 1.
+ * `threads` make arrays; without any, nothing is kept. `blocks` are the `count` free blocks, the latest
+ * last, of `nbytes` in all. */
 typedef struct {
-    cseq_allocator below; /* numpy's own */
+    cseq_allocator below;
 
-    uint32_t lock;    /* the words below belong to the thread that has made it 1 */
-    uint32_t threads; /* that make arrays; without any, nothing is kept */
-    uint32_t count;
-    size_t nbytes; /* of all free blocks */
+    uint32_t lock, threads, count;
+    size_t nbytes;
     struct {
         void *p;
         size_t size;
-    } blocks[CSEQ_REUSE_BLOCKS]; /* free ones, the latest last */
+    } blocks[CSEQ_REUSE_BLOCKS];
 } cseq_reuse;
 
-/* The size of the block for an array: in steps of an eighth, so that batches of padded samples share blocks. */
+/* The size of an array's block, in steps of an eighth, so that batches of padded samples share blocks. */
 CSEQ_INLINE size_t cseq_reuse_room(size_t size) {
     size_t step = CSEQ_REUSE_LEAST / 8;
     if (size < CSEQ_REUSE_LEAST || size > CSEQ_REUSE_MOST) return size;
@@ -57,7 +60,7 @@ CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
     return p;
 }
 
-/* Give the oldest blocks back, until there is room for one more of this size. The caller has the lock. */
+/* Give the oldest blocks back, until one more of this size has room. The caller has the lock. */
 CSEQ_INLINE void cseq_reuse_trim(cseq_reuse *r, size_t size) {
     while (r->count && (r->count == CSEQ_REUSE_BLOCKS || r->nbytes > CSEQ_REUSE_MOST - size)) {
         size_t oldest = r->blocks[0].size;
@@ -111,7 +114,7 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
     if (p) r->below.free(r->below.ctx, p, room);
 }
 
-/* A thread begins or ends to make arrays; the last one gives all free blocks back. It waits for the
+/* A thread begins or stops making arrays; the last one gives all free blocks back. It waits for the
  * lock, whose holder goes on without the interpreter. */
 CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     while (!cseq_reuse_try(r)) {
@@ -124,8 +127,8 @@ CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     cseq_reuse_unlock(r);
 }
 
-/* In a forked process, which has no such threads. The copy of the table may be half changed: its blocks
- * are left alone. */
+/* In a forked process, which has no such threads, leave the blocks alone: the copy of the table may be
+ * half changed. */
 CSEQ_INLINE void cseq_reuse_forget(cseq_reuse *r) {
     r->threads = r->count = 0;
     r->nbytes = 0;

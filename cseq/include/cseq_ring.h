@@ -5,24 +5,23 @@
  *             [input]                   [middle]                     [output]
  *
  * With one stage, INDEXING is published straight to READY. The same code serves memory that
- * processes share and memory of threads: no pointers inside, fixed widths; gates, cells
- * and each party's meter are on cache lines of their own.
+ * processes share and memory of threads: it has no pointers and fixed widths, and gates, cells and
+ * each party's meter are on cache lines of their own.
  *
  * A ring is one of two kinds. A *shared* ring has any number of runners; each claims the first open
  * cell at or after the hint, and the trainer posts in any free cell. A *queue* has one runner and keeps
- * the order: the trainer posts in one cell after the other, and the runner looks at one cell only,
- * the one after the one that it claimed last. The last `calls` cells of a queue are not part of this
- * *round*; the runner looks there first. The round of a shared ring may have fewer cells than there are,
- * and grow.
+ * the order: the trainer posts in one cell after the other, and the runner looks only at the cell after
+ * the one that it claimed last. The last `calls` cells of a queue are outside this *round*; the runner
+ * looks there first. The round of a shared ring may leave cells out, and grow.
  *
  * Which party writes a cell's word, and when:
  *   FREE                    the trainer (post)
  *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel); both
  *                           by compare-and-swap, so exactly one of them succeeds
- *   INDEXING, CONVERTING    the owner named in the word (publish); when that owner is known
+ *   INDEXING, CONVERTING    the owner named in the word (publish); once that owner is known
  *                           to be gone, the supervisor's thread of the trainer (repost)
  *   READY                   the trainer (commit)
- * The other fields of a cell may be written by the party that may write the word.
+ * The party that may write the word may write the other fields of the cell, too.
  *
  * Claim is one compare-and-swap that also records the owner, so a cell that a dying process holds
  * always names that process, and there is nothing to repair.
@@ -38,18 +37,19 @@
 #include "cseq_spin.h"
 #include "cseq_wait.h"
 
-/* A point where tests kill a process; nothing unless the including file defines it. */
+/* A point where tests kill a process. It is nothing unless the including file defines it. */
 #ifndef CSEQ_POINT
 #define CSEQ_POINT(name) ((void)0)
 #endif
 
-#define CSEQ_LINE 128 /* bytes; two 64-byte lines, since adjacent ones are fetched in pairs */
+/* Adjacent lines of 64 bytes are fetched in pairs. */
+#define CSEQ_LINE 128
 #define CSEQ_MAGIC 0x63736571u
 #define CSEQ_LAYOUT 12u
-#define CSEQ_NO_SLOT 0xffffffffu /* of a ticket that lies in none */
-#define CSEQ_FIELDS 4 /* words of a record: where in the slot a batch lies */
+#define CSEQ_NO_SLOT 0xffffffffu
+/* Words of a record, which says where in the slot a batch lies. */
+#define CSEQ_FIELDS 4
 
-/* States. */
 enum {
     CSEQ_FREE = 0,
     CSEQ_POSTED = 1,
@@ -69,68 +69,81 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 #define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
 #define CSEQ_TICKET(word) ((word) >> 24)
 
-/* A word to sleep on, and who may be asleep there. */
+/* A word to sleep on, and who may be asleep there.
+ *
+ * Sleepers sleep on `event`, which every wake-up raises by 1. `asleep` is 1 while a party may be
+ * asleep; a dead sleeper leaves it set, which costs one needless wake-up. `wanted` is of the output
+ * gate alone: 1 + the cell that the trainer waits for, or 0 for any. `shared` is 1 if the parties are
+ * processes, 0 if they are threads of one; it is written before there are any. `spin` is for the party
+ * that spins before it sleeps here; at the output gate, `spin.who` is 1 while the trainer waits for a
+ * cell of this ring. */
 typedef struct {
-    uint32_t event;  /* +1 at every wake-up; the word slept on */
-    uint32_t asleep; /* 1: a party may be asleep. Advisory: a dead sleeper leaves it set,
-                        which costs one needless wake-up */
-    uint32_t wanted; /* output only: 1 + the cell the trainer waits for, 0 for any */
-    uint32_t shared; /* 1: parties are processes, 0: threads of one. Written before there are any */
+    uint32_t event, asleep, wanted, shared;
     char pad[CSEQ_LINE / 2 - 16];
-    cseq_spin spin; /* of the one that spins before it sleeps here; of the output, `who`: 1 while the trainer
-                       waits for a cell of this ring */
+    cseq_spin spin;
     char pad1[CSEQ_LINE / 2 - 12];
 } cseq_gate;
 
-/* The time that a stage has a ticket, on the clock of `cseq_now_ns`; written by its owner. */
+/* When a stage's owner has claimed and published a ticket, on the clock of `cseq_now_ns`. `started_ns`
+ * is 0 before the claim, `published_ns` is valid after the publish. */
 typedef struct {
-    uint64_t started_ns;   /* when it was claimed; 0 before */
-    uint64_t published_ns; /* valid once it is */
+    uint64_t started_ns, published_ns;
 } cseq_stint;
 
+/* Before the post, the trainer writes: `batch`, the number within the epoch; `start`, the position of
+ * the first sample in the epoch's order; `count`, the number of samples; `seed`, for the order and the
+ * generators; and `parts`, how many sizes of units follow the indices, 0 if each unit is a sample.
+ *
+ * The owner writes: `slot`, where the batch lies (CSEQ_NO_SLOT at the post); `capacity`, how many bytes
+ * of it are committed; `stage`, which record was written last; `status`, 0 for a batch, else a value of
+ * stage.py; its number into `owner[stage]`; its stint; and its record. The indexer's `record` stays
+ * valid until the converter has published `converted`. */
 typedef struct {
     uint64_t word;
-    /* written by the trainer before the post */
-    uint64_t epoch;
-    uint64_t batch; /* running number within the epoch */
-    uint64_t start; /* position of its first sample in the order of the epoch */
-    uint32_t count; /* samples */
-    /* written by the owner */
-    uint32_t slot;       /* where the batch lies; CSEQ_NO_SLOT at the post */
-    uint64_t capacity;   /* bytes of the slot that are committed */
-    uint32_t stage;      /* which record is the last one written */
-    uint32_t status;     /* 0: a batch; else see stage.py */
+    uint64_t epoch, batch, start;
+    uint32_t count;
+    uint32_t slot;
+    uint64_t capacity;
+    uint32_t stage, status;
     uint64_t record[CSEQ_FIELDS];
-    uint64_t seed; /* of the epoch's order and generators; written before the post */
-    uint32_t parts; /* sizes of units after the indices, written before the post; 0: each is a sample */
-    uint16_t owner[2]; /* that has published, of each stage; written by it */
+    uint64_t seed;
+    uint32_t parts;
+    uint16_t owner[2];
     cseq_stint indexing;
-    uint64_t converted[CSEQ_FIELDS]; /* the converter's record: the indexer's stays valid until
-                                        the converter has published */
+    uint64_t converted[CSEQ_FIELDS];
     cseq_stint converting;
     char pad2[CSEQ_LINE - 8 - 8 * CSEQ_FIELDS];
 } cseq_cell;
 
+/* All of the first cache line but `round` is written once.
+ *
+ * `calls`: cells that the runner looks at first; 0 in a shared ring. `round`: the other cells that
+ * runners look at; the trainer of a shared ring raises it before it posts there. `output`: bytes from
+ * here to the gate that the trainer sleeps at, which is `gate[2]` of this ring or of another one in the
+ * same memory, so that it can wait for several.
+ *
+ * The trainer writes `closed`: 0 if the ring is open, 1 if it is closed to all runners for good, else
+ * the lowest number of the indexers that leave once they have no ticket in hand. It also writes `spin`,
+ * the ns that a party spins before it sleeps, and `crew`, how many runners take turns with the trainer
+ * for the GIL (cseq_spin.h). Each runner of the crew adds 1 to `parked` while it waits.
+ *
+ * `hint` says, by stage, where to look first. It is advisory in a shared ring. In a queue it is the next
+ * cell to claim, written by the runner, and by repost when the runner is gone.
+ *
+ * Stage 0 sleeps at `gate[0]`, stage 1 at `gate[1]`, the trainer at the gate that `output` names;
+ * `wanted` and `spin.who` of `gate[2]` are this ring's in any case. */
 typedef struct {
     uint32_t magic, layout, capacity, batch_size, runners, fields;
-    uint32_t calls; /* cells that are looked at first; 0: a shared ring, else a queue */
-    uint32_t round; /* cells that runners look at, beside those for calls; of a shared ring, the trainer
-                       adds to them before it posts there */
-    int64_t output; /* bytes from here to the gate that the trainer sleeps at: `gate[2]` of this ring,
-                       or of another one in the same memory, so that it can wait for several */
+    uint32_t calls, round;
+    int64_t output;
     char pad[CSEQ_LINE - 40];
-    uint32_t closed; /* 0: open; 1: to all runners, for ever; else to indexers with this number or a higher
-                        one, which leave when they have no ticket in hand. Written by the trainer */
-    uint32_t spin;   /* ns that a party spins before it sleeps; 0: it does not. See cseq_spin.h */
-    uint32_t crew;   /* runners that take turns with the trainer, for the GIL; 0: none does */
+    uint32_t closed, spin, crew;
     char pad1[CSEQ_LINE - 12];
-    uint32_t parked; /* of the crew, those that wait; written by each: +1, -1 */
+    uint32_t parked;
     char pad4[CSEQ_LINE - 4];
-    uint32_t hint[2]; /* per stage: where to look first. Shared ring: advisory. Queue: the next cell
-                         to claim, written by the runner, and by repost when the runner is gone */
+    uint32_t hint[2];
     char pad2[CSEQ_LINE - 8];
-    cseq_gate gate[3]; /* input: stage 0 sleeps; middle: stage 1; output: the trainer, if `output`
-                          says so; `wanted` and `spin.who` are this ring's in any case */
+    cseq_gate gate[3];
 } cseq_ring;
 
 typedef char cseq_check_gate[sizeof(cseq_gate) == CSEQ_LINE ? 1 : -1];
@@ -145,7 +158,7 @@ CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
 CSEQ_INLINE cseq_stint *cseq_cell_stint(cseq_cell *c, uint32_t stage) {
     return stage ? &c->converting : &c->indexing;
 }
-/* Owners count from 1; 0 is the trainer. */
+/* Owners are numbered from 1; 0 is the trainer. */
 CSEQ_INLINE cseq_meter *cseq_ring_meter(const cseq_ring *r, uint32_t owner) {
     return (cseq_meter *)(void *)cseq_ring_cell(r, r->capacity) + owner;
 }
@@ -157,7 +170,7 @@ CSEQ_INLINE uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uin
            ((uint64_t)runners + 1) * sizeof(cseq_meter) + (uint64_t)capacity * batch_size * 8;
 }
 
-/* Fills zeroed memory; `shared`: which processes share. */
+/* Make a ring in zeroed memory. `shared`: processes share it. */
 CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_size,
                                 uint32_t runners, uint32_t calls, uint32_t shared) {
     r->magic = CSEQ_MAGIC;
@@ -180,16 +193,17 @@ CSEQ_INLINE cseq_gate *cseq_ring_output(cseq_ring *r) {
 /* The cells of the round. SYNC: round has the cell */
 CSEQ_INLINE uint32_t cseq_ring_round(const cseq_ring *r) { return cseq_load_sc_u32(&r->round); }
 
-/* From now, the trainer of a shared ring posts in so many cells; no fewer than before.
+/* Let the trainer of a shared ring post in `cells` cells from now on; fewer than before change nothing.
  * SYNC: round has the cell (this swap, before the post's; against a look after gate_enter's swap) */
 CSEQ_INLINE void cseq_ring_extend(cseq_ring *r, uint32_t cells) {
     if (cells > r->round) cseq_swap_sc_u32(&r->round, cells);
 }
 
-/* 1 if `bytes` of memory hold a ring of this layout. */
+/* 1 if `bytes` of memory hold a ring of this layout. The bound of `batch_size` keeps the products of
+ * cseq_ring_bytes from overflowing. */
 CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
     return bytes >= sizeof(cseq_ring) && r->magic == CSEQ_MAGIC && r->layout == CSEQ_LAYOUT &&
-           r->fields == CSEQ_FIELDS && r->batch_size <= bytes && /* no product overflows */
+           r->fields == CSEQ_FIELDS && r->batch_size <= bytes &&
            r->capacity <= bytes / sizeof(cseq_cell) &&
            bytes >= cseq_ring_bytes(r->capacity, r->batch_size, r->runners);
 }
@@ -204,7 +218,7 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     return seen;
 }
 
-/* Wake all sleepers, also those about to sleep. */
+/* Wake all sleepers, and those about to sleep. */
 CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
     cseq_add_sc_u32(&g->event, 1);
@@ -225,19 +239,19 @@ CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
 
-/* 1 if a runner is to leave, which it does between two tickets. */
+/* 1 if a runner has to leave, which it does between two tickets. */
 CSEQ_INLINE int cseq_ring_leaves(const cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint32_t closed = cseq_load_sc_u32(&r->closed);
     return closed && (closed == 1 || (stage == 0 && owner >= closed));
 }
 
-/* 1 if ticket `a` comes before ticket `b`; they may be on two sides of 2^40. */
+/* 1 if ticket `a` comes before ticket `b`; 2^40 may lie between them. */
 CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
     return (((a - b) >> 39) & 1) != 0;
 }
 
-/* An open cell for a runner to claim, or CSEQ_NONE. The cell's word into `word`.
- * A look at several cells is no snapshot: of two tickets it may see the later one alone. So a queue's
+/* An open cell for a runner to claim, or CSEQ_NONE; its word goes into `word`.
+ * A look at several cells is no snapshot: it may miss a ticket and see a later one. So a queue's
  * runner looks at one cell of the round, and the trainer fills the cell before the one after it. */
 CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t *word) {
     const uint32_t n = cseq_ring_round(r), most = r->calls ? 1 : n;
@@ -254,7 +268,7 @@ CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t
     return CSEQ_NONE;
 }
 
-/* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`: a cell, or CSEQ_NONE.
+/* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`. Return its cell, or CSEQ_NONE.
  * A failed compare-and-swap means that another runner or the trainer made progress, so the loop ends.
  * A runner that vanishes before it has moved the hint holds the cell, and repost sets it.
  * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
@@ -273,8 +287,8 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-/* Claim again and again, for a while; of a crew, only while the trainer waits: a cell, or CSEQ_NONE. One
- * spins at a time, which is enough to catch the next ticket. */
+/* Try to claim for a while; a crew's runner tries only while the trainer waits. Return a cell, or
+ * CSEQ_NONE. One runner spins at a time, which is enough to catch the next ticket. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint64_t ns = cseq_load_rlx_u32(&r->spin);
     const uint32_t crew = cseq_load_rlx_u32(&r->crew);
@@ -292,7 +306,7 @@ CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return cell;
 }
 
-/* Claim; sleep up to `ns` if there is nothing. A cell, CSEQ_NONE, or CSEQ_CLOSED. */
+/* Claim; sleep up to `ns` if there is nothing. Return a cell, CSEQ_NONE, or CSEQ_CLOSED. */
 CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t ns) {
     cseq_gate *g = &r->gate[stage];
     const uint32_t crew = cseq_load_rlx_u32(&r->crew) != 0;
@@ -313,15 +327,16 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     return cell;
 }
 
-/* Publish a claimed cell, whose stint has both times: `next` is CSEQ_INDEXED or CSEQ_READY.
- * 1: the trainer wants it, and with `later`, the caller is to notify it.
+/* Publish a claimed cell, whose stint has both times: `next` is CSEQ_INDEXED or CSEQ_READY. Return 1
+ * if the trainer wants it; with `later`, the caller then has to notify the trainer. A call has no
+ * samples, and is not measured.
  * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
 CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int later) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_rlx_u64(&c->word);
     const cseq_stint *stint = cseq_cell_stint(c, CSEQ_STATE(w) == CSEQ_CONVERTING);
     cseq_meter *me = cseq_ring_meter(r, CSEQ_OWNER(w));
-    if (c->count) /* no call */
+    if (c->count)
         cseq_meter_worked(me, stint->published_ns - stint->started_ns, c->epoch,
                           r->calls ? c->start : c->batch);
     cseq_store_rlx_u64(&me->since_ns, 0);
@@ -351,7 +366,7 @@ CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
 
-/* A run of tickets begins in this cell of a shared ring: runners look here first. */
+/* Have the runners of a shared ring look in this cell first: a run of tickets begins here. */
 CSEQ_INLINE void cseq_ring_set_hints(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[0], cell);
     cseq_store_rlx_u32(&r->hint[1], cell);
@@ -371,16 +386,16 @@ CSEQ_INLINE int cseq_ring_ready(const cseq_ring *r, uint32_t cell) {
     return cseq_ring_state(r, cell) == CSEQ_READY;
 }
 
-/* Cancel the ticket of a queue that was posted last: 1 if no runner has claimed it. The cell is free,
- * and the next one to post in. */
+/* Cancel the ticket of a queue that was posted last. Return 1 if no runner has claimed it: the cell is
+ * then free, and the next one to post in. */
 CSEQ_INLINE int cseq_ring_cancel_newest(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
     return CSEQ_STATE(w) == CSEQ_POSTED && cseq_cas_sc_u64(&c->word, w, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Cancel a ticket that no runner works on, but none in the round of a queue, where that would leave
- * a gap: 1 if the cell is the trainer's again. SYNC: batch visible to reader */
+/* Cancel a ticket that no runner works on. Return 1 if the cell is the trainer's again. In the round of
+ * a queue this would leave a gap: use cseq_ring_cancel_newest there. SYNC: batch visible to reader */
 CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
@@ -390,7 +405,6 @@ CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
     return cseq_cas_sc_u64(&c->word, w, CSEQ_WORD(CSEQ_TICKET(w), 0, CSEQ_READY));
 }
 
-/* The cell is empty again. */
 CSEQ_INLINE void cseq_ring_free(cseq_ring *r, uint32_t cell) {
     cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
@@ -401,9 +415,10 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
     cseq_gate_notify_all(cseq_ring_output(r));
 }
 
-/* Post the tickets of `owner` again, which has certainly ended and is not yet replaced; their cells
- * into `held`. Runners look at the oldest of them first; in a queue there is one at most.
- * With a `status` they are published with that instead, in no slot of the owner's.
+/* Post the tickets of `owner` again, which has certainly ended and is not yet replaced. Write their
+ * cells into `held`; return how many. Runners look at the oldest one first; a queue has one at most.
+ * With a `status`, publish them with that instead, without a slot: the owner may have died just before
+ * it published one. A second repost of the owner, or its lost last notification, does no harm.
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held,
                                       uint32_t status) {
@@ -417,13 +432,13 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
         if (CSEQ_OWNER(w) != owner || (state != CSEQ_INDEXING && state != CSEQ_CONVERTING)) continue;
         uint64_t again = CSEQ_WORD(CSEQ_TICKET(w), 0, status ? CSEQ_READY : state - 1);
         cseq_store_rlx_u64(&cseq_cell_stint(cell, state == CSEQ_CONVERTING)->started_ns, 0);
-        if (state == CSEQ_INDEXING) /* it may have died just before it published a slot */
+        if (state == CSEQ_INDEXING)
             cseq_store_rlx_u32(&cell->slot, CSEQ_NO_SLOT);
         if (status) {
             cell->status = status;
             cell->stage = state == CSEQ_CONVERTING;
         }
-        if (!cseq_cas_sc_u64(&cell->word, w, again)) continue; /* a second repost of this owner */
+        if (!cseq_cas_sc_u64(&cell->word, w, again)) continue;
         if (count == 0 || cseq_before(CSEQ_TICKET(w), oldest)) {
             oldest = CSEQ_TICKET(w);
             if (c < cseq_ring_round(r))
@@ -433,17 +448,18 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
     }
     for (int s = 0; s < 2; s++)
         if (cseq_load_rlx_u32(&r->gate[s].spin.who) == owner) cseq_store_rlx_u32(&r->gate[s].spin.who, 0);
-    cseq_ring_notify_all(r); /* its last notify may be missing */
+    cseq_ring_notify_all(r);
     return count;
 }
 
-/* How often the trainer was woken. Taken before it looks at anything that a notification announces
- * (a failure, a close), and given to wait_ready: a notification in between ends the wait at once. */
+/* How often the trainer was woken. It reads this before it looks for what a notification announces (a
+ * failure, a close) and gives it to wait_ready: a notification in between ends the wait at once. */
 CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
 
-/* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks.
+/* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks. The trainer is
+ * the only sleeper here, so it clears `asleep` itself.
  * SYNC: sleeper seen (the two swaps, then the looks; against publish's swap, then its loads) */
 CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(r);
@@ -457,12 +473,12 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
         for (uint32_t c = 0; c < r->round + r->calls && !ready; c++) ready = cseq_ring_ready(r, c);
     }
     if (!ready) cseq_wait(&g->event, seen, ns, (int)g->shared);
-    cseq_store_rlx_u32(&g->asleep, 0); /* the trainer is the only sleeper here */
+    cseq_store_rlx_u32(&g->asleep, 0);
     cseq_store_rlx_u32(&r->gate[2].spin.who, 0);
 }
 
-/* The trainer spins before it sleeps: 1 if one of some cells is ready, each of a ring of its own. If these
- * have crews, it goes on once these are parked. */
+/* The trainer spins before it sleeps. Return 1 if one of the cells, each of a ring of its own, is
+ * ready. It goes on once the rings' crews are parked. */
 CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells, uint32_t count,
                                  uint32_t seen) {
     cseq_spin *s = &cseq_ring_output(rings[0])->spin;
@@ -484,8 +500,8 @@ CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells,
     return ready;
 }
 
-/* Sleep up to `ns` until one of some cells may be ready, each of a ring of its own; the rings have
- * one output gate. As cseq_ring_wait_ready. SYNC: sleeper seen */
+/* As cseq_ring_wait_ready, for one of several cells, each of a ring of its own; the rings share an
+ * output gate. SYNC: sleeper seen */
 CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, uint32_t count,
                                     uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(rings[0]);
@@ -498,9 +514,9 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 
-/* Have `count` indexers, at least 1, and no more: those with higher numbers leave. Others claim what
- * they have not; one that has left may be started again when the ring is open to it. For one thread,
- * beside which another one may close the ring: that holds. */
+/* Admit `count` indexers, at least 1: those with higher numbers leave, and the others claim what they
+ * have not. One that has left may be started again once the ring admits it. One thread calls this;
+ * another one may close the ring meanwhile, and it stays closed. */
 CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     uint32_t closed;
     do closed = cseq_load_sc_u32(&r->closed);
@@ -508,7 +524,7 @@ CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     cseq_gate_notify_all(&r->gate[0]);
 }
 
-/* No more tickets: runners that find nothing to claim leave. */
+/* Runners that find nothing to claim leave from now on. */
 CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
     cseq_swap_sc_u32(&r->closed, 1);
     cseq_ring_notify_all(r);

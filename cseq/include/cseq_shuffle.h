@@ -9,8 +9,7 @@
  *
  * The caller owns the memory; nothing here allocates, waits or fails. Entries are 4 bytes wide, for
  * CSEQ_MOST_TABLED samples at most. Partners j are drawn up to CSEQ_AHEAD steps before they are
- * swapped, and their entries prefetched: the swaps stay in order, so the result is that of the plain
- * algorithm.
+ * swapped, and their entries prefetched. The swaps stay in order, so the result does not change.
  */
 #ifndef CSEQ_SHUFFLE_H
 #define CSEQ_SHUFFLE_H
@@ -34,22 +33,27 @@
 #define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
 
-#define CSEQ_IV UINT64_C(0x637365712D763100)     /* "cseq-v1\0", read big-endian */
-#define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15) /* 2^64 / golden ratio, SplitMix64's step */
-#define CSEQ_AHEAD 64                            /* steps between a draw and its swap */
-#define CSEQ_CACHED (1u << 20)                   /* bytes of a table that a cache holds */
-#define CSEQ_PAGE 4096                           /* bytes that are zeroed together */
-#define CSEQ_MOST_TABLED (UINT64_C(1) << 32)     /* samples */
+/* "cseq-v1" and a zero byte, read big-endian; and SplitMix64's step, 2^64 / golden ratio. */
+#define CSEQ_IV UINT64_C(0x637365712D763100)
+#define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
+/* Steps between a draw and its swap. */
+#define CSEQ_AHEAD 64
+/* Bytes: of a table that a cache holds, and of a page, which is zeroed as a whole. */
+#define CSEQ_CACHED (1u << 20)
+#define CSEQ_PAGE 4096
+#define CSEQ_MOST_TABLED (UINT64_C(1) << 32)
 
-enum { CSEQ_PURPOSE_SHUFFLE = 1 }; /* the others: context.py */
+/* context.py has the other purposes. */
+enum { CSEQ_PURPOSE_SHUFFLE = 1 };
 
 /* ---- 64-bit words -------------------------------------------------------------------------- */
 
-/* High half of a * b; *low receives the low half. CSEQ_PORTABLE_MUL selects the plain C way. */
+/* High half of a * b; *low receives the low half. CSEQ_PORTABLE_MUL selects the plain C way. Without the
+ * empty assembly, gcc counts down a 128-bit range beside the loop variable. */
 CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 {
 #if defined(__SIZEOF_INT128__) && !defined(CSEQ_PORTABLE_MUL)
-    __asm__("" : "+r"(b)); /* or gcc counts down a 128-bit range beside the loop variable */
+    __asm__("" : "+r"(b));
     __extension__ unsigned __int128 product = (__extension__ (unsigned __int128)a) * b;
     *low = (uint64_t)product;
     return (uint64_t)(product >> 64);
@@ -79,7 +83,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
     return v ^ (v >> 31);
 }
 
-/* Where the stream of words begins that belongs to (seed, epoch, purpose). */
+/* Where the stream of words of (seed, epoch, purpose) begins. */
 static inline uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose)
 {
     return cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
@@ -117,12 +121,13 @@ CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
     return word;
 }
 
-/* A number below `range` >= 1, without bias (Lemire 2019, https://arxiv.org/abs/1805.10941). */
+/* A number below `range` >= 1, without bias (Lemire 2019, https://arxiv.org/abs/1805.10941). There are
+ * `surplus`, 2^64 mod range, words too many. */
 CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 {
     uint64_t low, high = cseq_multiply(cseq_next(s), range, &low);
     if (CSEQ_UNLIKELY(low < range)) {
-        uint64_t surplus = (0 - range) % range; /* 2^64 mod range words too many */
+        uint64_t surplus = (0 - range) % range;
         while (low < surplus)
             high = cseq_multiply(cseq_next(s), range, &low);
     }
@@ -131,23 +136,27 @@ CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
+/* The generator xoshiro256++, and the partners it has drawn, for positions below `drawn`. The partner of
+ * position i lies at i % CSEQ_AHEAD until the walk has passed i. */
 typedef struct {
-    uint64_t state[4];             /* xoshiro256++ */
-    uint64_t drawn;                /* positions below have their partner */
-    uint64_t partners[CSEQ_AHEAD]; /* of position i at i % CSEQ_AHEAD, until i is passed */
+    uint64_t state[4];
+    uint64_t drawn;
+    uint64_t partners[CSEQ_AHEAD];
 } cseq_draws;
 
+/* An order of n samples. Positions below `position` are final. `table` has n entries, value XOR position,
+ * in cseq_table_pages() whole pages. Each epoch on a used table raises `generation` by 1; `tags` has, for
+ * each page, the generation that zeroed it last. `stale` counts the pages with another tag: at 0, the
+ * table needs no checks. */
 typedef struct {
-    uint64_t n;          /* samples */
-    uint64_t position;   /* positions below are final */
-    cseq_draws draws;    /* partners up to CSEQ_AHEAD positions further on */
-    uint32_t *table;     /* n entries: value XOR position; cseq_table_pages() whole pages */
-    uint32_t *tags;      /* for each page, the generation that zeroed it last */
-    uint64_t stale;      /* pages whose tag is not `generation`; 0: the table needs no checks */
-    uint32_t generation; /* +1 for each epoch on a used table */
+    uint64_t n, position;
+    cseq_draws draws;
+    uint32_t *table, *tags;
+    uint64_t stale;
+    uint32_t generation;
 } cseq_order;
 
-/* Pages of CSEQ_PAGE bytes in a table, at least one; its tags are as many uint32. */
+/* Pages in a table, at least one; it has as many tags. */
 CSEQ_FORCE_INLINE uint64_t cseq_table_pages(uint64_t n)
 {
     return n ? (n - 1) / (CSEQ_PAGE / 4) + 1 : 1;
@@ -186,8 +195,8 @@ CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64
     table[i] = at_j ^ mask_i;
 }
 
-/* Steps i .. end-1, with draws ahead up to `limit`, which is at least `end`.
- * Constant `masked` and null `order` (no checks) are compiled away. */
+/* Steps i .. end-1, with draws ahead up to `limit`, which is at least `end`: until `ahead`, each swap
+ * goes with a draw. Constant `masked` and null `order` (no checks) are compiled away. */
 CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64_t i, uint64_t end,
                                  uint64_t limit, cseq_draws *draws, cseq_order *order)
 {
@@ -196,7 +205,7 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
     uint64_t drawn = draws->drawn;
     for (; drawn < limit && drawn - i < CSEQ_AHEAD; drawn++)
         partners[drawn % CSEQ_AHEAD] = cseq_draw(table, n, drawn, s, order);
-    uint64_t ahead = limit > CSEQ_AHEAD ? limit - CSEQ_AHEAD : 0; /* until then, a draw for a swap */
+    uint64_t ahead = limit > CSEQ_AHEAD ? limit - CSEQ_AHEAD : 0;
     for (uint64_t stop = ahead < end ? ahead : end; i < stop; i++) {
         uint64_t j = partners[i % CSEQ_AHEAD];
         partners[i % CSEQ_AHEAD] = cseq_draw(table, n, i + CSEQ_AHEAD, s, order);
@@ -210,7 +219,7 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
 
 /* ---- an order that is walked while it is used ---------------------------------------------- */
 
-/* `table` and `tags` must be zeroed; nothing of them is touched here. */
+/* `table` and `tags` must be zeroed; they are not touched here. */
 static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *table, uint32_t *tags)
 {
     memset(order, 0, sizeof *order);
@@ -219,14 +228,15 @@ static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *tabl
     order->tags = tags;
 }
 
-/* Begin an epoch: O(1), also on a used table, whose pages are zeroed when they are needed. */
+/* Begin an epoch. This takes O(1), even on a used table, whose pages are zeroed when they are needed. Only
+ * after 2^32 epochs are all tags cleared: old ones would look new. */
 static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t epoch)
 {
     uint64_t pages = cseq_table_pages(order->n);
     if (order->position) {
         order->position = 0;
         order->stale = pages;
-        if (++order->generation == 0) { /* 2^32 epochs: old tags would look new */
+        if (++order->generation == 0) {
             memset(order->tags, 0, (size_t)pages * sizeof *order->tags);
             order->generation = 1;
         }
@@ -235,7 +245,7 @@ static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t e
     cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, order->draws.state, 4);
 }
 
-/* Make positions below `upto` final, in at most `most` steps; returns the steps still to do. */
+/* Make positions below `upto` final, in at most `most` steps; return the steps still to do. */
 static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint64_t most)
 {
     uint64_t n = order->n, start = order->position, end = upto < n ? upto : n;
@@ -251,12 +261,13 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
     return left;
 }
 
-/* Copy the samples at positions start .. start+count-1, which must be final. */
+/* Copy the samples at positions start .. start+count-1, which must be final. In 32 bits, compilers copy
+ * several at once. */
 static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint64_t count,
                                    int64_t *out)
 {
     uint64_t k = 0;
-    for (; k + 8 <= count; k += 8) /* in 32 bits: some at once */
+    for (; k + 8 <= count; k += 8)
         for (uint32_t j = 0, i = (uint32_t)(start + k); j < 8; j++)
             out[k + j] = order->table[start + k + j] ^ (i + j);
     for (; k < count; k++)
@@ -269,7 +280,7 @@ static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint
 CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
 {
     uint64_t k = 0;
-    for (; k + 8 <= n; k += 8) /* some at once */
+    for (; k + 8 <= n; k += 8)
         for (uint32_t j = 0; j < 8; j++)
             result[k + j] = (uint32_t)k + j;
     for (; k < n; k++)
@@ -286,7 +297,7 @@ CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, s, sizeof s);
 }
 
-/* The same for one that is not: draws ahead, but not beyond `end`, so that `state` is exact. */
+/* The same for a larger result: draws ahead, but not beyond `end`, so that `state` is exact. */
 CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {
@@ -297,8 +308,8 @@ CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, draws.state, sizeof draws.state);
 }
 
-/* Steps start .. end-1 of a permutation of n; when end == n, `result` holds it. It may be
- * uninitialised before step 0, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
+/* Steps start .. end-1 of a permutation of n; once end == n, `result` holds it. Before step 0, `result`
+ * may be uninitialised, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
 static inline void cseq_permute(uint32_t *result, uint64_t n, uint64_t start, uint64_t end,
                                 uint64_t state[4])
 {

@@ -1,14 +1,14 @@
-/* Arrays that numpy allocates in the batch's slot, transparently to the indexer.
+/* The allocator of slots: numpy makes arrays in the batch's slot, and the indexer notices nothing.
  *
  * numpy's data allocator can be replaced (NEP 49). In a worker process, the large allocations of one
  * ticket are numbered; those whose numbers were part of the last batch are served from the ticket's
  * slot. Everything else goes to numpy's own allocator.
  *
- * The guarantee: allocations in a slot are counted until they are freed, so it is known whether the
- * indexer has kept an array. If so, the worker keeps the slot (cseq_slot_stop), and publishes a
- * copy of the batch in another one.
+ * The guarantee: allocations in a slot are counted until they are freed, which shows whether the
+ * indexer has kept an array. If so, the worker keeps the slot (cseq_slot_stop), and publishes a copy
+ * of the batch in another one.
  *
- * One thread at a time, with the GIL.
+ * For one thread at a time, with the GIL.
  */
 #ifndef CSEQ_SLOT_ALLOCATOR_H
 #define CSEQ_SLOT_ALLOCATOR_H
@@ -20,33 +20,40 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-#define CSEQ_SLOT_LEAST 65536u /* bytes; smaller allocations are not numbered */
-#define CSEQ_SLOT_NUMBERED 64u     /* of these, in one ticket; a word has as many bits */
-#define CSEQ_SLOT_ALIGN 64u    /* bytes; a cache line, and the widest vector register */
+/* Smaller allocations are not numbered (bytes), nor are more of a ticket than a word has bits. A slot's
+ * are aligned to a cache line, which is also the widest vector register. */
+#define CSEQ_SLOT_LEAST 65536u
+#define CSEQ_SLOT_NUMBERED 64u
+#define CSEQ_SLOT_ALIGN 64u
 
-/* A slot, or the used part of one, from which allocations were served. */
+/* A slot, or the used part of one, from which allocations were served: `live` are not freed yet. `owner`
+ * keeps it mapped. */
 typedef struct {
     char *base;
-    uint64_t size; /* bytes */
-    uint64_t live; /* allocations that were not freed */
-    void *owner;   /* what keeps it mapped */
+    uint64_t size, live;
+    void *owner;
 } cseq_region;
 
+/* `below` is numpy's own allocator. `release` is called once no allocation is left in an owner's region.
+ *
+ * While `active`, the indexer makes a batch and may allocate in `slot`, whose first `used` bytes are
+ * taken. `made` are the `count` large allocations of this ticket; bit k of `wanted` says that number k
+ * was part of the last batch. `kept` are slots of earlier tickets that are still in use. */
 typedef struct {
-    cseq_allocator below;         /* numpy's own */
-    void (*release)(void *owner); /* called when no allocation is left in its region */
+    cseq_allocator below;
+    void (*release)(void *owner);
 
-    int active;       /* the indexer is making a batch, and may allocate in `at` */
-    cseq_region slot;  /* its slot */
-    uint64_t used;   /* bytes of that, from its beginning */
-    uint32_t count;  /* large allocations of this ticket */
-    uint64_t wanted; /* bit k: number k was part of the last batch */
+    int active;
+    cseq_region slot;
+    uint64_t used;
+    uint32_t count;
+    uint64_t wanted;
     struct {
         char *p;
         uint64_t size;
     } made[CSEQ_SLOT_NUMBERED];
 
-    cseq_region *kept; /* slots of earlier tickets that are still in use */
+    cseq_region *kept;
     uint32_t kept_count, kept_room;
 } cseq_slot_allocator;
 
@@ -70,18 +77,17 @@ CSEQ_INLINE cseq_region *cseq_slot_region_of(cseq_slot_allocator *p, const void 
     return 0;
 }
 
-/* Whether an allocation is one to number. */
 CSEQ_INLINE int cseq_slot_is_numbered(const cseq_slot_allocator *p, size_t size) {
     return p->active && size >= CSEQ_SLOT_LEAST && p->count < CSEQ_SLOT_NUMBERED;
 }
 
-/* Number an allocation; its memory, if it is served from the slot. */
+/* Number an allocation; return its memory if the slot serves it. */
 CSEQ_INLINE void *cseq_slot_next(cseq_slot_allocator *p, size_t size) {
     uint32_t k = p->count++;
     return p->wanted >> k & 1 ? cseq_slot_carve(p, size) : 0;
 }
 
-/* Note where the allocation that was numbered last is; NULL: there was no memory. */
+/* Note where the allocation that was numbered last lies, or NULL if there was no memory. */
 CSEQ_INLINE void *cseq_slot_note(cseq_slot_allocator *p, void *made, size_t size) {
     p->made[p->count - 1].p = (char *)made;
     p->made[p->count - 1].size = made ? size : 0;
@@ -95,7 +101,7 @@ CSEQ_INLINE void *cseq_slot_malloc(void *ctx, size_t size) {
     return cseq_slot_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
 }
 
-/* Memory that is not the slot's is cleared by the allocator, which knows what is zero already. */
+/* The allocator below clears its own memory: it knows what is zero already. */
 CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     if ((size && count > (size_t)-1 / size) || !cseq_slot_is_numbered(p, count * size))
@@ -105,6 +111,7 @@ CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     return cseq_slot_note(p, made, count * size);
 }
 
+/* The slot's last allocation is a temporary, whose memory the next one can have. */
 CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
@@ -114,7 +121,6 @@ CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     }
     r->live--;
     if (r == &p->slot) {
-        /* The last allocation: a temporary, whose memory the next one can have. */
         if ((char *)address + size == r->base + p->used) p->used = (uint64_t)((char *)address - r->base);
     } else if (!r->live) {
         void *owner = r->owner;
@@ -123,35 +129,36 @@ CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     }
 }
 
+/* What is left of the region is at least as large as the allocation. */
 CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
     if (!r) return p->below.realloc(p->below.ctx, address, size);
     void *made = p->below.malloc(p->below.ctx, size);
     if (!made) return 0;
-    uint64_t rest = (uint64_t)(r->base + r->size - (char *)address); /* at least its own size */
+    uint64_t rest = (uint64_t)(r->base + r->size - (char *)address);
     memcpy(made, address, size < rest ? size : (size_t)rest);
     cseq_slot_free(ctx, address, 0);
     return made;
 }
 
-/* Serve nothing from the slot any more; return how many allocations in it are live. Its owner is
- * released when there are none. */
+/* Serve nothing more from the slot; return how many allocations in it are live. Without any, its owner
+ * is released; else the slot is kept, for which cseq_slot_serve has made room. */
 CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     cseq_region left = p->slot;
     memset(&p->slot, 0, sizeof p->slot);
     p->active = 0;
     if (left.live) {
         left.size = p->used;
-        p->kept[p->kept_count++] = left; /* cseq_slot_serve has made room */
+        p->kept[p->kept_count++] = left;
     } else if (left.owner) {
         p->release(left.owner);
     }
     return left.live;
 }
 
-/* Serve the next allocations from an empty slot. No allocation may be live in the slot before.
- * 0, or an errno; then `owner` is not taken over. */
+/* Serve the next allocations from an empty slot, in which none may be live. Return 0, or an errno; then
+ * `owner` stays the caller's. */
 CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t size, void *owner) {
     if (p->kept_count == p->kept_room) {
         uint32_t room = p->kept_room ? 2 * p->kept_room : 16;
@@ -177,10 +184,11 @@ CSEQ_INLINE int cseq_slot_holds(const cseq_slot_allocator *p, const void *base) 
     return 0;
 }
 
-/* The batch holds this address: the allocation that it lies in is wanted next time. */
+/* The batch holds this address: note that the allocation it lies in is wanted next time. The latest one
+ * counts, since an earlier one may have been freed. */
 CSEQ_INLINE void cseq_slot_learn(cseq_slot_allocator *p, const void *address, uint64_t *wanted) {
     const char *a = (const char *)address;
-    for (uint32_t k = p->count; k-- > 0;) { /* the latest: an earlier one may have been freed */
+    for (uint32_t k = p->count; k-- > 0;) {
         if (a >= p->made[k].p && a < p->made[k].p + p->made[k].size) {
             *wanted |= (uint64_t)1 << k;
             return;

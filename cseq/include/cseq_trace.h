@@ -1,31 +1,34 @@
-/* What a trace records: the newest tickets, in the trainer's private memory, written where they are taken. */
+/* What a trace records: the newest tickets, in the trainer's private memory, written as they are taken. */
 #ifndef CSEQ_TRACE_H
 #define CSEQ_TRACE_H
 
 #include "cseq_ring.h"
 
-/* A ticket that was taken, on the clock of `cseq_now_ns`. */
+/* A ticket that `thread` has taken, on the clock of `cseq_now_ns`. Without a converter, its times are 0.
+ * The loop waited between `asked_ns` and `taken_ns`. */
 typedef struct {
     uint64_t started_ns, indexed_ns;
-    uint64_t converting_ns, converted_ns; /* no converter: 0 */
-    uint64_t asked_ns, taken_ns;   /* the loop waited in between */
-    uint32_t batch, epoch, thread; /* the thread that has taken it */
+    uint64_t converting_ns, converted_ns;
+    uint64_t asked_ns, taken_ns;
+    uint32_t batch, epoch, thread;
     uint16_t feed, worker, converter, pad[3];
 } cseq_taken;
 
+/* While `on`, which one thread at a time writes, tickets are recorded. There is room for `size` records,
+ * of which `begun` were begun and `done` are whole. */
 typedef struct {
-    uint32_t on; /* tickets are to be recorded. Written by one thread at a time */
+    uint32_t on;
     uint32_t pad;
-    uint64_t begun, done; /* records that were begun, and that are whole */
-    uint64_t size;        /* how many there is room for */
+    uint64_t begun, done;
+    uint64_t size;
     cseq_taken *taken;
 } cseq_log;
 
 typedef char cseq_check_taken[sizeof(cseq_taken) == 72 ? 1 : -1];
 
-/* Record a ticket that is taken now, after a wait (ns). `queue`: the number of its queue; of a shared
- * ring, -1. A queue's tickets count epochs from 1, and a converter's claim may bear the time of the
- * publish before it. */
+/* Record a ticket that is taken now, after a wait (ns). `queue` is the number of its queue, or -1 for a
+ * shared ring. A queue's tickets count epochs from 1. A converter's claim may bear the time of the publish
+ * before it. */
 CSEQ_INLINE void cseq_log_add(cseq_log *l, const cseq_cell *c, uint64_t now, uint64_t waited,
                               uint32_t thread, uint16_t feed, int queue) {
     cseq_taken *r = l->taken + cseq_add_sc_u64(&l->begun, 1) % l->size;

@@ -1,17 +1,17 @@
 /* Sleeping on a 32-bit word, and waking the sleepers.
  *
  *   cseq_wait(word, seen, ns, shared)  sleeps while *word == seen, at most ns nanoseconds;
- *                                      it may also return early for no reason
+ *                                      it may return early for no reason
  *   cseq_wake(word, shared)            wakes all sleepers on word
  *
- * `shared`: the word lies in memory that processes share, and sleepers may be in any of them; 0:
- * they are threads of this process, which is cheaper, and on Windows all that can be woken by address.
+ * With `shared`, the word lies in memory that processes share, and sleepers may be in any of them.
+ * Otherwise they are threads of this process, which is cheaper; Windows wakes no others by address.
  *
  * One branch per system: the Linux futex; macOS 14.4's os_sync_wait_on_address, where it exists at
  * run time; WaitOnAddress of Windows, for threads. Elsewhere a nap looks at the word now and then. It
- * is compiled everywhere and can be chosen by `cseq_wait_nap = 1`, so that Linux tests it too.
+ * is compiled everywhere, and `cseq_wait_nap = 1` selects it, so that Linux tests it too.
  *
- * Callers bound ns, so a wake-up lost with a dying process costs one bounded sleep.
+ * Callers bound ns, so a wake-up that is lost with a dying process costs one bounded sleep.
  */
 #ifndef CSEQ_WAIT_H
 #define CSEQ_WAIT_H
@@ -43,26 +43,28 @@ extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((
 #endif
 
 #if defined(_WIN32)
-/* Of Windows 8 and later; found at run time, since toolchains differ in the library that names them. */
+/* These exist since Windows 8. They are looked up at run time in kernelbase.dll, which every process has:
+ * toolchains differ in the library that names them. */
 typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
 typedef void(WINAPI *cseq_wake_function)(void *);
 
 CSEQ_INLINE FARPROC cseq_find_function(const char *name) {
-    HMODULE kernel = GetModuleHandleW(L"kernelbase.dll"); /* every process has it */
+    HMODULE kernel = GetModuleHandleW(L"kernelbase.dll");
     return kernel == 0 ? 0 : GetProcAddress(kernel, name);
 }
 #endif
 
-/* 1: always nap. Set once, before any wait. */
+/* 1: always nap. It is set once, before any wait. */
 static int cseq_wait_nap = 0;
 
-/* Nap if the environment says CSEQ_WAIT=nap: for each module that waits or wakes, at its import. */
+/* Nap if the environment says CSEQ_WAIT=nap. Each module that waits or wakes calls this at its import. */
 CSEQ_INLINE void cseq_wait_choose(void) {
     const char *how = getenv("CSEQ_WAIT");
     cseq_wait_nap = how != 0 && strcmp(how, "nap") == 0;
 }
 
-/* Nanoseconds on a clock that never goes back. */
+/* Nanoseconds on a clock that never goes back. macOS's CLOCK_UPTIME_RAW stands still in a suspend, as
+ * CLOCK_MONOTONIC of Linux does. */
 CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #if defined(_WIN32)
     LARGE_INTEGER count, rate;
@@ -73,7 +75,7 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #else
     struct timespec t;
 #if defined(__APPLE__)
-    clock_gettime(CLOCK_UPTIME_RAW, &t); /* as CLOCK_MONOTONIC of Linux: stands still in a suspend */
+    clock_gettime(CLOCK_UPTIME_RAW, &t);
 #else
     clock_gettime(CLOCK_MONOTONIC, &t);
 #endif
@@ -81,7 +83,7 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #endif
 }
 
-/* In a loop that looks at a word again and again: let the other thread of this core go first. */
+/* In a loop that watches a word, let the other thread of this core go first. */
 CSEQ_INLINE void cseq_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -92,10 +94,11 @@ CSEQ_INLINE void cseq_pause(void) {
 #endif
 }
 
+/* A signal ends the sleep early, as it should. On Windows, Sleep counts in ticks of up to 16 ms; a timer
+ * with the flag 2, HIGH_RESOLUTION (Windows 10, 1803), does not. */
 CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #if defined(_WIN32)
-    /* Sleep counts in ticks of up to 16 ms, a timer of high resolution (Windows 10, 1803) does not */
-    HANDLE timer = CreateWaitableTimerExW(0, 0, 2 /* HIGH_RESOLUTION */, TIMER_ALL_ACCESS);
+    HANDLE timer = CreateWaitableTimerExW(0, 0, 2, TIMER_ALL_ACCESS);
     LARGE_INTEGER due;
     due.QuadPart = -(LONGLONG)((ns + 99) / 100);
     if (timer != 0 && SetWaitableTimer(timer, &due, 0, 0, 0, 0))
@@ -107,11 +110,11 @@ CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
     struct timespec t;
     t.tv_sec = (time_t)(ns / 1000000000u);
     t.tv_nsec = (long)(ns % 1000000000u);
-    nanosleep(&t, 0); /* a signal ends it early, as it should */
+    nanosleep(&t, 0);
 #endif
 }
 
-/* Sleeps of 20 us that double up to 2 ms: late by a tenth of what was slept already. */
+/* Nap for 20 us, doubled up to 2 ms: the end comes late by a tenth of the time slept. */
 CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t ns) {
     uint64_t nap = 20000, slept = 0;
     while (slept < ns && cseq_load_acq_u32(word) == seen) {
@@ -122,6 +125,7 @@ CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t 
     }
 }
 
+/* macOS: 1 is SHARED, 32 is OS_CLOCK_MACH_ABSOLUTE_TIME. */
 CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
     (void)shared;
     if (!cseq_wait_nap) {
@@ -134,8 +138,7 @@ CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int share
         return;
 #elif defined(__APPLE__)
         if (os_sync_wait_on_address_with_timeout != 0) {
-            os_sync_wait_on_address_with_timeout(word, seen, 4, shared ? 1u : 0u /* SHARED */,
-                                                 32u /* OS_CLOCK_MACH_ABSOLUTE_TIME */, ns);
+            os_sync_wait_on_address_with_timeout(word, seen, 4, shared ? 1u : 0u, 32u, ns);
             return;
         }
 #elif defined(_WIN32)
@@ -157,7 +160,7 @@ CSEQ_INLINE void cseq_wake(uint32_t *word, int shared) {
     syscall(SYS_futex, word, shared ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE, 0x7fffffff, 0, 0, 0);
 #elif defined(__APPLE__)
     if (os_sync_wake_by_address_all != 0)
-        os_sync_wake_by_address_all(word, 4, shared ? 1u : 0u /* SHARED */);
+        os_sync_wake_by_address_all(word, 4, shared ? 1u : 0u);
 #elif defined(_WIN32)
     if (!shared) {
         cseq_wake_function wake = (cseq_wake_function)(void *)cseq_find_function("WakeByAddressAll");

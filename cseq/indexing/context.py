@@ -24,23 +24,27 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
-# What words derived from a seed are for (docs/inside/shuffle.md); 1 is the shuffle, 4 and 5 are in
-# seeding.py.
-PURPOSE_RNG = 2  # `rng`
-PURPOSE_ITEM = 3  # generators that adapters seed, for each item
+# Purposes of words derived from a seed (docs/inside/shuffle.md): `rng`, and the generators that
+# adapters seed for each item. 1 is the shuffle; 4 and 5 are in seeding.py.
+PURPOSE_RNG = 2
+PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """What identifies work that no ticket of a ring asks for here: an adapter's, a fleet's."""
+    """Identifies a batch without a ticket in a ring here: an adapter's, or a fleet's.
 
-    seed: int  # of the order of the epoch, and of the generators
+    `start` is the position of its first sample in the order of the epoch. `units` is what `parts`
+    returns for a batch of a sequence.
+    """
+
+    seed: int
     epoch: int
-    batch: int  # its running number within the epoch
-    start: int  # position of its first sample in the order of the epoch
-    units: NDArray[np.int64] | None = None  # of a batch of a sequence: what `parts` returns
+    batch: int
+    start: int
+    units: NDArray[np.int64] | None = None
 
 
-Ticket: TypeAlias = Runner | Numbers  # identifies the present batch
+Ticket: TypeAlias = Runner | Numbers
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class WorkerInfo:
         The worker, from 0.
     num_workers : int
     epoch, batch : int or None
-        The batch that it makes, by its running number in the epoch; None while the indexer is being
-        made or closed.
+        The batch that it makes, by its number in the epoch; None while the indexer is being made or
+        closed.
     """
 
     number: int
@@ -66,8 +70,10 @@ class WorkerInfo:
 class BatchContext(BatchState):
     """What `rng`, `empty` and `worker_info` need to know of one runner and its present ticket.
 
-    The ticket, and the generator drawn for it, are in C: `BatchState`. `seed` is for the making of
-    an indexer; each ticket has the seed of its batch.
+    The ticket and its generator are in C: `BatchState`. `seed` is for the making of an indexer;
+    each ticket has the seed of its batch. `allocator` makes arrays in the batch's slot. `seeds` are
+    the `Seeds` of the global generators, if they are seeded. `item` is the number of a stream's
+    item, or of its key, in the epoch. `left` lists samples left out: `Leaving.left`.
     """
 
     ticket: Ticket | None
@@ -77,10 +83,10 @@ class BatchContext(BatchState):
         self.number = number
         self.num_workers = num_workers
         self.seed = seed
-        self.allocator: Room | None = None  # makes arrays in the batch's slot
-        self.seeds: Any = None  # the `Seeds` of the global generators, if they are seeded
-        self.item = 0  # of a stream: its number in the epoch, or that of its key
-        self.left: Sequence[tuple[int, Any, str]] = ()  # samples left out: `Leaving.left`
+        self.allocator: Room | None = None
+        self.seeds: Any = None
+        self.item = 0
+        self.left: Sequence[tuple[int, Any, str]] = ()
 
     def rng(self) -> np.random.Generator:
         """Return the batch's generator: the same object throughout the batch."""
@@ -94,7 +100,7 @@ class BatchContext(BatchState):
         return self.drawn
 
     def set_ticket(self, ticket: Ticket) -> None:
-        """Set the present ticket; `rng` begins anew, also if it is the same batch again."""
+        """Set the present ticket; `rng` starts over, even for the same batch."""
         self.ticket = ticket
         self.drawn = None
 
@@ -113,7 +119,7 @@ here = Here()
 
 
 def enter(batch_context: BatchContext | None) -> BatchContext | None:
-    """Make a context, or none, the thread's; return the one before."""
+    """Set this thread's context, or None; return the previous one."""
     left = here.batch_context
     here.batch_context = batch_context
     return left
@@ -122,11 +128,12 @@ def enter(batch_context: BatchContext | None) -> BatchContext | None:
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
     """Make the generator of the batch that begins at this position of the epoch.
 
-    Philox, keyed by (seed, epoch), with the position in the upper half of its counter: a position
-    belongs to one batch of one rank, and to the same one after a resume with more or fewer ranks.
+    It is Philox, keyed by (seed, epoch), with the position in the upper half of its counter: a
+    position belongs to one batch of one rank, even after a resume with more or fewer ranks. numpy
+    imports its module of generators at this first use.
     """
     low, high = derive(seed, epoch, PURPOSE_RNG, 2)
-    random = np.random  # which numpy imports when it is asked for
+    random = np.random
     philox = random.Philox(key=low | high << 64, counter=start << 128)
     made: np.random.Generator = random.Generator(philox)
     return made
@@ -135,10 +142,9 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 def rng() -> np.random.Generator:
     """Return the random generator of the batch that is being made.
 
-    It is derived from the seed, the epoch and the batch's position in it, and from nothing else:
-    what it draws is the same for any number of workers, in test mode, after a worker's death and
-    after a resume, and differs between ranks. Within one batch, every call returns the same
-    generator.
+    It depends on the seed, the epoch and the batch's position in it, and on nothing else: what it
+    draws is the same for any number of workers, in test mode, after a worker's death and after a
+    resume, and differs between ranks. Within one batch, every call returns the same generator.
 
     Raises
     ------
@@ -174,7 +180,7 @@ def parts() -> NDArray[np.int64]:
     -------
     numpy.ndarray
         Shape (units of the batch,), int64: how many of the indices belong to each unit of the
-        order; for `Packed`, to each row. Their sum is the number of indices; in the collate
+        order, such as each row of `Packed`. Their sum is the number of indices; in the collate
         function of `from_dataset`, the number of samples that ``on_error='skip'`` has left.
 
     Raises
@@ -211,12 +217,12 @@ def parts() -> NDArray[np.int64]:
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
-    """Make an uninitialised array in the shared memory where the batch is going to lie.
+    """Make an uninitialised array in the shared memory where the batch will lie.
 
     A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
-    way to the training loop. The indexer may keep the array; the batch is then copied.
-    Outside of a worker process this is `numpy.empty`; in a worker thread, large arrays of either
-    lie where earlier ones lay that are gone.
+    way to the training loop. The indexer may keep the array; the batch is then copied. Outside of a
+    worker process, this is `numpy.empty`. In a worker thread, large arrays of both use the memory
+    of earlier ones that are gone.
 
     Parameters
     ----------
@@ -232,7 +238,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     Raises
     ------
     TypeError, ValueError
-        The shape is not of integers, or negative; in a worker process also: the type has objects.
+        The shape is not of integers, or negative; or, in a worker process, the type has objects.
     MemoryError
         There is no room for the array.
 

@@ -38,8 +38,10 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-IN_PLACE = SMALL  # bytes; stacked arrays of this size or more are made in the batch's slot
-LARGE = 65536  # bytes; arrays of one sample of this size or more are copied there at once
+# Bytes: stacked arrays of this size or more are made in the batch's slot; and arrays of one sample
+# are copied there at once.
+IN_PLACE = SMALL
+LARGE = 65536
 
 
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
@@ -57,7 +59,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
         takes a list of int and returns the list of their samples, is used if there is one. The
         length is asked for here, once.
     collate : callable, optional
-        Makes a batch of the list of its samples, in the worker. None: as torch's
+        Makes a batch of the list of its samples, in the worker. By default as torch's
         ``default_collate``, but arrays and numbers become an array, not a tensor. Tensors, arrays
         and numbers are stacked; dicts, lists, tuples and named tuples are collated value by value
         (a tuple becomes a list); strings and bytes stay a list. Large arrays are copied into the
@@ -66,7 +68,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     Returns
     -------
     DatasetIndexer
-        A worker for `MSequence`; its ``len`` is that of the data set.
+        A worker for `MSequence`, as long as the data set.
 
     Raises
     ------
@@ -105,28 +107,28 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
 
 
 def refuse_class(dataset: object) -> None:
-    """Raise TypeError for a class in place of a data set; one that has a length itself is fine."""
+    """Raise TypeError for a class where a data set is wanted, unless the class has a length."""
     if isinstance(dataset, type) and not hasattr(type(dataset), "__len__"):
         name = dataset.__name__
-        raise TypeError(f"dataset is the class {name}; give an object of it, such as {name}()")
+        raise TypeError(f"dataset is the class {name}; give an object, such as {name}()")
 
 
 def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
-    """Tell whether something is a data set of torch's, of this kind, or a class of these."""
+    """Tell whether something is a data set of torch's of this kind, or a class of them."""
     torch = sys.modules.get("torch.utils.data")
     cls = candidate if isinstance(candidate, type) else type(candidate)
     return torch is not None and issubclass(cls, getattr(torch, kind))
 
 
 def unasked(dataset: Any) -> DatasetIndexer:
-    """Return `from_dataset` of a data set of torch's that was given as a worker itself."""
+    """Return `from_dataset` of a data set of torch's that the user gave as a worker."""
     made = from_dataset(dataset)
     made.is_unasked = True
     return made
 
 
 def refuse_iterable(dataset: object, subject: str) -> None:
-    """Refuse torch's iterable style, whose ``__getitem__`` only raises; also a class of these."""
+    """Refuse torch's iterable style, whose ``__getitem__`` only raises, and its classes."""
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
@@ -136,9 +138,12 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 
 
 class DatasetIndexer:
-    """The worker that `from_dataset` makes: ``__getitem__`` takes an array of indices."""
+    """The worker that `from_dataset` makes: ``__getitem__`` takes an array of indices.
 
-    is_unasked = False  # made of a data set of torch's that may be meant for arrays
+    It is `is_unasked` if it was made for a data set of torch's that may take such arrays itself.
+    """
+
+    is_unasked = False
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
@@ -146,7 +151,7 @@ class DatasetIndexer:
         self._length = len(dataset)
 
     def __len__(self) -> int:
-        """Samples in the data set when this was made."""
+        """Return how many samples the data set had when this was made."""
         return self._length
 
     def close(self) -> None:
@@ -164,7 +169,7 @@ class DatasetIndexer:
         return self.make_batch(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
 
     def make_batch(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
-        """Return the batch of these indices, or what `leaving` has of it."""
+        """Return the batch of these indices, or what `leaving` leaves."""
         numbers: list[int] = indices.tolist()
         fetched = leaving.fetch(numbers)
         if self.collate is default_collate and not hasattr(self.dataset, "__getitems__"):
@@ -174,7 +179,7 @@ class DatasetIndexer:
         try:
             batch = self.collate(samples)
             if batch is None:
-                raise TypeError(f"{self.collate!r} returned None: is a `return` missing?")
+                raise TypeError(f"{self.collate!r} returned None; is a `return` missing?")
         except Exception as error:
             for index, sample in zip(numbers, samples, strict=False):
                 if sample is None and not leaving.left:
@@ -188,13 +193,9 @@ class DatasetIndexer:
 
 
 class LeavingIndexer(DatasetIndexer):
-    """The same where samples that raise are left out: its batches may be `Partial`.
+    """A `DatasetIndexer` that leaves out samples that raise: its batches may be `Partial`.
 
-    Parameters
-    ----------
-    indexer : DatasetIndexer
-    batch_context : BatchContext
-        Of the thread that calls it: `parts` then counts the samples that are left.
+    In the calling thread's context, `parts` then counts the samples that are left.
     """
 
     def __init__(self, indexer: DatasetIndexer, batch_context: BatchContext) -> None:
@@ -209,7 +210,7 @@ class LeavingIndexer(DatasetIndexer):
 
 
 def default_collate(samples: Samples) -> Any:
-    """Make a batch of samples that are all of one structure; see `from_dataset`.
+    """Make a batch of samples of one structure; see `from_dataset`.
 
     Raises
     ------
@@ -247,7 +248,6 @@ def default_collate(samples: Samples) -> Any:
 
 
 def _collate_mappings(samples: Samples) -> Any:
-    """Collate the values of each key."""
     first = samples[0]
     if any(sample.keys() != first.keys() for sample in samples):
         raise ValueError(
@@ -259,7 +259,7 @@ def _collate_mappings(samples: Samples) -> Any:
 
 
 def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
-    """Make a mapping of the type of a sample, or a dict if its type cannot be made of one."""
+    """Make a mapping of a sample's type, or a dict if that type cannot be made of one."""
     try:
         return type(mapping)(batch)
     except TypeError:
@@ -267,7 +267,6 @@ def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
 
 
 def _collate_sequences(samples: Samples) -> Any:
-    """Collate element by element."""
     first = samples[0]
     if any(len(sample) != len(first) for sample in samples):
         raise ValueError(
@@ -279,7 +278,7 @@ def _collate_sequences(samples: Samples) -> Any:
 
 
 def _stack_arrays(arrays: Samples) -> NDArray[Any]:
-    """Stack arrays; in the batch's slot if they are large."""
+    """Stack arrays, in the batch's slot if they are large."""
     first = arrays[0]
     _check_shapes(arrays)
     plain = first.dtype.hasobject is False and all(array.dtype == first.dtype for array in arrays)
@@ -289,14 +288,14 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
 
 
 def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
-    """Stack tensors; in the batch's slot if they are large."""
+    """Stack tensors, in the batch's slot if they are large."""
     first = tensors[0]
     _check_shapes(tensors)
     if first.nbytes * len(tensors) < IN_PLACE or not all(
         tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
-    # As plain tensors: a subclass (torchvision's Image) would make the batch one of its own kind.
+    # A subclass (torchvision's Image) would make the batch one of its own kind.
     return torch.stack(
         [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
@@ -304,7 +303,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is nothing but its elements, in this process's memory."""
+    """Tell whether a tensor is nothing but its elements, in this process's memory."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is sys.modules["torch"].strided
@@ -323,7 +322,7 @@ def empty_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
 
 
 class _Stack:
-    """An array of a batch, for `count` arrays like `first`, copied into it one by one."""
+    """A batch's array, into which `count` arrays like `first` are copied one by one."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._kind = type(first)
@@ -333,7 +332,7 @@ class _Stack:
         self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
-        """Copy the array of a sample to its row, and return the row; or the array as it is."""
+        """Copy a sample's array to its row and return the row, or return the array as it is."""
         if type(array) is not self._kind or (array.shape, array.dtype) != (
             self._shape,
             self._dtype,
@@ -350,16 +349,16 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """Stands for the array of a sample that was copied into its batch."""
+    """Replaces the array of a sample that was copied into its batch."""
 
     stack: _Stack
     number: int
 
 
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
-    """Fetch samples, with rows in place of large arrays, which are then not held in memory twice.
+    """Fetch samples, with rows for large arrays, which are then not held in memory twice.
 
-    Other arrays, and all that differs from the first sample, are left to `default_collate`.
+    Other arrays, and whatever differs from the first sample, are left to `default_collate`.
     """
     samples: list[Any] = []
     stacks: dict[tuple[Any, ...], _Stack] = {}
@@ -377,7 +376,7 @@ def _rows(
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
 ) -> Any:
-    """Copy the large arrays of a part of a sample to rows of stacks that the first one made."""
+    """Copy the large arrays of a sample's part to rows of the stacks that the first sample made."""
     kind = type(part)
     if kind is dict:
         return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}
@@ -390,7 +389,7 @@ def _rows(
 
 
 def _is_large(part: Any) -> bool:
-    """Whether a part of a sample is an array or tensor that is worth a stack."""
+    """Tell whether a sample's part is an array or tensor worth a stack."""
     if isinstance(part, np.ndarray):
         return part.nbytes >= LARGE and not part.dtype.hasobject
     torch = sys.modules.get("torch")
@@ -399,16 +398,18 @@ def _is_large(part: Any) -> bool:
 
 
 def _stack_rows(parts: Samples) -> Any:
-    """Return the stack that the parts are rows of, or stack rows and others."""
+    """Return the stack whose rows the parts are, or stack rows and others.
+
+    There are fewer parts than rows if samples were left out.
+    """
     stack = parts[0].stack
-    if all(isinstance(part, _Row) for part in parts):  # fewer, if samples were left out
+    if all(isinstance(part, _Row) for part in parts):
         return stack.whole if len(parts) == len(stack.whole) else stack.whole[: len(parts)]
     arrays = [part.stack.whole[part.number] if isinstance(part, _Row) else part for part in parts]
     return default_collate(arrays)
 
 
 def _check_shapes(arrays: Samples) -> None:
-    """Refuse arrays or tensors of several shapes."""
     shapes = {tuple(array.shape) for array in arrays}
     if len(shapes) > 1:
         raise ValueError(

@@ -75,7 +75,7 @@ class Indexer(Protocol[B_co]):
 
 
 def is_indexer(worker: object) -> bool:
-    """Return whether an object is an indexer itself, not a class or function that makes one."""
+    """Tell whether an object is an indexer itself, not a class or function that makes one."""
     return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
 
 
@@ -84,7 +84,7 @@ def check_worker(worker: object) -> None:
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
-            "indices; give numpy.asarray(...) or cseq.from_dataset(...) of it, or a class whose "
+            "indices; give numpy.asarray(worker) or cseq.from_dataset(worker), or a class whose "
             "__getitem__ takes the array"
         )
     _refuse_table(worker, "worker is")
@@ -100,16 +100,19 @@ def check_worker(worker: object) -> None:
 
 
 def _refuse_arguments(worker: Callable[[], object]) -> None:
-    """Refuse a class or function that cannot be called without arguments."""
+    """Refuse a class or function that cannot be called without arguments.
+
+    Some functions of C do not tell: they pass.
+    """
     try:
         inspect.signature(worker).bind()
     except TypeError as error:
         raise TypeError(
             f"worker={worker!r} cannot be called without arguments ({error}): worker is a class or "
-            "object with __getitem__(indices) -> batch; give functools.partial(…) of a class that "
-            "takes arguments, or an object of it"
+            "object with __getitem__(indices) -> batch; for a class that takes arguments, give "
+            "functools.partial(…) or an object"
         ) from None
-    except ValueError:  # of C, which does not tell
+    except ValueError:
         pass
 
 
@@ -145,8 +148,11 @@ def is_likely_dataset(indexer: object) -> bool:
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
-    """Add the remedy to an exception of an indexer's first batch, if it may be a data set."""
-    cls = type(error)  # `isinstance` may run the exception's code
+    """Add the remedy to an exception of an indexer's first batch, if it may be a data set.
+
+    `isinstance` could run the exception's code.
+    """
+    cls = type(error)
     if isinstance(indexer, DatasetIndexer):
         if indexer.is_unasked and issubclass(cls, (TypeError, ValueError, AttributeError)):
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
@@ -181,9 +187,9 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Make an indexer, with the global generators seeded; see `build` and `dispose`.
+    """Make an indexer with the global generators seeded; see `build` and `dispose`.
 
-    Once more if it has imported a generator's module just now.
+    If it has just imported a generator's module, make it once more.
     """
     if seeds is None:
         return build(worker)
@@ -197,7 +203,7 @@ def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexe
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
-    """Return an indexer that leaves out samples, where it can: one of a whole batch cannot."""
+    """Return an indexer that leaves out samples, if it can; one that makes whole batches cannot."""
     if on_error == "skip" and isinstance(indexer, DatasetIndexer):
         return LeavingIndexer(indexer, batch_context)
     return indexer
@@ -207,8 +213,8 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
     """Call the indexer's ``close()`` when its runner ends, if the indexer has one.
 
     An indexer that the user gave as `worker` stays open, unless it is this process's copy. An
-    exception of `close` ends a worker process, which the trainer notices; in the trainer itself it
-    is logged, since the other indexers are to be closed as well.
+    exception of `close` ends a worker process, which the trainer notices. The trainer itself logs
+    it, and closes the other indexers, too.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -222,20 +228,13 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """Stands in for the indexer of `indexing` until its first batch; warns of labels made floats.
+    """Replaces the indexer of `indexing` until its first batch; warns of labels made floats.
 
-    Parameters
-    ----------
-    owner : object
-        Has the indexer in its attribute `indexer`.
-    output : Output
-        What the batch becomes.
-    tell : callable
-        Called with the text.
+    `output` says what the batch becomes; `tell` is called with the warning.
     """
 
     def __init__(self, indexing: Indexing, output: Output, tell: Callable[[str], object]) -> None:
-        self._indexing = weakref.proxy(indexing)  # which has this one as its indexer
+        self._indexing = weakref.proxy(indexing)
         assert indexing.indexer is not None
         self._indexer = indexing.indexer
         self._output = output
@@ -243,7 +242,7 @@ class FirstBatch:
         indexing.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> object:
-        """Return the indexer's batch; from now on the owner has the indexer itself."""
+        """Return the indexer's batch, and give `indexing` its indexer back."""
         from cseq.converter.output import explain_cast
 
         self._indexing.indexer = self._indexer
@@ -255,7 +254,7 @@ class FirstBatch:
 
 
 class Indexing(BatchMaker):
-    """The work of the first stage: makes the batch of a ticket's indices, and publishes it.
+    """The work of the first stage: it makes the batch of a ticket's indices, and publishes it.
 
     `work` and `make_here` are in C.
     """
@@ -264,28 +263,22 @@ class Indexing(BatchMaker):
 
     @staticmethod
     def forgotten(indexer: object) -> TypeError:
-        """Make the error for a batch that is None."""
+        """Make the error for a missing batch."""
         name = type(indexer).__name__
-        return TypeError(f"`__getitem__` of {name} returned None: is a `return` missing?")
+        return TypeError(f"`__getitem__` of {name} returned None; is a `return` missing?")
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish the present ticket with an exception; that of a first batch may get advice."""
+        """Publish the present ticket with an exception, which in a first batch may get advice."""
         if not runner.ring.published(runner.owner):
             error = advised(self.indexer, error)
         self.batch_writer.fail(runner, error)
 
 
 class BatchTask(NamedTuple):
-    """What a worker does with a ticket of an order: makes a batch of its indices.
+    """What a worker does with a ticket of an order: it makes a batch of the ticket's indices.
 
-    Attributes
-    ----------
-    stage : int
-        INDEXER; or CONVERTER, in a process that converts batches.
-    last : bool
-        No stage follows.
-    cast : numpy.dtype or None
-        What floating point becomes as it is written into a slot.
+    `stage` is CONVERTER in a process that converts batches. Floating-point arrays become `cast` as
+    they are written into a slot.
     """
 
     stage: int
@@ -300,7 +293,7 @@ class BatchTask(NamedTuple):
     def make(
         self, read: Callable[[], object], batch_context: BatchContext, *, copied: bool
     ) -> tuple[Any, Indexer[Any]]:
-        """Return the user's object, which may draw and import as it is read, and its indexer."""
+        """Return the user's object, which may draw and import while it is read, and its indexer."""
         if self.seed_globals:
             batch_context.seeds = Seeds(batch_context)
             batch_context.seeds.seed_present()
@@ -316,7 +309,7 @@ class BatchTask(NamedTuple):
         tell: Callable[[str], object],
         convert: Callable[[Any], object] | None,
     ) -> Indexing:
-        """Return what makes the batches, and publishes them."""
+        """Return the work on tickets."""
         batch_context.allocator = writer.room
         writer.cast_to(self.cast)
         indexer = leaving(indexer, batch_context, self.on_error)

@@ -1,7 +1,7 @@
-"""What ``on_error='skip'`` leaves out: samples that raise, and batches.
+"""``on_error='skip'``: samples that raise, and whole batches, are left out.
 
-The worker fetches the samples of a batch one by one (`Leaving`), and sends what is left of it, and
-what is not, as a `Partial`. The loop's end lists the rest (`Skipped`), and logs it.
+The worker fetches the samples of a batch one by one (`Leaving`). It sends the remaining batch, with
+what is missing, as a `Partial`. The loop's end lists what is missing (`Skipped`), and logs it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from cseq.encoding.survey import Partial
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = [
-    "Leaving", "Skipped", "indices_of", "none_text", "note_batch", "note_samples",
-]  # fmt: skip
+__all__ = ["Leaving", "Skipped", "indices_of", "none_text", "note_batch", "note_samples"]
 
 log = logging.getLogger("cseq")
 
@@ -34,11 +32,11 @@ class Skipped(NamedTuple):
     Attributes
     ----------
     epoch : int or None
-        None: of a `cseq.DataLoader`, whose list is that of the latest epoch.
+        None in the list of a `cseq.DataLoader`, which is about the latest epoch.
     batch : int
         Its number in the epoch, from 0.
     sample : object
-        The sample's index, or its key in a sampler of torch's; None: the whole batch is left out.
+        The sample's index, or its key in a sampler of torch's; None if the whole batch is left out.
     error : str
         Type and text of the exception.
     indices : list
@@ -57,7 +55,8 @@ def note_batch(
 ) -> Skipped:
     """Log that a batch is left out, and return its entry.
 
-    As text: a log record that keeps the exception keeps its traceback, and all that refers to.
+    The log gets text: a record that kept the exception would keep its traceback, with all that this
+    refers to.
     """
     text = failure.line_of(error)
     log.error("skipped %s: %s (%s)", location, text, WHOLE)
@@ -73,34 +72,36 @@ def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]])
 
 
 def indices_of(key: object) -> list[Any]:
-    """Return the indices that a key consists of."""
+    """Return the indices in a key."""
     return key if isinstance(key, list) else [] if key is None else [key]
 
 
 def none_text(index: object, dataset: object) -> str:
-    """Say that a sample is None."""
-    return f"sample {index} of {type(dataset).__name__} is None: is a `return` missing?"
+    """Say that a sample is missing."""
+    return f"sample {index} of {type(dataset).__name__} is None; is a `return` missing?"
 
 
 class Leaving:
-    """Fetches the samples of one batch after another, without those that raise.
+    """Fetches the samples of one batch after another, without samples that raise.
 
     What such a sample has drawn from the generators stays drawn: the samples after it in its batch
-    draw what follows. So a batch depends on its indices and its seeds alone, as any other.
+    draw what follows. So the batch depends on its indices and its seeds alone, as any other.
 
     Parameters
     ----------
     dataset : object
         With ``__getitem__(index)``, or ``__getitems__(indices)``, or both.
     skips : bool
-        False: a sample that raises is raised.
+        Whether to leave out a sample that raises, rather than raise.
     refuses_none : bool
-        A sample that is None is an error: what collates cannot do with it.
+        Whether a sample that is None is an error, because the collate function can do nothing with
+        it.
 
     Attributes
     ----------
     left : list of tuple
-        Of the latest batch: position, index, and type and text of the exception.
+        Position, index, and type and text of the exception, of each sample left out of the latest
+        batch.
     """
 
     def __init__(self, dataset: Any, *, skips: bool, refuses_none: bool) -> None:
@@ -110,12 +111,12 @@ class Leaving:
         self.left: list[tuple[int, Any, str]] = []
 
     def fetch(self, indices: Sequence[object]) -> Iterator[object]:
-        """Return the samples; one by one as they are taken, if the data set has them so.
+        """Return the samples, fetched one by one unless the data set has ``__getitems__``.
 
         Raises
         ------
         Exception
-            Of the first sample, if all of them raise, or if that is not to be left out.
+            The first sample's, if all of them raise, or if no sample may be left out.
         """
         self.left.clear()
         first = None
@@ -133,12 +134,14 @@ class Leaving:
         return self._one_by_one(indices, first)
 
     def _check(self, sample: object, index: object) -> None:
-        """Refuse a sample that is None, if what collates can do nothing with it."""
         if sample is None and self._refuses_none:
             raise TypeError(none_text(index, self.dataset))
 
     def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
-        """Fetch samples one by one; raise `first`, or the first exception, if there are none."""
+        """Fetch samples one by one, each dropped before the next; raise `first` if there are none.
+
+        The traceback of `first` refers to this frame.
+        """
         dataset = self.dataset
         for position, index in enumerate(indices):
             try:
@@ -152,19 +155,19 @@ class Leaving:
                 first = first or error.with_traceback(None)
                 continue
             yield sample
-            del sample  # it is dropped before the next one is made
+            del sample
         if first is not None and len(self.left) == len(indices):
             try:
                 raise first
             finally:
-                del first  # its traceback refers to this frame
+                del first
 
     def _may_leave(self) -> bool:
-        """Tell whether samples are left out, and this is no process that the data set forked."""
+        """Tell whether samples may be left out: not in a process that the data set forked."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:
-        """Return the batch that was made of the samples, with what is missing in it."""
+        """Return the batch that was made of the samples, with what it lacks."""
         if not self.left:
             return batch
         return Partial(batch, tuple((index, text) for _, index, text in self.left))

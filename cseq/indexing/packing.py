@@ -31,8 +31,8 @@ REMEDY = "An item is kept as its pickle: make what cannot be pickled from the it
 def packed(items: Iterable[T]) -> PackedItems[T]:
     """Pack Python objects into one buffer that all workers share, whatever their start method.
 
-    To read an object of a list is to write its reference count. So the list is soon in the memory
-    of each worker process; packed, it is in memory once.
+    Reading an object of a list writes its reference count, so the list is soon in the memory of
+    each worker process; packed, it is in memory once.
 
     Parameters
     ----------
@@ -73,14 +73,18 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
 
 
 class PackedItems(Sequence[T]):
-    """What `packed` returns: pickles one after another, and then where each of them ends."""
+    """What `packed` returns: pickles one after another, and then where each of them ends.
+
+    A slice has some of the items' `numbers`. The items find the classes and functions in `named` by
+    name.
+    """
 
     def __init__(self, data: Any, file: Any, numbers: range, ends: int, named: list[Any]) -> None:
         self._data = memoryview(data)
         self._file = file
-        self._numbers = numbers  # of the items that are in this sequence; fewer in a slice
+        self._numbers = numbers
         self._ends = self._data[-8 * ends :].cast("q")
-        self._named = named  # classes and functions in the items, which find them by name
+        self._named = named
         publish(named)
 
     def __len__(self) -> int:
@@ -93,22 +97,21 @@ class PackedItems(Sequence[T]):
         return pickle.loads(self._data[self._ends[number] : self._ends[number + 1]])
 
     def __reduce__(self) -> Any:
-        """Pickle for a child of this process as the file's descriptor, otherwise as the bytes."""
+        """Pickle as the file's descriptor for a child that can open it, otherwise as the bytes."""
         rest = self._numbers, len(self._ends), self._named
         if self._file and os.name != "nt" and context.get_spawning_popen() is not None:
-            with contextlib.suppress(RuntimeError):  # other processes cannot open it here
+            with contextlib.suppress(RuntimeError):
                 return _mapped, (reduction.DupFd(self._file.fd), self._data.nbytes, *rest)
         return PackedItems, (np.frombuffer(self._data, np.uint8), None, *rest)
 
 
 def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
-    """Map the file of another process."""
     file = _memory.Descriptor(handed.detach)
     return PackedItems(_memory.Mapping(file.fd, 0, nbytes), file, *rest)
 
 
 class _Pickler(pickle.Pickler):
-    """Writes items, and notes the classes and functions of modules that they find there by name."""
+    """Writes items, and notes the modules' classes and functions that they find by name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

@@ -1,10 +1,10 @@
 """A worker's side of a stream: makes the items that tickets ask for.
 
-Each worker has a ring of its own. A ticket asks for item `start` of an epoch, or for the item of a
-key, or for a call of a method, or for the reply of `begin`. All that a worker needs to answer it is
-in shared memory: if the ticket's epoch or start differs from the worker's (which has replaced a
-dead one, for example), the worker begins the epoch from the assignment that the ticket refers to,
-and goes to `start`.
+Each worker has a ring of its own. A ticket asks for item `start` of an epoch, for the item of a
+key, for a call of a method, or for the reply of `begin`. Everything that a worker needs to answer
+it is in shared memory. If the ticket's epoch or start differs from the worker's, which may have
+replaced a dead one, the worker begins the epoch with the assignment that the ticket refers to, and
+goes to `start`.
 
 ::
 
@@ -13,7 +13,7 @@ and goes to `start`.
               key                            a list of ints: one of the cell's words for each
     request   slot, bytes committed, record  data that the trainer has written into a slot
     answer    record, status                 an item, a reply or an exception, encoded as a batch;
-                                             whether no item follows
+                                             ENDED if no item follows
 """
 
 from __future__ import annotations
@@ -41,18 +41,17 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 class Producer(Protocol):
     """Makes a worker's items, in the main thread of its process.
 
-    Other methods may be called by `Streams.ask`. If there is a method ``close``, it is called when
-    the worker ends.
+    `Streams.ask` may call other methods. A method ``close`` is called when the worker ends.
     """
 
     def begin(self, assignment: Any, /) -> object:
-        """Begin an epoch, also if the last one is not over; `Streams.begin` returns the reply."""
+        """Begin an epoch, even if the last one is not over; `Streams.begin` returns the reply."""
 
     def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the items of the epoch, beginning with item `start`.
 
-        `start` is above 0 only in a process that replaces a dead one. That has the same assignment,
-        and must make the same items: skip those before `start`, or make and drop them.
+        `start` is above 0 only in a process that replaces a dead one. It has the same assignment,
+        and must make the same items: skip the items before `start`, or make and drop them.
         """
 
 
@@ -63,10 +62,10 @@ class KeyProducer(Protocol):
         """Begin an epoch; see `Producer`."""
 
     def make(self, key: Any, /) -> object:
-        """Return the item of a key; an exception is raised in the loop in place of the item.
+        """Return the item of a key. An exception is raised in the loop, which then gets no item.
 
-        The key has the type and the value that it has in the trainer. Arrays may be made by
-        `cseq.empty`, and kept. A process that replaces a dead one makes some keys' items again.
+        The key has the type and value that it has in the trainer. `cseq.empty` may make arrays,
+        which may be kept. A process that replaces a dead one makes some keys' items again.
         """
 
 
@@ -75,7 +74,12 @@ class EitherProducer(Producer, KeyProducer, Protocol):
 
 
 class Making(Work):
-    """The work on a ticket: calls the producer. `work` is in C."""
+    """The work on a ticket: it calls the producer. `work` is in C.
+
+    `_epoch` is the producer's epoch, which the trainer counts from 1. `_reply` is of its `begin`,
+    until that is asked for. No item of `_ended_epoch` follows. `_failing` is the status of an
+    exception that comes now: an item of a key, or one that cannot be sent, ends nothing.
+    """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
@@ -92,12 +96,12 @@ class Making(Work):
         self._room = writer.room
         self._batch_context = batch_context
         self._rooms = [ring.indices(cell).data for cell in range(ring.capacity)]
-        self._epoch = 0  # the producer's epoch; the trainer counts them from 1
-        self._reply: object = None  # of its `begin`, until that is asked for
-        self._ended_epoch = 0  # the epoch of which no item follows
+        self._epoch = 0
+        self._reply: object = None
+        self._ended_epoch = 0
         self._items: Iterator[object] | None = None
-        self._next_number = 0  # number of the next item
-        self._failing = RAISED  # the status of an exception that comes now
+        self._next_number = 0
+        self._failing = RAISED
 
     def answer(self, runner: Runner) -> object:
         """Make what the present ticket asks for."""
@@ -111,7 +115,7 @@ class Making(Work):
                 self._begin_epoch(runner, epoch)
             items = iter(()) if self._ended_epoch == epoch else self._go_to(runner.start)
             return self._make_item(runner, lambda: next(items, NO_MORE))
-        self._failing = RAISED  # the item of a key ends nothing
+        self._failing = RAISED
         if epoch != self._epoch:
             self._begin_epoch(runner, epoch)
         count = room[KEY]
@@ -119,7 +123,7 @@ class Making(Work):
         return self._make_item(runner, partial(self._producer.make, key))
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception in place of an item, or of a reply."""
+        """Publish an exception, and no item or reply."""
         self._batch_context.allocator = None
         if self._failing & ENDED:
             self._end_epoch(runner.epoch)
@@ -130,7 +134,8 @@ class Making(Work):
         self._items = None
 
     def _begin_epoch(self, runner: Runner, epoch: int) -> None:
-        self._end_epoch(epoch)  # unless it begins
+        # Until the producer has begun the epoch, no item of this one follows.
+        self._end_epoch(epoch)
         self._epoch = 0
         self._reply = self._producer.begin(self._read(runner, ASSIGNED))
         self._epoch, self._ended_epoch = epoch, 0
@@ -143,7 +148,7 @@ class Making(Work):
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
-        """Call a method; what it makes lies in no slot before it returns."""
+        """Call a method. Until it returns, no array of its own lies in a slot."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:
@@ -155,7 +160,7 @@ class Making(Work):
         return reply
 
     def _go_to(self, start: int) -> Iterator[object]:
-        """Return the iterator, at the item where the ticket begins."""
+        """Return the iterator, at the ticket's item."""
         if self._items is None or self._next_number != start:
             self._items = None
             self._items = iter(self._producer.items(start))
@@ -173,12 +178,12 @@ class Making(Work):
             self._end_epoch(self._epoch)
         else:
             self._next_number += 1
-            self._failing = RAISED  # one that cannot be sent ends nothing
+            self._failing = RAISED
         return item
 
 
 class Serving(Making):
-    """The work on a ticket in a thread: what the ticket refers to is there as an object."""
+    """The work on a ticket in a thread, where the ring keeps what the ticket refers to."""
 
     def _read(self, runner: Runner, which: slice) -> object:
         assignment, key, _ = self._ring.kept[runner.cell]
@@ -186,7 +191,7 @@ class Serving(Making):
 
 
 class ItemTask(NamedTuple):
-    """What a worker of `Streams` does with a ticket: makes an item, or answers a call."""
+    """What a worker of `Streams` does with a ticket: it makes an item, or answers a call."""
 
     num_workers: int
     stage: int = INDEXER
@@ -213,6 +218,6 @@ class ItemTask(NamedTuple):
         tell: Callable[[str], object],  # noqa: ARG002 - for batches
         convert: Callable[[Any], object] | None,  # noqa: ARG002 - for batches
     ) -> Making:
-        """Return what makes the items, and publishes them."""
+        """Return the work on tickets."""
         kind = Serving if writer.room is None else Making
         return kind(writer, producer, ring, batch_context)

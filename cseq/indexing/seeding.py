@@ -5,10 +5,10 @@ Their seeds are a function of the key of `cseq.rng` (seed, epoch, position of th
 on the process that makes the batch nor on the batches before.
 
 Only generators whose modules are imported are seeded. `sys.modules` is looked at before and after
-each batch. A batch in which such a module was imported is made once more: so the first batch that
-draws does so as any later one would.
+each batch. A batch that imported such a module is made once more, so the first batch that draws
+does so as any later one would.
 
-Threads of the trainer share these generators with the training loop; nothing is seeded there.
+Threads of the trainer share these generators with the training loop, so nothing is seeded there.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ __all__ = ["Seeds", "call_here"]
 
 T = TypeVar("T")
 
-# What words derived from a seed are for: docs/inside/shuffle.md.
+# Purposes of words derived from a seed: docs/inside/shuffle.md.
 PURPOSE_BATCH = 4
 PURPOSE_MAKING = 5
 
 
 class Generator(NamedTuple):
-    """The methods of a generator, and which word of a batch is its seed."""
+    """The methods of a generator, and which word of a batch is its seed.
+
+    After `keep`, `lend` may replace the generator.
+    """
 
     word: int
     seed: Callable[[int], object]
     keep: Callable[[], object]
     restore: Callable[[Any], object]
-    # Puts something else in its place after that, if anything.
     lend: Callable[[], object] | None = None
 
 
 def from_python(generator: Any) -> Generator:
-    """Describe the generator of the module `random`."""
     return Generator(0, generator.seed, generator.getstate, generator.setstate)
 
 
 def from_numpy(random: Any) -> Generator:
     """Describe the generator of numpy.random, whose seeds have 32 bits.
 
-    Another bit generator of the same class is lent in the meantime, since setting the state of the
+    Another bit generator of the same class is lent meanwhile, since setting the state of the
     trainer's costs as much as reading it. Only the second of two Gaussian draws, which lies beside
     the bit generator, is restored with a state.
     """
@@ -80,20 +81,19 @@ def from_numpy(random: Any) -> Generator:
 
 
 def from_torch(generator: Any) -> Generator:
-    """Describe a `torch.Generator`."""
     return Generator(2, generator.manual_seed, generator.get_state, generator.set_state)
 
 
 FINDERS: dict[str, Callable[[Any], Generator]] = {
     "random": from_python,
     "numpy.random": from_numpy,
-    # Not torch.manual_seed, which also seeds every device: 100 times as long.
+    # torch.manual_seed also seeds every device, which takes 100 times as long.
     "torch": lambda torch: from_torch(torch.default_generator),
 }
 
 
 def _is_imported(name: str) -> bool:
-    """Whether a module's import is finished."""
+    """Tell whether a module's import is finished."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 
@@ -101,10 +101,7 @@ def _is_imported(name: str) -> bool:
 class Seeds:
     """Seeds the process's generators before each batch, if their modules are imported.
 
-    Parameters
-    ----------
-    batch_context : BatchContext
-        Has the present batch; without a batch, the indexer is being made.
+    The context has the present batch; if there is none, the indexer is being made.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
@@ -112,7 +109,7 @@ class Seeds:
         self._missing = dict(FINDERS)
         self._present: list[Generator] = []
         self._epoch: tuple[int, int] | None = None
-        self._key = 0  # of that epoch
+        self._key = 0
         self._is_lent = False
         self._kept: list[tuple[Callable[[Any], object], object]] = []
 
@@ -129,7 +126,7 @@ class Seeds:
         self._seed(self._key, ticket.start, PURPOSE_BATCH)
 
     def seed(self, key: int, start: int) -> None:
-        """Seed for the batch, or sequence, at this position in the epoch that has this key."""
+        """Seed for the batch, or sequence, at this position in the epoch with this key."""
         self._seed(key, start, PURPOSE_BATCH)
 
     def _seed(self, key: int, start: int, purpose: int) -> None:
@@ -145,7 +142,7 @@ class Seeds:
             seed(words[word])
 
     def has_new(self) -> bool:
-        """Find generators whose modules were imported since; whether there are any."""
+        """Find generators whose modules were imported since; return whether there are any."""
         if sys.modules.keys().isdisjoint(self._missing):
             return False
         new = [name for name in self._missing if _is_imported(name)]
@@ -155,11 +152,11 @@ class Seeds:
         return bool(new)
 
     def lend(self) -> None:
-        """Keep each generator's state before it is seeded, until `restore`: it is the trainer's."""
+        """Keep the state of each generator, which is the trainer's, before it is seeded."""
         self._is_lent = True
 
     def restore(self) -> None:
-        """Restore the states of the trainer's generators; after an interruption, call it again."""
+        """Restore the states of the trainer's generators; call this again after an interruption."""
         self._is_lent = False
         while self._kept:
             restore, state = self._kept[-1]
@@ -170,10 +167,10 @@ class Seeds:
 def call_here(
     function: Callable[[], T], batch_context: BatchContext, seeds: Seeds | None = None
 ) -> T:
-    """Call what makes a batch, or an indexer, on the trainer's own thread.
+    """Call a function that makes a batch, or an indexer, on the trainer's own thread.
 
-    It has the context of a worker meanwhile, and may seed the trainer's generators by `seeds`:
-    their states are restored, even if a signal handler raises.
+    The thread has the context of a worker meanwhile, and `seeds` may seed the trainer's generators.
+    Their states are restored, even if a signal handler raises before `restore` has done anything.
     """
     left = here.batch_context
     try:
@@ -186,6 +183,6 @@ def call_here(
         if seeds is not None:
             try:
                 seeds.restore()
-            except BaseException:  # a signal handler has raised, perhaps before anything was done
+            except BaseException:
                 seeds.restore()
                 raise

@@ -8,17 +8,20 @@ from cseq._headers cimport cseq_cell, cseq_load_acq_u64, cseq_load_rlx_u64, cseq
 from cseq._memory cimport Mapping
 
 cdef enum:
-    CHUNK = 1024   # slots
-    PAGE = 4096    # bytes
+    CHUNK = 1024
+    PAGE = 4096
 
+# A slot's `owner` is FREE, a worker's number, or TRAINER. It writes `nbytes`, how many are committed.
+# `uses` are the trainer's: LEASED, PINNED.
 cdef struct slot_chunk:
-    uint32_t owner[CHUNK]   # FREE, a worker's number, or TRAINER
-    uint32_t uses[CHUNK]    # of the trainer: LEASED, PINNED
-    uint64_t nbytes[CHUNK]  # committed; written by the owner
+    uint32_t owner[CHUNK]
+    uint32_t uses[CHUNK]
+    uint64_t nbytes[CHUNK]
 
+# `made` slots are there. No free slot is known below `hint`.
 cdef struct slot_table:
-    uint64_t made  # slots; written once they are there
-    uint64_t hint  # no free slot is below it, as far as is known
+    uint64_t made
+    uint64_t hint
     char pad[PAGE - 16]
     slot_chunk chunk[1]
 
@@ -26,19 +29,21 @@ cdef struct slot_table:
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
+    # There can be `most` slots. A process with another `depth` of forks is a copy, which changes
+    # nothing. `held` leases are alive, with `held_bytes` in their slots; the peaks count since the last
+    # call of `peak`. Some slots are `pinned`. `leases` has, by slot, the leases of tickets in the ring.
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd
     cdef uint64_t width
-    cdef Py_ssize_t most     # slots that there can be
+    cdef Py_ssize_t most
     cdef readonly uint32_t owner
-    cdef uint32_t depth      # forks that lie before this process; its copies change nothing
-    cdef uint64_t held       # leases alive
-    cdef uint64_t held_bytes  # their slots' bytes
-    cdef uint64_t peak_bytes, peak_held  # since `peak` was called
-    cdef bint pinned         # slots are
+    cdef uint32_t depth
+    cdef uint64_t held, held_bytes
+    cdef uint64_t peak_bytes, peak_held
+    cdef bint pinned
     cdef object __weakref__
-    cdef dict leases         # by slot: leases of tickets that are still in the ring
+    cdef dict leases
     cdef inline slot_chunk* chunk(self, Py_ssize_t slot) noexcept nogil:
         return &self.table.chunk[slot // CHUNK]
     cdef inline uint32_t* word(self, Py_ssize_t slot) noexcept nogil:
@@ -46,13 +51,12 @@ cdef class SlotTable:
     cdef inline uint32_t* uses(self, Py_ssize_t slot) noexcept nogil:
         return &self.chunk(slot).uses[slot % CHUNK]
     cdef inline Py_ssize_t count(self) noexcept nogil:
-        """Slots made so far."""
-        return 0 if self.table == NULL else <Py_ssize_t>cseq_load_acq_u64(&self.table.made)  # SYNC: entries of slots are there
+        # SYNC: entries of slots are there
+        return 0 if self.table == NULL else <Py_ssize_t>cseq_load_acq_u64(&self.table.made)
     cdef inline uint64_t committed(self, Py_ssize_t slot) noexcept nogil:
-        """Bytes of a slot; exact for the owner, a hint for others."""
+        """Bytes of a slot that are committed: exact for its owner, a hint for others."""
         return cseq_load_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK])
     cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
-        """Set how many bytes of a slot are committed; the caller has it."""
         cseq_store_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK], nbytes)
     cdef int check(self, Py_ssize_t slot) except -1
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil

@@ -13,24 +13,27 @@ from cseq._memory cimport Mapping, Memory, forks_here
 import os
 from weakref import ref as weak_reference
 
+# A search over more than FAR slots raises the hint. A loop that drops its batches has fewer than
+# HARDLY_ANY leases. The uses of a slot are LEASED and PINNED.
 cdef enum:
     FREE = 0
-    FAR = 64  # slots: a search over more raises the hint
-    HARDLY_ANY = 3  # leases: what a loop has that drops its batches
-    # Uses of a slot.
+    FAR = 64
+    HARDLY_ANY = 3
     LEASED = 1
     PINNED = 2
 
 TRAINER = 0xFFFFFFFF
 
-cdef list tables = []  # weak references to the trainer's `SlotTable`
-cdef object tables_guard = object()  # its critical section is that of `tables`, whose own its methods enter
+# Weak references to the trainer's `SlotTable`s. The guard's critical section protects them: methods of
+# the list enter the list's own.
+cdef list tables = []
+cdef object tables_guard = object()
 
 
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
-    """The table of slots: one word a slot, its owner, in memory that all processes share.
+    """The table of slots: a word for each slot, its owner, in memory that all processes share.
 
     It lies in the first slot of the file, which therefore holds no data. The process that writes a
     slot takes it::
@@ -39,23 +42,23 @@ cdef class SlotTable:
         FREE ──► TRAINER ──► FREE                     the trainer's own: requests, `give_back`
                  worker k ──► FREE                    a slot that was kept; one of a worker that is gone
 
-    FREE is changed by compare-and-swap (`take`), k by worker k, until it has published the slot's
-    number in a cell; then by the trainer (`free_from`), before that cell names it no more. TRAINER is changed
-    by the trainer. When worker k is gone, its tickets are reposted, and the slots of its published
-    tickets are known, the supervisor changes k of all others, by compare-and-swap (`reclaim`).
+    A compare-and-swap changes FREE (`take`). Worker k changes k until it has published the slot's number
+    in a cell; then the trainer changes it (`free_from`), before that cell stops naming the slot. The
+    trainer changes TRAINER. Once worker k is gone, its tickets are reposted, and the slots of its published
+    tickets are known, the supervisor changes the k of all other slots by compare-and-swap (`reclaim`).
 
-    A slot of the trainer is leased while its `uses` are not 0: `free_from` adds LEASED for the `Lease`,
-    which any thread drops, also inside garbage collection; a fork adds PINNED to what is leased, since
-    the child may read it, and the next epoch's begin ends that. The party that makes it 0 frees the
+    A slot of the trainer is leased while its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
+    which any thread drops, even inside garbage collection. A fork adds PINNED to what is leased, since the
+    child may read it; this lasts until the next epoch begins. The party that makes `uses` 0 frees the
     slot. A copy of this object in a forked process changes nothing.
 
-    A search for the lowest free slot begins at the `hint`. Freeing a slot below lowers it; a search
-    over many slots raises it, then looks at these once more. A wrong hint costs memory only.
+    A search for the lowest free slot begins at the `hint`. Freeing a slot below the hint lowers it; a search
+    over many slots raises it, then looks at these once more. A wrong hint costs only memory.
 
     Parameters
     ----------
     fd : int
-        The file that the slots lie in; stays the caller's.
+        The file that the slots lie in; it stays the caller's.
     width : int
         Bytes from one slot to the next.
     slots : int
@@ -74,12 +77,13 @@ cdef class SlotTable:
         self.depth = forks_here[0]
         self.leases = {}
         if owner == TRAINER:
-            with cython.critical_section(tables_guard):  # or a table of another thread gets lost, and no
-                tables[:] = [ref for ref in tables if ref() is not None]  # fork pins what is leased in it
+            # Without the guard, another thread's table could get lost, and no fork pin its leases.
+            with cython.critical_section(tables_guard):
+                tables[:] = [ref for ref in tables if ref() is not None]
                 tables.append(weak_reference(self))
             self.commit(0, PAGE)
             self.extend()
-            self.word(0)[0] = TRAINER  # that of the table
+            self.word(0)[0] = TRAINER
 
     cdef int commit(self, uint64_t offset, uint64_t nbytes) except -1:
         cdef int error
@@ -95,75 +99,73 @@ cdef class SlotTable:
         return 0
 
     def close(self):
-        """Unmap the table, unless leases are alive; then that is done when this object is dropped.
-        No slot may be taken any more."""
+        """Unmap the table, or, if leases are alive, leave this to the end of this object. No slot may be
+        taken any more."""
         if not self.leased:
             self.table = NULL
             self.mapping = None
 
     @property
     def leased(self):
-        """Leases alive."""
         return cseq_load_acq_u64(&self.held)
 
     @property
     def leased_bytes(self):
-        """Bytes of the slots under lease."""
         return cseq_load_acq_u64(&self.held_bytes)
 
     def nbytes(self, Py_ssize_t slot):
-        """Bytes of a slot that are committed."""
         self.check(slot)
         return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Set how many bytes of a slot are committed; the caller has it."""
+        """Set how many bytes of a slot are committed; the caller has the slot."""
         self.check(slot)
         self.set_committed(slot, nbytes)
 
     def owners(self):
-        """The owner of each slot: a list of 0 (free), a worker's number, or TRAINER."""
+        """List the owner of each slot: 0 if it is free, a worker's number, or TRAINER."""
         return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
     def spare(self):
-        """Free slots that take memory, lowest first, (slot, bytes) each; and how many are in use."""
-        cdef list found = []
+        """Free slots that take memory, lowest first, as (slot, bytes); and how many slots are in use."""
+        cdef list free = []
         cdef Py_ssize_t slot
         cdef Py_ssize_t used = 0
         for slot in range(1, self.count()):
             if cseq_load_acq_u32(self.word(slot)) != FREE:
                 used += 1
             elif self.committed(slot):
-                found.append((slot, self.committed(slot)))
-        return found, used
+                free.append((slot, self.committed(slot)))
+        return free, used
 
     def is_leased(self, Py_ssize_t slot):
         """Whether a slot has a lease, or is pinned for a forked process."""
         self.check(slot)
         return cseq_load_acq_u32(self.uses(slot)) != 0
 
-    # -- taken and free
-
     cdef int extend(self) except -1:
-        """Make more slots, free. Several processes may do so at once."""
+        """Make more free slots. Several processes may do so at once."""
         cdef uint64_t made = cseq_load_acq_u64(&self.table.made)
         cdef uint64_t upto = min(<uint64_t>self.most, made + CHUNK)
         if made == upto:
             raise MemoryError(f"all {made - 1} slots of shared memory are in use: hold fewer batches")
         self.commit(PAGE + made // CHUNK * sizeof(slot_chunk), sizeof(slot_chunk))
-        cseq_cas_sc_u64(&self.table.made, made, upto)  # SYNC: entries of slots are there
+        # SYNC: entries of slots are there
+        cseq_cas_sc_u64(&self.table.made, made, upto)
         return 0
 
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil:
-        """Take the lowest free slot that is `first` or above: its number, or -1."""
+        """Take the lowest free slot from `first` on; return its number, or -1."""
         cdef Py_ssize_t upto = self.count()
         cdef Py_ssize_t slot, below
         for slot in range(first, upto):
+            # SYNC: slot is free
             if (cseq_load_rlx_u32(self.word(slot)) == FREE
-                    and cseq_cas_sc_u32(self.word(slot), FREE, self.owner)):  # SYNC: slot is free
+                    and cseq_cas_sc_u32(self.word(slot), FREE, self.owner)):
+                # SYNC: hint is lowered
                 if (slot - first > FAR
                         and cseq_cas_sc_u64(&self.table.hint, <uint64_t>first, <uint64_t>slot)):
-                    for below in range(first, slot):  # SYNC: hint is lowered
+                    for below in range(first, slot):
                         if cseq_load_acq_u32(self.word(below)) == FREE:
                             self.lower(below)
                             break
@@ -171,7 +173,7 @@ cdef class SlotTable:
         return -1
 
     cpdef Py_ssize_t take(self) except -1:
-        """Take the lowest free slot: its number. More are made if none is free; else MemoryError."""
+        """Take the lowest free slot and return its number. If none is free, more are made."""
         cdef Py_ssize_t slot
         if self.table == NULL:
             raise RuntimeError("the slots are closed")
@@ -192,9 +194,10 @@ cdef class SlotTable:
             hint = cseq_load_acq_u64(&self.table.hint)
 
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
-        """Free a slot that is the caller's; on any thread, also inside garbage collection."""
+        """Free a slot that is the caller's; on any thread, even inside garbage collection."""
         if forks_here[0] == self.depth and self.table != NULL:
-            cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
+            # SYNC: slot is free; SYNC: hint is lowered
+            cseq_swap_sc_u32(self.word(slot), FREE)
             self.lower(slot)
 
     def free(self, Py_ssize_t slot):
@@ -205,12 +208,13 @@ cdef class SlotTable:
         self.set_free(slot)
 
     def give_back(self, Py_ssize_t slot, uint32_t owner=FREE):
-        """Give the pages of a slot back and free it, if its owner is FREE or a worker that is gone. Return
-        whether they are given back: not if another process has the slot, or the system cannot do that.
+        """Give the pages of a slot back and free it; its owner is FREE, or a worker that is gone. Return
+        whether they went back: not if another process has the slot, or the system cannot do this.
         """
         cdef int error
         self.check(slot)
-        if not cseq_cas_sc_u32(self.word(slot), owner, self.owner):  # SYNC: slot is the trainer's
+        # SYNC: slot is the trainer's
+        if not cseq_cas_sc_u32(self.word(slot), owner, self.owner):
             return False
         with nogil:
             error = cseq_punch(self.fd, slot * self.width, self.width)
@@ -219,13 +223,10 @@ cdef class SlotTable:
         self.set_free(slot)
         return not error
 
-    # -- leased
-
     def lease(self, Py_ssize_t slot, Mapping mapping not None):
-        """The memory of a slot that a ticket lies in, for a batch that is being decoded.
+        """Lend the slot that a ticket lies in to a batch that is being decoded.
 
-        Always the same `Lease` until `free_from`: the views of an interrupted decode and of the next one
-        share it.
+        Until `free_from`, this is always the same `Lease`: an interrupted decode and the next one share it.
         """
         cdef Lease lease = self.leases.get(slot)
         self.check(slot)
@@ -243,8 +244,8 @@ cdef class SlotTable:
         return lease
 
     cdef int free_from(self, cseq_cell* c) except -1:
-        """Free the slot, if there is one, in the cell of a ticket that is committed or cancelled; if it is
-        leased, the last view of its `Lease` frees it."""
+        """Free the slot, if any, of a ticket that is committed or cancelled. If it is leased, the end of the
+        last view of its `Lease` frees it."""
         cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
         cdef uint64_t* f = c.converted if c.stage else c.record
         cdef Lease lease
@@ -252,8 +253,9 @@ cdef class SlotTable:
             return 0
         cseq_store_rlx_u64(&self.peak_bytes,
                            max(cseq_load_rlx_u64(&self.peak_bytes), f[0] + f[1] + f[2] + f[3]))
+        # SYNC: slot is the trainer's (both stores)
         cseq_store_rel_u32(self.word(slot), self.owner)
-        cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)  # SYNC: slot is the trainer's (both stores)
+        cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)
         lease = self.leases.pop(slot, None) if self.leases else None
         if lease is None:
             self.set_free(slot)
@@ -267,25 +269,25 @@ cdef class SlotTable:
         return 0
 
     def free_cell(self, Ring ring not None, uint32_t cell):
-        """Free the slot that the batch in a cell lies in, or leave that to its lease: `Feed` must not do it."""
+        """Call `free_from` for a cell, where no `Feed` does."""
         self.free_from(ring.at(cell))
 
     def peak(self):
-        """The most bytes that a ticket took, and the most leases alive, since this was called."""
+        """The most bytes of a ticket, and the most leases at a time, since the last call."""
         peak = cseq_load_rlx_u64(&self.peak_bytes), cseq_load_rlx_u64(&self.peak_held)
         cseq_store_rlx_u64(&self.peak_bytes, 0)
         cseq_store_rlx_u64(&self.peak_held, cseq_load_acq_u64(&self.held))
         return peak
 
     def pin(self):
-        """Keep what is leased in use until `unpin`: a process is forked that may read it."""
+        """Keep what is leased until `unpin`: the process that is being forked may read it."""
         cdef Py_ssize_t slot
         for slot in range(1, self.count() if forks_here[0] == self.depth else 0):
             if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):
                 self.pinned = True
 
     def unpin(self):
-        """Free what was pinned, and is not leased any more."""
+        """Free what was pinned and is no longer leased."""
         cdef Py_ssize_t slot
         if self.pinned:
             self.pinned = False
@@ -294,8 +296,8 @@ cdef class SlotTable:
                     self.set_free(slot)
 
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil:
-        """End a use of a slot. True: it was the last; the slot is the caller's, to be freed.
-        In a forked process, the use is not its own."""
+        """End a use of a slot. Return whether it was the last: the caller then has to free the slot. A
+        forked process ends no use: it is the parent's."""
         if (forks_here[0] != self.depth or self.table == NULL
                 or cseq_add_sc_u32(self.uses(slot), -use) != use):
             return False
@@ -304,7 +306,7 @@ cdef class SlotTable:
 
 
 def pin_leased():
-    """Pin what is leased, before a fork. In C alone: no signal handler runs here."""
+    """Pin what is leased, before a fork. All of this is C, so no signal handler runs here."""
     with cython.critical_section(tables_guard):
         refs = tables[:]
     for ref in refs:
@@ -320,11 +322,15 @@ if hasattr(os, "register_at_fork"):
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot. Deallocating this object, on any thread, ends the lease."""
+    """A leased slot. Deallocating this object, on any thread, ends the lease.
 
-    cdef readonly bint early  # when it was made, hardly any other batch was held
+    It is `early` if hardly any other batch was held when it was made. `slots` is None while the slot
+    belongs to its ticket.
+    """
+
+    cdef readonly bint early
     cdef Mapping mapping
-    cdef SlotTable slots  # None: the slot still belongs to its ticket
+    cdef SlotTable slots
     cdef Py_ssize_t slot
 
     def __dealloc__(self):
@@ -334,4 +340,4 @@ cdef class Lease(Memory):
             if CSEQ_POISON:
                 memset(self.data, 0xDB, self.size)
             self.slots.set_free(self.slot)
-        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)  # now the table may be unmapped
+        cseq_add_sc_u64(&self.slots.held, <uint64_t>-1)

@@ -1,22 +1,22 @@
-"""The memory that a trainer and its workers share: rings, slots, leases on these.
+"""The memory that a trainer and its workers share: rings, slots and their leases.
 
 It lies in two anonymous files. A worker process maps them by their descriptors and the numbers of
 `Arena.setup_of`. The file of slots is sparse: slot ``s`` begins at byte ``s * width``, and only its
 committed part takes memory.
 
-A process maps the committed part of a slot, and maps the slot again when that has grown. Pages are
-committed before they are written, so that a lack of memory is an exception and not a signal. Slots
-are used again, lowest first, since writing to warm pages is many times faster than to fresh ones.
+A process maps the committed part of a slot, and maps the slot again once that part has grown. Pages
+are committed before they are written, so that a lack of memory is an exception and not a signal.
+Slots are used again, lowest first: writing to warm pages is many times faster than to fresh ones.
 
 The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive, in
-the trainer or in the worker that filled it, also after the arena was closed. Its memory is freed
+the trainer or in the worker that filled it, even after the arena was closed. Its memory is freed
 with the last of them.
 
                    take, place … publish                  lease, free
     worker   free ──────────────────────► its ticket's ──┬──────────► leased ──► free
                                                          └─ copied ────────────► free
 
-Where an epoch begins, free slots are given back that the last one has not needed (`tidy`).
+Where an epoch begins, free slots that the last one did not need are given back (`tidy`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cseq")
 
-# Bytes from one slot to the next, and how many; the next ones where a file cannot be that long.
+# Bytes from one slot to the next, and how many slots. Where a file cannot be that long, the next
+# pair is tried.
 SIZES = (
     (1 << 40, 1 << 22),
     (1 << 36, 1 << 16),
@@ -47,14 +48,18 @@ SIZES = (
     (1 << 30, 1 << 9),
     (1 << 28, 1 << 7),
 )
-# Windows pays some 8 bytes for each page of 4 KiB that is reserved: bytes to try, in this order,
-# and how many slots these have at least.
+# Bytes to reserve on Windows, tried in this order, for at least FEWEST slots. Windows pays some 8
+# bytes for each reserved page of 4 KiB.
 RESERVED = (1 << 37, 1 << 36)
 FEWEST = 1 << 8
-FIRST = SMALL  # bytes of a slot that are committed before it is used: the text of an error fits
-GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
-LARGE = 2 * MIB  # slots grow by doubling up to this, then in multiples of it
-MAX_LEASED = 16384  # slots, each a mapping: a process can have 65530, for all that it does
+# Bytes of a slot that are committed before it is used: the text of an error fits.
+FIRST = SMALL
+# On any system, a mapping can begin at a multiple of this many bytes.
+GRAIN = 1 << 16
+# Slots grow by doubling up to this many bytes, then in multiples of them.
+LARGE = 2 * MIB
+# Each leased slot is a mapping, and a process can have 65530 of these.
+MAX_LEASED = 16384
 
 
 class Arena:
@@ -65,17 +70,17 @@ class Arena:
     Parameters
     ----------
     memory_limit : int, str or None
-        Most bytes of slots that may be leased or pinned; large leaves of further batches are copied
-        out of their slots. See `memory_limit_of`.
+        The most bytes of slots that may be leased or pinned; large leaves of further batches are
+        copied out of their slots. See `memory_limit_of`.
     locks : PageLocks, optional
-        Registers every mapping that is made, until a larger one replaces it.
+        Registers every mapping, until a larger one replaces it.
     tickets : int
         The most tickets that are posted at a time: slots for as many stay committed.
 
     Attributes
     ----------
     fd, width, most : int
-        The file of the slots; bytes from one to the next; how many there can be.
+        The file of the slots; bytes from one slot to the next; how many slots there can be.
     rings : list of Ring
     owners : int
         How many processes use the rings, numbered from 1.
@@ -84,9 +89,8 @@ class Arena:
     copies : int
         Batches with large leaves that were copied because too many were held.
     mapped : list of Mapping or None
-        The present mapping of every slot; None: it was not mapped yet.
+        The present mapping of every slot, or None if it has none yet.
     slots : SlotTable
-        The table.
     """
 
     def __init__(
@@ -97,8 +101,8 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        # Around everything but what a lease does. A signal handler may take batches, or finish, in
-        # the middle of it.
+        # Guards everything but what a lease does. A signal handler may take batches, or finish, in
+        # the middle of what it guards.
         self._lock = Lock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
@@ -123,7 +127,8 @@ class Arena:
     ) -> None:
         """Make the rings, each of `capacity` cells for `room` indices; see `Ring`.
 
-        `rings`: 1, if all workers share one, or a queue for each. `name`: what `/proc` calls them.
+        `rings` is 1 if all workers share one, else there is a queue for each. ``/proc`` shows
+        `name`.
         """
         self.owners = owners
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
@@ -139,7 +144,7 @@ class Arena:
 
     @property
     def fd(self) -> int:
-        """Descriptor of the file of slots; -1 once it is closed."""
+        """The descriptor of the file of slots, or -1 once it is closed."""
         return self._files[-1].fd
 
     @property
@@ -155,11 +160,11 @@ class Arena:
     def setup_of(self, owner: int, *, has_slots: bool) -> tuple[int, tuple[int, int], int, int]:
         """Return where a worker finds its ring and the slots: fields of `worker.Setup`."""
         at, number = self._locate(owner)
-        where = at * self._ring_width, self._ring_bytes
-        return number, where, self.width, self.most if has_slots else 0
+        location = at * self._ring_width, self._ring_bytes
+        return number, location, self.width, self.most if has_slots else 0
 
     def held(self, owner: int) -> list[tuple[int, int]]:
-        """Return cell and beginning (ns of `now_ns`) of each ticket that a worker works on."""
+        """Return each ticket's cell that a worker works on, and since when (ns of `now_ns`)."""
         at, number = self._locate(owner)
         ring = self.rings[at]
         return [(cell, ring.holder(cell)[1]) for cell in ring.held(number)]
@@ -176,11 +181,11 @@ class Arena:
 
     @property
     def ended(self) -> bool:
-        """Whether the rings are closed, the last one too."""
+        """Whether all rings are closed."""
         return self.rings[-1].closed == 1
 
     def request(self, slot: int) -> int:
-        """Commit the first pages of a slot that the trainer has taken; return how many bytes."""
+        """Commit the first pages of a slot that the trainer has taken; return their bytes."""
         nbytes = self.slots.nbytes(slot)
         if nbytes < FIRST:
             commit(self.fd, slot * self.width, FIRST)
@@ -191,9 +196,9 @@ class Arena:
     def reclaim(self, owner: int, status: int = 0) -> None:
         """Post the tickets of a worker that has certainly ended again, and free its slots.
 
-        With a `status`, the tickets are published with that instead. The slots of published ones
-        stay; the trainer makes them its own before they leave their cells: so either they are seen
-        here, or they are not the worker's any more.
+        With a `status`, the tickets are published with that instead. The slots of published tickets
+        stay. The trainer makes them its own before they leave their cells: either they are seen
+        here, or they are no longer the worker's.
         """
         at, number = self._locate(owner)
         self.rings[at].repost(number, status)
@@ -211,9 +216,9 @@ class Arena:
         """Return the memory of a taken slot, valid while there are references to it.
 
         The lease begins when the ticket is committed; the end of the last view of the memory frees
-        the slot. None: too many slots are leased, and what is to be held has to be copied.
+        the slot. Return None if too many slots are leased: what is held then has to be copied.
 
-        `capacity`: bytes of the slot that are committed, as the worker says. MemoryError if there
+        The worker says how many bytes of the slot are committed (`capacity`). MemoryError if there
         is no room for a mapping.
         """
         with self._lock.hold():
@@ -225,28 +230,31 @@ class Arena:
         return None
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
-        """Return the memory of a taken slot itself, valid while the slot stays taken."""
+        """Return the memory of a taken slot, valid while the slot stays taken.
+
+        The slot may have grown since it was mapped; a converter may have made it larger, too.
+        """
         with self._lock.hold():
             mapping = self.mapped[slot] if slot < len(self.mapped) else None
             if mapping is None or mapping.nbytes < capacity:
-                self._unmap(slot)  # what was mapped before the slot grew
+                self._unmap(slot)
                 self.mapped += [None] * (slot + 1 - len(self.mapped))
                 mapping = Mapping(self.fd, slot * self.width, capacity)
                 if self._locks is not None:
                     self._locks.register(mapping)
                 self.mapped[slot] = mapping
-            self.slots.resize(slot, capacity)  # a converter may have made it larger
+            self.slots.resize(slot, capacity)
             return mapping
 
     def close(self) -> None:
-        """Close the files; leases keep their part of the slots. Closing twice is fine."""
+        """Close the files; leases keep their part of the slots."""
         self.mapped[:] = [None] * len(self.mapped)
         self.slots.close()
         for file in self._files:
             file.close()
 
     def _unmap(self, slot: int) -> None:
-        """Drop a mapping: the slot is free, or a ticket's, so no lease refers to the mapping."""
+        """Drop a mapping. The slot is free, or a ticket's, so no lease refers to the mapping."""
         if slot >= len(self.mapped):
             return
         before, self.mapped[slot] = self.mapped[slot], None
@@ -254,10 +262,10 @@ class Arena:
             self._locks.unregister(before)
 
     def tidy(self) -> None:
-        """Where an epoch begins, free what forks pinned, and give back what the last did not need.
+        """Where an epoch begins, free what forks pinned and give back what the last did not need.
 
-        These are the slots of more than twice the epoch's largest batch, and those that neither
-        tickets nor the batches held at one time need.
+        The last epoch did not need slots of more than twice its largest batch, nor more slots than
+        its tickets and the batches that were held at a time.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -272,11 +280,10 @@ class Arena:
                     self._unmap(slot)
 
     def _most_leased(self) -> int:
-        """Return how many slots may be leased at a time."""
         return min(MAX_LEASED, self.most // 2)
 
     def _count_copy(self, nbytes: int) -> None:
-        """Count a copy, of a slot of so many bytes; the first one is logged."""
+        """Count a copy out of a slot of `nbytes` bytes; log the first one."""
         self.copies += 1
         if self.copies == 1 and nbytes > self.memory_limit:
             logger.warning(
@@ -292,7 +299,7 @@ class Arena:
                 remedy = "; a sequence, not a DataLoader, takes a larger memory_limit"
             logger.warning(
                 "%d batches are held in %d bytes of shared memory, and %s: until some are dropped, "
-                "further batches are copied. Hold fewer, or copies of what you need of them%s",
+                "further batches are copied. Hold fewer, or copies of what you need%s",
                 self.slots.leased,
                 held,
                 limit,
@@ -301,29 +308,33 @@ class Arena:
 
 
 def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
-    """Make a file with as many and as wide slots as the file system can have: it, width, slots.
+    """Make a file of as many and as wide slots as the file system can have.
 
-    `tickets`: the most that are posted at a time. On Windows there are slots for these, for those
-    of an epoch that was cancelled, and as many again to lease; the more, the narrower.
+    Return the file, the width and the number of slots. At most `tickets` are posted at a time. If
+    there are too many descriptors, no size would do.
     """
     for width, slots in reserved(tickets) if os.name == "nt" else SIZES:
         try:
             return sparse_file(width * slots), width, slots
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # of any size
+            if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             last = error
     raise last
 
 
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
-    """Return what to try on Windows: (width in bytes, slots)."""
+    """Return what to try on Windows: (width in bytes, slots).
+
+    There are slots for the tickets, as many for a cancelled epoch, and as many again to lease; the
+    more slots, the narrower they are.
+    """
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)
 
 
 def room_for(needed: int, capacity: int, width: int) -> int:
-    """Return how large (bytes) a slot of `capacity` bytes becomes to hold `needed` bytes."""
+    """Return how many bytes a slot of `capacity` bytes grows to, to hold `needed` bytes."""
     if needed > width:
         raise MemoryError(
             f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "

@@ -1,12 +1,12 @@
 """Descriptors of files that processes share: opened, sent and received.
 
-Executed programs inherit none: every descriptor is made close-on-exec, not set so afterwards, since
-another thread may execute a program in between. On Windows they are handles of sections, which
-`send` duplicates into the other process.
+Executed programs do not inherit them: every descriptor is opened close-on-exec, since another
+thread may execute a program at any moment. On Windows, they are handles of sections, which `send`
+duplicates into the other process.
 
-None has a number below 3, also in a process that has closed its standard streams (a daemon): what a
+Their numbers are above 2, even in a process that has closed its standard streams (a daemon): what a
 library in C prints would get into shared memory or into a message. `Descriptor`, `receive` and
-`lifted` see to that.
+`lifted` see to this.
 """
 
 from __future__ import annotations
@@ -29,43 +29,40 @@ __all__ = ["anonymous_file", "lifted", "own_offsets", "receive", "send", "sparse
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
-    """Open a file without a name, which is gone when its last descriptor is closed.
+    """Open an empty file without a name, which is gone once its last descriptor is closed.
 
-    Parameters
-    ----------
-    name : str
-        The name that ``/proc`` shows.
-
-    Returns
-    -------
-    Descriptor
-        Open for reading and writing, of size 0.
-    bool
-        Whether the file can be sealed (`fcntl.F_ADD_SEALS`).
+    Return its descriptor, and whether the file can be sealed (`fcntl.F_ADD_SEALS`). ``/proc`` shows
+    `name`. A sandbox, or a kernel with vm.memfd_noexec=2, may refuse a memfd.
 
     Raises
     ------
     OSError
-        There can be none: too many descriptors, for example.
+        The file cannot be opened: there are too many descriptors, for example.
     """
     if hasattr(os, "memfd_create"):
         try:
             return Descriptor(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
-        except OSError as error:  # a sandbox may refuse it, or a kernel: vm.memfd_noexec=2
+        except OSError as error:
             if error.errno == errno.EMFILE:
                 text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
                 raise OSError(error.errno, text) from error
-    import tempfile  # slow, and hardly ever needed
+    # Its import is slow, and hardly ever needed.
+    import tempfile
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
         return Descriptor(os.dup, file.fileno()), False
 
 
 def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
-    """Open a file of so many zeros, of which none takes memory yet; `name`: what `/proc` calls it.
+    """Open a sparse file of `nbytes` zeros, which use no memory yet; ``/proc`` shows `name`.
 
-    Its size is fixed, so that no process can cut it under a mapping (that would be SIGBUS). OSError
-    if the file system cannot have a file of that size.
+    Its size is sealed, so that no process can truncate it under a mapping, which would be a SIGBUS.
+    A sandbox may refuse the seals; no process of ours truncates files.
+
+    Raises
+    ------
+    OSError
+        The file system cannot have a file of that size.
     """
     if os.name == "nt":
         return Descriptor(section, nbytes)
@@ -78,14 +75,14 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
     if sealable:
         import fcntl
 
-        with contextlib.suppress(OSError):  # a sandbox may refuse it; no process of ours cuts files
+        with contextlib.suppress(OSError):
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(file.fd, fcntl.F_ADD_SEALS, seals)
     return file
 
 
 def lifted(sock: socket.socket) -> socket.socket:
-    """Return a socket, new from the system, above the standard streams: it, or one in its place."""
+    """Return a new socket above the standard streams: this one, or a copy; then this is closed."""
     if os.name == "nt" or sock.fileno() > 2:
         return sock
     return socket.socket(fileno=lift(sock.detach()))
@@ -95,8 +92,8 @@ def own_offsets() -> None:
     """Give a forked process an offset of its own in each file that it only reads.
 
     Forked processes share offsets: where one seeks, the next one reads. On Linux, a file can be
-    opened again under the same number, even one without a name. Files that are written keep the
-    common offset, so logs stay whole. A file that cannot be opened again keeps it, too.
+    opened again under the same number, even if it has no name. Files that are written keep the
+    common offset, so logs stay whole, and so does a file that cannot be opened again.
     """
     if not os.path.isdir("/proc/self/fd"):
         return
@@ -119,15 +116,8 @@ def own_offsets() -> None:
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
     """Send bytes with descriptors, for `receive` at the other end.
 
-    Parameters
-    ----------
-    process : int, optional
-        On Windows, the handle of the process at the other end: it gets handles of its own.
-
-    Raises
-    ------
-    ConnectionError
-        The other process is gone.
+    On Windows, `process` is the handle of the process at the other end, which gets handles of its
+    own. ConnectionError if that process is gone.
     """
     if process is None:
         socket.send_fds(sock, [data], fds)
@@ -136,17 +126,18 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
     ours, same = winapi.GetCurrentProcess(), winapi.DUPLICATE_SAME_ACCESS
     try:
         theirs = [winapi.DuplicateHandle(ours, fd, process, 0, False, same) for fd in fds]  # noqa: FBT003
-    except PermissionError as error:  # it has ended
+    except PermissionError as error:
         raise BrokenPipeError(error.errno, error.strerror) from error
     sock.sendall(data + array("i", [len(theirs), *theirs]).tobytes())
 
 
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """Receive bytes, at most `size`, and the descriptors that come with them, at most `most`.
+    """Receive at most `size` bytes, and the at most `most` descriptors that come with them.
 
-    If there are no bytes, the other end is closed.
+    Without bytes, the other end is closed.
     """
-    if not hasattr(sock, "recvmsg"):  # Windows
+    # Windows has no recvmsg.
+    if not hasattr(sock, "recvmsg"):
         data = receive_exactly(sock, size)
         [count] = array("i", receive_exactly(sock, 4)) or [0]
         return data, array("i", receive_exactly(sock, 4 * count)).tolist()
@@ -157,14 +148,15 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     for level, kind, content in parts:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    if not hasattr(socket, "MSG_CMSG_CLOEXEC"):  # macOS: as soon as possible
+    # On macOS, this is as soon as possible.
+    if not hasattr(socket, "MSG_CMSG_CLOEXEC"):
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
     return data, [lift(fd) for fd in fds]
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes; none if the other end is closed before."""
+    """Receive `size` bytes, or none if the other end is closed before."""
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))

@@ -26,16 +26,16 @@ PATTERNS = {
 # Figures there were when each was last set: lower them when a count falls, never raise
 # them. The goal is 15 % of trailing comments and none of the patterns.
 BOUNDS = {
-    TRAILING: 40,
-    "so many/long/much": 19,
-    "also if/where/in/that/when": 13,
-    "in (the) place of": 15,
-    "anew": 10,
-    "for ever": 5,
-    "of it, at an end": 23,
-    "that of": 36,
-    "those of": 8,
-    "X; None: Y": 50,
+    TRAILING: 18,
+    "so many/long/much": 8,
+    "also if/where/in/that/when": 7,
+    "in (the) place of": 10,
+    "anew": 6,
+    "for ever": 2,
+    "of it, at an end": 12,
+    "that of": 18,
+    "those of": 7,
+    "X; None: Y": 29,
 }
 
 

@@ -151,7 +151,7 @@ def test_a_sample_that_raises_is_left_out(options):
             one, none, whole = m.skipped
         assert one == (0, 0, 1, "OSError: no sample 1", [1])
         assert none[:3] == (0, 1, 6)
-        assert none.error == "TypeError: sample 6 of Holed is None: is a `return` missing?"
+        assert none.error == "TypeError: sample 6 of Holed is None; is a `return` missing?"
         assert whole == (0, 2, None, "OSError: no sample 8", [8, 9, 10, 11])
         assert [batch[0].tolist() for batch in streams[-1]] == [[0, 2, 3], [4, 5, 7]]
         for numbers, _, rows in streams[-1]:
@@ -191,7 +191,7 @@ def test_the_parts_of_a_batch_that_lacks_samples(kind):
 def test_a_collate_function_that_returns_nothing():
     """It is named as an indexer's is."""
     worker = cseq.from_dataset(Squares(), lambda samples: None)
-    with pytest.raises(TypeError, match=r"returned None: is a `return` missing\?"):
+    with pytest.raises(TypeError, match=r"returned None; is a `return` missing\?"):
         worker[np.arange(2)]
 
 
@@ -206,7 +206,7 @@ class NoLength:
 def test_no_data_set():
     """What gives no samples by index, or has no length, is refused at once."""
     for dataset, text in (
-        (Squares, "give an object of it"),
+        (Squares, "give an object, such as"),
         (iter([1]), "__getitem__"),
         (NoLength(), "__len__"),
     ):

@@ -193,7 +193,7 @@ def test_labels_are_told_of_once(caplog):
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_forgotten_return(kind):
     """None is no batch: it is raised as an error of that batch, or left out."""
-    told = "__getitem__` of Returns returned None: is a `return` missing?"
+    told = "__getitem__` of Returns returned None; is a `return` missing?"
     worker = functools.partial(Returns, None)
     with kind.start(worker, 8, batch_size=2, shuffle=False, out_type="null") as m:
         batches = iter(m)

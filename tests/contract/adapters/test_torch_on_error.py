@@ -336,7 +336,7 @@ class Forgetful(Plain):
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sample_that_is_none(num_workers):
     """It is named, or left out; a collate function of one's own may take it."""
-    told = "sample 4 of Forgetful is None: is a `return` missing?"
+    told = "sample 4 of Forgetful is None; is a `return` missing?"
     with pytest.raises(RuntimeError, match="NoneType") as caught:
         list(loader(Forgetful(), num_workers, batch_size=5, on_error="raise"))
     assert told in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
