@@ -357,32 +357,30 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
     return out
 
 
-def deal(cnp.ndarray works not None, batches, Py_ssize_t ranks, Py_ssize_t count, Py_ssize_t size):
+def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ranks, Py_ssize_t count,
+         Py_ssize_t size):
     """Deal rows to ranks, each to the one with the least work so far: the rank of each, and its turn there.
 
-    A rank takes `size` rows of each of `count` batches. `batches` has the batch of each row; without it, any
-    has room. Works come in descending order. Of equal ranks, the first one is taken.
+    A rank takes `size` rows of each of `count` batches. `batches` has the batch of each row. Works come in
+    descending order. Of equal ranks, the first one is taken.
     """
-    cdef Py_ssize_t k, r, best, batch, rows = len(works), slots = 1 if batches is None else count
-    cdef Py_ssize_t room = count * size if batches is None else size
+    cdef Py_ssize_t k, r, best, batch, rows = len(works)
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
-    cdef const int64_t* batch_of = NULL
-    if batches is not None:
-        batch_of = int64s(batches)
-    if works.dtype != numpy.float64 or rows != ranks * count * size:
+    cdef const int64_t* batch_of = int64s(batches)
+    if works.dtype != numpy.float64 or not len(batches) == rows == ranks * count * size:
         raise ValueError(f"{rows} rows are not {ranks} x {count} x {size} of float64")
     row_ranks, turns = numpy.empty(rows, numpy.int64), numpy.empty(rows, numpy.int64)
-    loads, taken = numpy.zeros(ranks), numpy.zeros((slots, ranks), numpy.int64)
+    loads, taken = numpy.zeros(ranks), numpy.zeros((count, ranks), numpy.int64)
     cdef int64_t* row_rank = <int64_t*>cnp.PyArray_DATA(row_ranks)
     cdef int64_t* turn = <int64_t*>cnp.PyArray_DATA(turns)
     cdef double* load = <double*>cnp.PyArray_DATA(loads)
     cdef int64_t* full = <int64_t*>cnp.PyArray_DATA(taken)
     for k in range(rows):
-        batch, best = 0 if batch_of == NULL else batch_of[k], -1
-        if not 0 <= batch < slots:
-            raise IndexError(f"batch {batch} is not below {slots}")
+        batch, best = batch_of[k], -1
+        if not 0 <= batch < count:
+            raise IndexError(f"batch {batch} is not below {count}")
         for r in range(ranks):
-            if full[batch * ranks + r] < room and (best < 0 or load[r] < load[best]):
+            if full[batch * ranks + r] < size and (best < 0 or load[r] < load[best]):
                 best = r
         if best < 0:
             raise ValueError(f"batch {batch} has more than {ranks} x {size} rows")

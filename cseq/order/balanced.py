@@ -209,7 +209,7 @@ class Balanced(Order):
         steps, groups = len(rows) // self.step, self.step // self.together
         order = np.argsort(-work[: steps * self.step], kind="stable")
         if steps == 1:
-            bins, turns = deal(work.take(order), None, self.together, groups, 1)
+            bins, turns = deal(work.take(order), np.zeros_like(order), self.together, 1, groups)
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)

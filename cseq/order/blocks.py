@@ -143,7 +143,7 @@ class Windows:
         # Of each lane, the last part that was read.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
-    def start_of(self, windows: Any) -> Any:
+    def start_of(self, windows: Ints | int) -> Ints:
         """Return where some windows, or one, begin in the layout."""
         raise NotImplementedError
 
@@ -220,7 +220,7 @@ class EqualWindows(Windows):
         self.blocks = Permutation(max(1, self.whole), seed, epoch, BLOCKS, 0)
         super().__init__(order.units, count, order.lanes, seed, epoch)
 
-    def start_of(self, windows: Any) -> Any:
+    def start_of(self, windows: Ints | int) -> Ints:
         return windows * self.size + np.minimum(windows, self.larger) * self.step
 
     def window_of(self, positions: Ints) -> Ints:
@@ -256,8 +256,8 @@ class UnequalWindows(Windows):
         self.starts = np.append(0, self.sizes.cumsum())[self.cuts]
         super().__init__(int(self.starts[-1]), count, 1, seed, epoch)
 
-    def start_of(self, windows: Any) -> Any:
-        return self.starts[windows]
+    def start_of(self, windows: Ints | int) -> Ints:
+        return self.starts.take(windows)
 
     def window_of(self, positions: Ints) -> Ints:
         windows: Ints = self.starts.searchsorted(positions, "right") - 1

@@ -275,8 +275,8 @@ class Mixture(Composed):
         except ValueError as error:
             raise ValueError(f"source {name!r}: {error}; or give it another name") from None
 
-    def seed_of(self, seed: int, name: str) -> int:
-        return seed_of(seed, name)
+    def seeded(self, seed: int) -> list[tuple[Order, int]]:
+        return [(order, seed_of(seed, name)) for name, order in self.sources.items()]
 
     def token_sums(self, seed: int) -> Sums | None:
         sums_of = [order.token_sums(own) for order, own in self.seeded(seed)]

@@ -91,7 +91,7 @@ class Shard(NamedTuple):
 ALONE = Shard(0, 1, "")
 
 
-def check_shard(shard: Any) -> Shard | None:
+def check_shard(shard: object) -> Shard | None:
     """Check the argument `shard`; return None if it is 'auto', which is for `resolve`."""
     if shard is None:
         return ALONE
@@ -99,15 +99,17 @@ def check_shard(shard: Any) -> Shard | None:
         if shard != "auto":
             raise ValueError(f"shard={shard!r} is unknown; give {FORMS}")
         return None
+    group: Any = shard
+    rank: int
     if callable(getattr(shard, "get_coordinate", None)):
-        if shard.ndim != 1:
+        if group.ndim != 1:
             raise ValueError(
-                f"shard={shard!r} has {shard.ndim} dimensions; give what divides the batches, as "
-                f"one: {_remedy(shard.mesh_dim_names or ())}"
+                f"shard={shard!r} has {group.ndim} dimensions; give what divides the batches, as "
+                f"one: {_remedy(group.mesh_dim_names or ())}"
             )
-        rank, ranks = (shard.get_coordinate() or [-1])[0], shard.size()
+        rank, ranks = (group.get_coordinate() or [-1])[0], int(group.size())
     elif callable(getattr(shard, "rank", None)) and callable(getattr(shard, "size", None)):
-        rank, ranks = shard.rank(), shard.size()
+        rank, ranks = group.rank(), int(group.size())
     elif shard is getattr(getattr(_torch(), "GroupMember", None), "NON_GROUP_MEMBER", ALONE):
         rank, ranks = -1, 0
     elif not isinstance(shard, (tuple, list)) or len(shard) != 2:

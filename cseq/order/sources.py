@@ -36,9 +36,9 @@ class Composed(Order):
 
     sources: dict[str, Order]
 
-    def seed_of(self, seed: int, name: str) -> int:
-        """Return the seed of a source."""
-        return seed
+    def seeded(self, seed: int) -> list[tuple[Order, int]]:
+        """Return the sources, each with its seed."""
+        return [(order, seed) for order in self.sources.values()]
 
     def draws(self, seed: int) -> Draws:
         """Return what says which units of which sources the units of an epoch are."""
@@ -59,10 +59,6 @@ class Composed(Order):
             return mixed
 
         return self._reader(seed, readers, draws), works
-
-    def seeded(self, seed: int) -> list[tuple[Order, int]]:
-        """Return the sources, each with its seed."""
-        return [(order, self.seed_of(seed, name)) for name, order in self.sources.items()]
 
     def _reader(self, seed: int, readers: Sequence[Reader], draws: Draws) -> Reader:
         counts = [order.samples or 0 for order in self.sources.values()]

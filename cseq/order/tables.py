@@ -136,11 +136,10 @@ class CachedOrder(Order):
     _made_with: tuple[NDArray[Any], dict[str, Any]]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        lengths, options = self._made_with
-        place = None if self._folder is None else Mapped.of(lengths)
+        place = None if self._folder is None else Mapped.of(self._made_with[0])
         if place is None:
             return super().__reduce_ex__(protocol)
-        return again, (type(self), place, options, self.facts())
+        return again, (type(self), place, self._made_with[1], self.facts())
 
 
 def again(

@@ -219,15 +219,15 @@ def test_without_balance_ranks_wait():
 def test_rows_are_dealt_to_whom_has_least():
     """The next row goes to the rank with the least work that has room, in its batch."""
     works = np.array([9.0, 8, 7, 3, 2, 1])
-    owners, turns = deal(works, None, 2, 3, 1)
+    owners, turns = deal(works, np.zeros(6, np.int64), 2, 1, 3)
     assert owners.tolist() == [0, 1, 1, 0, 0, 1]
     assert turns.tolist() == [0, 0, 1, 1, 2, 2]
     owners, turns = deal(works, np.array([0, 1, 0, 1, 2, 2]), 2, 3, 1)
     assert owners.tolist() == [0, 1, 1, 0, 0, 1]
     assert turns.tolist() == [0] * 6
     for arguments, said in (
-        ((works, None, 4, 1, 1), "6 rows are not 4 x 1 x 1"),
-        ((works.astype(np.float32), None, 2, 3, 1), "of float64"),
+        ((works, np.zeros(6, np.int64), 4, 1, 1), "6 rows are not 4 x 1 x 1"),
+        ((works.astype(np.float32), np.zeros(6, np.int64), 2, 3, 1), "of float64"),
         ((works, np.zeros(6, np.int64), 2, 3, 1), "batch 0 has more than 2 x 1"),
     ):
         with pytest.raises(ValueError, match=said):
