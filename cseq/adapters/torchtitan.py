@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cseq.adapters import needs
 from cseq.check import flag, integer
 from cseq.kinds import MPSequence
+from cseq.tokens.rows import Rows
 
 with needs("torchtitan", "torchtitan"):
     try:
@@ -39,7 +40,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
     A batch is ``({"input", "positions"}, labels)``: int64 tensors of shape ``(local_batch_size,
     seq_len)`` in torchtitan 0.3.0, and of ``num_tokens_per_batch`` in its newer sources. Rows that
     fill no batch of all ranks are left out, so all ranks end at the same step. A checkpoint of
-    torchtitan goes on exactly, also on another number of data-parallel ranks or with another batch
+    torchtitan resumes exactly, even on another number of data-parallel ranks or with another batch
     size.
 
     Attributes
@@ -61,16 +62,16 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         Attributes
         ----------
         rows : callable
-            Called with the length of a row, in tokens: returns a `cseq.tokens.Rows`. The length is
-            torchtitan's ``seq_len`` or ``max_context_length``.
+            A function that takes the length of a row in tokens, torchtitan's ``seq_len`` or
+            ``max_context_length``, and returns a `cseq.tokens.Rows`.
         seed : int
-            Of the order of the rows.
+            The seed of the order of rows.
         num_workers : int
             Worker processes of each rank. 0: the trainer's own process makes the batches.
         repeat : bool
             False: training ends after one epoch.
         infinite : bool, optional
-            What the validator of torchtitan 0.3.0 sets in place of `repeat`.
+            The validator of torchtitan 0.3.0 sets this instead of `repeat`.
         """
 
         rows: Annotated[Callable[[int], Any] | None, tyro.conf.Suppress] = None
@@ -116,10 +117,10 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             length = integer("seq_len", seq_len)
             batch_size = integer("local_batch_size", local_batch_size)
         rows = config.rows(length)
-        if lacking := {*KEYS}.difference(rows.keys):
-            raise ValueError(
-                f"keys={rows.keys} lacks {', '.join(map(repr, sorted(lacking)))} of the rows that "
-                "rows= returns; leave keys= out"
+        if not isinstance(rows, Rows) or rows.row != length or rows.flat:
+            raise TypeError(
+                f"rows={config.rows!r} returned {rows!r}; return a cseq.tokens.Rows of the length "
+                f"that it is given, {length}, without flat="
             )
         endless = config.repeat if config.infinite is None else config.infinite
         self._is_endless = flag("repeat", endless)

@@ -156,6 +156,8 @@ cdef class Permutation:
 cdef enum:
     # Documents between two sums that are kept.
     BLOCK = 64
+    # What is read at random is fetched this many reads before.
+    EARLY = 8
 
 cdef int64_t MOST_TOKENS = <int64_t>1 << 48
 
@@ -253,13 +255,20 @@ cdef class DocumentEnds:
         """The position of the first token of each of some documents."""
         cdef Py_ssize_t n, count = len(documents)
         cdef const int64_t* given = int64s(documents)
-        cdef int64_t k, begin
+        cdef int64_t k, begin, size = abs(self.kind)
         made = numpy.empty(count, numpy.int64)
         cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
         if count and not 0 <= documents.min() <= documents.max() < self.count:
             raise IndexError(f"documents {documents} are not all in [0, {self.count})")
         with nogil:
             for n in range(count):
+                if n + EARLY < count:
+                    # The block of a document far ahead is fetched meanwhile.
+                    k = given[n + EARLY] // BLOCK * BLOCK
+                    CSEQ_PREFETCH(self.sums + k // BLOCK - (k > 0))
+                    while k < given[n + EARLY]:
+                        CSEQ_PREFETCH(self.data + k * size)
+                        k += 64 // size
                 k = given[n] // BLOCK
                 begin = self.sums[k - 1] if k else 0
                 for k in range(k * BLOCK, given[n]):
@@ -393,7 +402,6 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
 # CHILDREN of a node, at most: four bits of a word name one. A node is prefetched EARLY draws before its use.
 cdef enum:
     CHILDREN = 16
-    EARLY = 8
 
 
 # The entries of a level, in rows. A node above them has a child in each row: node 0 has entry `turn`.

@@ -28,8 +28,10 @@ ctypedef fused Out:
 
 cdef struct Piece:
     const char* tokens
-    const uint8_t* mask  # NULL: all labels count
-    int kind  # bytes of a token; -1 times that if it has no sign
+    # NULL if all labels count.
+    const uint8_t* mask
+    # Bytes of a token, negative if it has no sign.
+    int kind
 
 cdef enum:
     IGNORED = -100
@@ -125,8 +127,8 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
         while k < last:
             if used == row or there[k] < 1:
                 raise ValueError(
-                    f"the order has pieces behind the end of a row of {row} tokens: it is not that of these "
-                    "Rows; leave order= out"
+                    f"the order has pieces behind the end of a row of {row} tokens, so these Rows did not make "
+                    "it; leave order= out"
                 )
             out[n] = min(there[k], row - used)
             out[most + n], out[2 * most + n] = there[k] > row - used, number

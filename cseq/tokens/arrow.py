@@ -28,7 +28,7 @@ class Arrow(Corpus):
     mask : str, optional
         Lists as long as the documents: a loss counts the tokens where it is not 0.
     name : str, optional
-        None: the name of the first file without its ending, or of the column.
+        By default the name of the first file without its ending, or of the column.
 
     Raises
     ------

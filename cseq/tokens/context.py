@@ -33,8 +33,8 @@ def split_context(
     Returns
     -------
     dict
-        What has a value for each token is cut. The rest is the whole batch's, also `cu_seqlens` and
-        `valid_tokens`.
+        Arrays with a value for each token are cut. The rest stays the whole batch's: `cu_seqlens`
+        and `valid_tokens`, too.
 
     Raises
     ------

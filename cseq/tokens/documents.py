@@ -21,8 +21,8 @@ PROBES = 64
 class Documents(Protocol):
     """A source of `Rows`: an object of your own may be one.
 
-    Workers get copies of it by pickle; threads share it. A method ``mask(document, start, stop)``
-    may say which of the tokens a loss counts: those where it is not 0.
+    Worker processes get pickled copies; threads share it. It may have another method,
+    ``mask(document, start, stop)``, which returns 0 for tokens that a loss does not count.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Documents(Protocol):
     lengths : array of int
         The tokens in each document, from 0 on. It may be a memory map.
     fingerprint : int
-        Another one where the tokens are others.
+        A number that differs for other tokens.
     """
 
     name: str
@@ -123,7 +123,7 @@ def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
 
 
 class Given(Corpus):
-    """An object of the user's, whose methods are called for each piece."""
+    """A user's object, whose methods are called for each piece."""
 
     def __init__(self, documents: Documents) -> None:
         self.given, self.documents = {"documents": documents}, documents
@@ -189,6 +189,6 @@ def data_type(dtype: Any) -> np.dtype[Any]:
 
 
 def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError:
-    """Make the error for a file, at a byte of it."""
+    """Make the error for a file, at a byte if one is wrong."""
     at = "" if offset is None else f" at byte {offset}"
     return ValueError(f"{path}{at}: {what}; {remedy}")

@@ -36,10 +36,10 @@ class Flat(Corpus):
         Instead of `offsets`: the token that ends each document, and belongs to it. The documents
         are found once, in one pass; a file then has their lengths.
     cache : str or path, optional
-        The folder of this file. None: that of `path`. With `offsets`, a path: a folder for such a
-        file, too, which processes share; otherwise each of them computes the lengths.
+        The folder of that file, by default the one that `path` is in. If `offsets` is a path, too,
+        processes share such a file; without `cache`, each of them computes the lengths.
     name : str, optional
-        None: the file's name without its ending.
+        By default the file's name without its ending.
 
     Raises
     ------

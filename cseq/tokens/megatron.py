@@ -30,7 +30,7 @@ class Megatron(Corpus):
     prefix : str or path
         The path without its ending.
     name : str, optional
-        None: the last part of the path.
+        By default the last part of the path.
 
     Raises
     ------
@@ -58,7 +58,7 @@ class Megatron(Corpus):
             kind = FLOATS.get(code, "unknown")
             raise damaged(path, 17, f"type code {code} ({kind}) is no integer's", REMEDY)
         size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
-        # The larger size is that with a mode of each sequence.
+        # An index may have a byte more for each sequence, its mode.
         if size not in (whole, whole + number):
             said = f"{number} sequences and {bounds} bounds need {whole} bytes"
             raise damaged(path, size, said, REMEDY)

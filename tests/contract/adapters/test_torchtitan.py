@@ -155,9 +155,22 @@ def test_what_is_wrong_is_named(config, contract, make_rows):
     wrong(r"dataloader.dataset='c4': .* leave it out", dataset="c4")
     wrong(r"dataloader.dataset_path='c4': .* leave it out", dataset_path="c4")
     wrong(r"seed=-1", seed=-1)
-    few = ["input_ids", "document_ids"]
-    lacking = "keys=.* lacks 'labels', 'position_ids' of the rows"
-    wrong(lacking, rows=partial(make_rows, keys=few))
+    said = (
+        "returned .*; return a cseq.tokens.Rows of the length that it is given, 16, without flat="
+    )
+    others = (lambda _: None, lambda _: make_rows(ROW + 1), partial(make_rows, flat=True))
+    for rows in others:
+        wrong(said, rows=rows)
+
+
+@pytest.mark.parametrize("contract", ["0.3.0"])
+def test_keys_of_rows_do_not_matter(config, contract, make_rows):
+    """A batch has what the trainer takes, whatever keys the rows have."""
+    rows = partial(make_rows, keys=["document_ids"])
+    given = next(iter(titan.build(config(rows=rows), contract, ROW, 2)))
+    plain = next(iter(titan.build(config(), contract, ROW, 2)))
+    assert all(given[0][key].equal(plain[0][key]) for key in plain[0])
+    assert given[1].equal(plain[1])
 
 
 @pytest.mark.parametrize("contract", ["newer"])
