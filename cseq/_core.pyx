@@ -145,16 +145,8 @@ cdef class Reader:
     """Reads the units of an order for one seed: the core's end of an `order.base.Order`.
 
     What is read depends on seed, epoch and position alone, in any order of calls; what a reader keeps
-    between calls only makes it faster. For one thread at a time.
-
-    Attributes
-    ----------
-    units : int
-        Of an epoch.
-    room : int
-        The most samples of a unit.
-    seed : int
-        In [0, 2**64).
+    between calls only makes it faster. For one thread at a time. An epoch has `units`, each of at most
+    `room` samples.
     """
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
@@ -450,8 +442,7 @@ cdef class Ring:
     def holder(self, uint32_t cell):
         """Owner of a claimed cell, and when it was claimed (ns of `now_ns`); else (0, 0)."""
         cdef cseq_cell* c = self.at(cell)
-        # SYNC: start visible with owner
-        cdef uint64_t word = cseq_load_acq_u64(&c.word)
+        cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
         cdef int state = CSEQ_STATE(word)
         if state != CSEQ_INDEXING and state != CSEQ_CONVERTING:
             return 0, 0
@@ -610,8 +601,7 @@ cdef class Ring:
         for k in range(self.r.capacity):
             state = cseq_ring_state(self.r, k)
             if state == CSEQ_INDEXED or state == CSEQ_CONVERTING or state == CSEQ_READY:
-                # SYNC: slot is the trainer's
-                slot = cseq_load_acq_u32(&cseq_ring_cell(self.r, k).slot)
+                slot = cseq_load_acq_u32(&cseq_ring_cell(self.r, k).slot)  # SYNC: slot is the trainer's
                 if slot != CSEQ_NO_SLOT:
                     published.add(slot)
         return published

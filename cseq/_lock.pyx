@@ -68,8 +68,7 @@ cdef class Lock:
 
     cdef bint has(self) noexcept:
         """Whether this thread has the lock. A thread alone writes its number there, and clears it."""
-        # SYNC: free in a fork
-        if cseq_load_acq_u32(&self.forks) != forks_here[0]:
+        if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
 
@@ -80,8 +79,7 @@ cdef class Lock:
         if self.forks != forks_here[0]:
             if cseq_load_rlx_u64(&self.owner) != forker_here[0]:
                 cseq_store_rlx_u64(&self.owner, 0)
-            # SYNC: free in a fork
-            cseq_store_rel_u32(&self.forks, forks_here[0])
+            cseq_store_rel_u32(&self.forks, forks_here[0])  # SYNC: free in a fork
         return 0
 
     @property
@@ -127,8 +125,7 @@ cdef class Lock:
         """Sleep until the lock is acquired, for `timeout` seconds at most; run signal handlers."""
         cdef uint64_t limit = ns_of(timeout), begun = cseq_now_ns(), waited = 0
         while waited < limit:
-            # SYNC: sleeper seen
-            cseq_swap_sc_u32(&self.asleep, 1)
+            cseq_swap_sc_u32(&self.asleep, 1)  # SYNC: sleeper seen
             if cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
                 return True
             with nogil:
@@ -142,18 +139,15 @@ cdef class Lock:
         self.depth -= 1
         if not self.depth:
             cseq_swap_sc_u64(&self.owner, 0)
-            # SYNC: sleeper seen
-            if cseq_load_sc_u32(&self.asleep) and cseq_swap_sc_u32(&self.asleep, 0):
+            if cseq_load_sc_u32(&self.asleep) and cseq_swap_sc_u32(&self.asleep, 0):  # SYNC: sleeper seen
                 cseq_wake(&self.asleep, 0)
-        # SYNC: calls
-        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0
+        return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def put_off(self, call not None):
         """Have the thread that has the lock make a call, ``call()``, once it has released it; this thread
         makes it at once if the lock is free."""
         self.calls.append(call)
-        # SYNC: calls
-        cseq_swap_sc_u32(&self.due, 1)
+        cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
         if self.acquire(0):
             self.release()
 
@@ -211,8 +205,7 @@ cdef class Latch:
     cdef uint32_t word
 
     def set(self):
-        # SYNC: what is done before a latch is set
-        cseq_swap_sc_u32(&self.word, 1)
+        cseq_swap_sc_u32(&self.word, 1)  # SYNC: what is done before a latch is set
         cseq_wake(&self.word, 0)
 
     def wait(self, double timeout=-1):
@@ -222,8 +215,7 @@ cdef class Latch:
         """
         cdef uint64_t limit, begun
         cdef uint64_t waited = 0
-        # SYNC: what is done before a latch is set
-        if cseq_load_acq_u32(&self.word):
+        if cseq_load_acq_u32(&self.word):  # SYNC: what is done before a latch is set
             return True
         limit = ns_of(timeout)
         begun = cseq_now_ns()
@@ -239,12 +231,8 @@ cdef class Latch:
 cdef class RunState:
     """The part of a run that iterators need for every batch.
 
-    Attributes
-    ----------
-    generation : int
-        An iterator of another generation is void: a call for it takes nothing.
-    lock : Lock
-        Guards every use of the pool but `interrupt`.
+    An iterator of another `generation` is void: a call for it takes nothing. The `lock` guards every
+    use of the pool but `interrupt`.
     """
 
     def __cinit__(self):

@@ -321,14 +321,8 @@ cdef class Loan(Memory):
 cdef class Mapping(Memory):
     """A mapping of a part of a file, shared by default; unmapped when the last array on it is gone.
 
-    Parameters
-    ----------
-    fd : int
-        The file. It may be closed afterwards.
-    offset, nbytes : int
-        The part, in bytes; `offset` is a multiple of the page size.
-    own : bool
-        This process alone sees what it writes.
+    `offset` (bytes) is a multiple of the page size. The file may be closed afterwards. With `own`, this
+    process alone sees what it writes.
     """
 
     def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):

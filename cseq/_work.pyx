@@ -25,15 +25,8 @@ NO_MORE = object()
 
 
 cdef class BatchState:
-    """The part of a `context.BatchContext` that changes with every batch.
-
-    Attributes
-    ----------
-    ticket : Ticket or None
-        The present one.
-    drawn : numpy.random.Generator or None
-        The present ticket's, once it was asked for.
-    """
+    """The part of a `context.BatchContext` that changes with every batch: the present ticket, and its
+    random generator once it was asked for; or None."""
 
     cdef public object ticket
     cdef public object drawn
@@ -58,17 +51,10 @@ cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)
 
 @cython.final
 cdef class Runner:
-    """A runner's end of the ring: claims a ticket of its stage, and publishes it.
+    """A runner's end of the ring: it claims a ticket of its stage, and publishes it.
 
-    Parameters
-    ----------
-    ring : Ring
-    stage : int
-        0: indexer, 1: converter.
-    owner : int
-        The runner's number, from 1.
-    last : bool
-        No stage follows: publish to the output.
+    The `stage` is 0 for indexers, 1 for converters. `owner` is the runner's number, from 1. The `last`
+    stage publishes to the output.
     """
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
@@ -265,13 +251,7 @@ cdef class Runner:
 
 
 cdef class BatchWriter:
-    """Publishes a runner's batches.
-
-    Attributes
-    ----------
-    room : Room or None
-        Where arrays of a batch may be made, if it is written into a slot.
-    """
+    """Publishes a runner's batches. If these are written into slots, arrays may be made in its `room`."""
 
     room = None
 

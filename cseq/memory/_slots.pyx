@@ -55,16 +55,8 @@ cdef class SlotTable:
     A search for the lowest free slot begins at the `hint`. Freeing a slot below the hint lowers it; a search
     over many slots raises it, then looks at these once more. A wrong hint costs only memory.
 
-    Parameters
-    ----------
-    fd : int
-        The file that the slots lie in; it stays the caller's.
-    width : int
-        Bytes from one slot to the next.
-    slots : int
-        How many there are.
-    owner : int
-        TRAINER, which makes the table, or a worker's number, from 1.
+    The file `fd` of slots, `width` bytes apart, stays the caller's. `owner` is TRAINER, which makes the
+    table, or a worker's number, from 1.
     """
 
     def __cinit__(self, int fd, uint64_t width, Py_ssize_t slots, uint32_t owner=TRAINER):
@@ -150,8 +142,7 @@ cdef class SlotTable:
         if made == upto:
             raise MemoryError(f"all {made - 1} slots of shared memory are in use: hold fewer batches")
         self.commit(PAGE + made // CHUNK * sizeof(slot_chunk), sizeof(slot_chunk))
-        # SYNC: entries of slots are there
-        cseq_cas_sc_u64(&self.table.made, made, upto)
+        cseq_cas_sc_u64(&self.table.made, made, upto)  # SYNC: entries of slots are there
         return 0
 
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil:
@@ -159,13 +150,11 @@ cdef class SlotTable:
         cdef Py_ssize_t upto = self.count()
         cdef Py_ssize_t slot, below
         for slot in range(first, upto):
-            # SYNC: slot is free
             if (cseq_load_rlx_u32(self.word(slot)) == FREE
-                    and cseq_cas_sc_u32(self.word(slot), FREE, self.owner)):
-                # SYNC: hint is lowered
+                    and cseq_cas_sc_u32(self.word(slot), FREE, self.owner)):  # SYNC: slot is free
                 if (slot - first > FAR
                         and cseq_cas_sc_u64(&self.table.hint, <uint64_t>first, <uint64_t>slot)):
-                    for below in range(first, slot):
+                    for below in range(first, slot):  # SYNC: hint is lowered
                         if cseq_load_acq_u32(self.word(below)) == FREE:
                             self.lower(below)
                             break
@@ -196,8 +185,7 @@ cdef class SlotTable:
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
         """Free a slot that is the caller's; on any thread, even inside garbage collection."""
         if forks_here[0] == self.depth and self.table != NULL:
-            # SYNC: slot is free; SYNC: hint is lowered
-            cseq_swap_sc_u32(self.word(slot), FREE)
+            cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
             self.lower(slot)
 
     def free(self, Py_ssize_t slot):
@@ -213,8 +201,7 @@ cdef class SlotTable:
         """
         cdef int error
         self.check(slot)
-        # SYNC: slot is the trainer's
-        if not cseq_cas_sc_u32(self.word(slot), owner, self.owner):
+        if not cseq_cas_sc_u32(self.word(slot), owner, self.owner):  # SYNC: slot is the trainer's
             return False
         with nogil:
             error = cseq_punch(self.fd, slot * self.width, self.width)
@@ -253,9 +240,8 @@ cdef class SlotTable:
             return 0
         cseq_store_rlx_u64(&self.peak_bytes,
                            max(cseq_load_rlx_u64(&self.peak_bytes), f[0] + f[1] + f[2] + f[3]))
-        # SYNC: slot is the trainer's (both stores)
         cseq_store_rel_u32(self.word(slot), self.owner)
-        cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)
+        cseq_store_rel_u32(&c.slot, CSEQ_NO_SLOT)  # SYNC: slot is the trainer's (both stores)
         lease = self.leases.pop(slot, None) if self.leases else None
         if lease is None:
             self.set_free(slot)
