@@ -388,7 +388,7 @@ cdef class BatchMaker(Work):
         if runner.cell >= 0:
             raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "
                                "its middle, cannot take batches from the same manager")
-        left = here.batch_context
+        outer = here.batch_context
         if not runner.claim_at_once(cseq_now_ns()):
             return
         try:
@@ -399,7 +399,7 @@ cdef class BatchMaker(Work):
         finally:
             if runner.cell >= 0:
                 runner.repost()
-            here.batch_context = left
+            here.batch_context = outer
             if self.seeds is not None:
                 try:
                     self.seeds.restore()

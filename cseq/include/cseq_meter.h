@@ -55,9 +55,9 @@ typedef struct {
  * `wait` does not have yet. `asleep_ns`: when the present sleep began, or 0.
  *
  * `start_ns`: what the loop waited for its first batch, which `wait` leaves out. `first_ns`: when it took
- * that batch; the trainer writes into a runner's what `work` had then. `behind_ns` and `early_ns` are
- * parts of `wait`: while half of the other tickets were ready at the end, and for the first batches of an
- * epoch, one for each runner.
+ * that batch; in a runner's record, what `work` had then, written by the trainer. Parts of `wait` are
+ * `behind_ns`, waits at whose end half of the other tickets were ready, and `early_ns`, waits for the
+ * first batches of an epoch, one for each runner.
  *
  * `cpu_ns`: what the party has computed. `queued_ns`: what its thread has waited for a core. `polled_ns`:
  * when that was polled last, or 0. `read_ns`, `cpu_seen`, `queued_seen`: the last reading. `thread`: the

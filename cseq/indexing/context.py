@@ -120,9 +120,9 @@ here = Here()
 
 def enter(batch_context: BatchContext | None) -> BatchContext | None:
     """Set this thread's context, or None; return the previous one."""
-    left = here.batch_context
+    outer = here.batch_context
     here.batch_context = batch_context
-    return left
+    return outer
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:

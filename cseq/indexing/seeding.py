@@ -172,14 +172,14 @@ def call_here(
     The thread has the context of a worker meanwhile, and `seeds` may seed the trainer's generators.
     Their states are restored, even if a signal handler raises before `restore` has done anything.
     """
-    left = here.batch_context
+    outer = here.batch_context
     try:
         here.batch_context = batch_context
         if seeds is not None:
             seeds.lend()
         return function()
     finally:
-        here.batch_context = left
+        here.batch_context = outer
         if seeds is not None:
             try:
                 seeds.restore()
