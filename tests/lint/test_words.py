@@ -29,13 +29,13 @@ BOUNDS = {
     TRAILING: 18,
     "so many/long/much": 8,
     "also if/where/in/that/when": 7,
-    "in (the) place of": 10,
+    "in (the) place of": 9,
     "anew": 6,
     "for ever": 2,
-    "of it, at an end": 12,
-    "that of": 18,
+    "of it, at an end": 11,
+    "that of": 16,
     "those of": 7,
-    "X; None: Y": 29,
+    "X; None: Y": 25,
 }
 
 
