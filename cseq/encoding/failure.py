@@ -272,12 +272,12 @@ def ends_program(error: BaseException) -> bool:
     the SystemExit or KeyboardInterrupt of a signal handler.
     """
     cls = type(error)
-    if issubclass(cls, KeyboardInterrupt) and not _is_stated(error):
+    if issubclass(cls, KeyboardInterrupt) and not is_stated(error):
         return True
     return issubclass(cls, (SystemExit, KeyboardInterrupt)) and of_handler(error)
 
 
-def _is_stated(error: BaseException) -> bool:
+def is_stated(error: BaseException) -> bool:
     """Tell whether an exception comes from a `raise` statement, not from C code."""
     trace: TracebackType | None = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:

@@ -153,12 +153,13 @@ def advised(indexer: object, error: BaseException) -> BaseException:
     `isinstance` could run the exception's code.
     """
     cls = type(error)
+    # A ValueError of a `raise` statement has a reason of its own.
+    is_sign = not issubclass(cls, ValueError) or not failure.is_stated(error)
     if isinstance(indexer, DatasetIndexer):
-        if indexer.is_unasked and issubclass(cls, (TypeError, ValueError, AttributeError)):
+        is_sign &= issubclass(cls, (TypeError, ValueError, AttributeError))
+        if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    elif issubclass(cls, (TypeError, ValueError, KeyError, IndexError)) and is_likely_dataset(
-        indexer
-    ):
+    elif is_sign and issubclass(cls, (TypeError, ValueError)) and is_likely_dataset(indexer):
         failure.annotate(error, f"cseq: {DATASET_HINT}")
     return error
 

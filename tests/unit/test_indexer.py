@@ -60,20 +60,28 @@ def test_tables_are_no_workers(library, rows, name):
 
 
 class OneByOne:
-    """A data set that cannot take an array of indices."""
+    """A data set that takes one index at a time: what it does with an array fails."""
 
-    def __init__(self, error=TypeError, good=0):
-        self.error = error
-        self.good = good  # calls that do not fail
+    def __init__(self, call, good=0):
+        self.call = call
+        # Calls that do not fail.
+        self.good = good
 
     def __len__(self):
         return 100
 
     def __getitem__(self, index):
         self.good -= 1
-        if self.good < 0:
-            raise self.error("only integer scalar arrays can be converted to a scalar index")
-        return index
+        return index if self.good >= 0 else self.call(index)
+
+
+def raises(error):
+    """Return a function that raises an error of its own."""
+
+    def call(index):
+        raise error("shard 3 has changed")
+
+    return call
 
 
 def hint_of(kind, worker):
@@ -86,10 +94,11 @@ def hint_of(kind, worker):
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_data_set_as_worker(kind):
     """The first exception of a data set says that it is to be wrapped; no other one does."""
-    for error in (TypeError, ValueError, KeyError, IndexError):
-        assert "cseq.from_dataset(dataset)" in hint_of(kind, OneByOne(error))
-    assert "cseq.from_dataset" not in hint_of(kind, OneByOne(OSError))
-    assert "cseq.from_dataset" not in hint_of(kind, OneByOne(good=1))
+    for call in ([*range(100)].__getitem__, {0: 1}.get, lambda index: 1 if index else 2):
+        assert "cseq.from_dataset(dataset)" in hint_of(kind, OneByOne(call))
+    for error in (OSError, ValueError, KeyError, IndexError):
+        assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(error)))
+    assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(TypeError), good=1))
     assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))  # an index out of range
 
 
