@@ -11,6 +11,8 @@
             ...
 
 ``npy``         `Npy`: rows of arrays
+``tar``         `Tar`: samples of several members
+``parquet``     `Parquet`: rows of tables
 ``shards``      what readers have in common: batches by index, the order
 ``reader``      what the process that fetches knows of a reader
 ``client``      a process's connections to the process that fetches
@@ -28,15 +30,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cseq.store.npy import Npy as Npy
+    from cseq.store.parquet import Parquet as Parquet
     from cseq.store.shards import Shards as Shards
     from cseq.store.shards import ShardStats as ShardStats
+    from cseq.store.tar import Tar as Tar
 
-__all__ = ["Npy", "ShardStats", "Shards"]
+__all__ = ["Npy", "Parquet", "ShardStats", "Shards", "Tar"]
 
 _ELSEWHERE = {
     "Npy": "cseq.store.npy",
+    "Parquet": "cseq.store.parquet",
     "ShardStats": "cseq.store.shards",
     "Shards": "cseq.store.shards",
+    "Tar": "cseq.store.tar",
 }
 
 

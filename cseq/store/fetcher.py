@@ -126,6 +126,9 @@ class Fetcher:
         """Wait until at least one of some shards is there; return those that are, or an error."""
         for number in missing:
             self.errors.pop(number, None)
+            # Who asks has not found it: somebody has removed the file.
+            if number in self.have and not os.path.exists(f"{self.folder}/shards/{number}"):
+                self.held -= self.have.pop(number)
         self._needed[writer] = missing
         try:
             while not {*missing} & (self.have.keys() | self.errors.keys()):
@@ -245,7 +248,8 @@ class Fetcher:
 
     def remove(self, number: int) -> None:
         """Remove a shard."""
-        os.unlink(f"{self.folder}/shards/{number}")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.folder}/shards/{number}")
         self.held -= self.have.pop(number)
 
     async def _fetch(self, number: int) -> None:
@@ -270,7 +274,7 @@ class Fetcher:
                     async for chunk in self.remote.read(shard, start, stop):
                         file.write(chunk)
                         self.fetched_nbytes += len(chunk)
-            await asyncio.to_thread(self._finish, number, part)
+            await asyncio.to_thread(self._finish, number, part, self.remote.describe(shard))
             nbytes = os.path.getsize(part)
             self.reader.nbytes[number] = nbytes
             if nbytes > limit:
@@ -293,8 +297,11 @@ class Fetcher:
         self.keep(number, nbytes)
         self.fetched += 1
 
-    def _finish(self, number: int, part: str) -> None:
-        self.reader.finish(number, part)
+    def _finish(self, number: int, part: str, named: str) -> None:
+        try:
+            self.reader.finish(number, part)
+        except ValueError as error:
+            raise ValueError(f"shard {named} {error}") from error
         # A power cut leaves no half of a shard.
         with open(part, "rb") as file:
             os.fsync(file.fileno())

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cseq.indexing import context
-from cseq.store.objects import AT_ONCE
 from cseq.store.shards import Shards
 
 if TYPE_CHECKING:
@@ -46,13 +45,10 @@ class Npy(Shards):
 
     async def survey(self, remote: Remote, objects: list[Object], _put: object) -> dict[str, Any]:
         """Read the headers."""
-        gate = asyncio.Semaphore(AT_ONCE)
 
         async def look(shard: Object) -> tuple[int, tuple[int, ...], Any]:
             for most in HEADS:
-                async with gate:
-                    chunks = [c async for c in remote.read(shard, 0, min(most, shard.nbytes))]
-                data = b"".join(map(bytes, chunks))
+                data = await remote.look(shard, 0, min(most, shard.nbytes))
                 try:
                     return header(data)
                 except ValueError as error:
@@ -111,13 +107,13 @@ def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
     """Read the header of an .npy file: where the array begins, its shape and its type."""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
-    if version not in ((1, 0), (2, 0)):
+    readers: Any = {
+        (1, 0): np.lib.format.read_array_header_1_0,
+        (2, 0): np.lib.format.read_array_header_2_0,
+    }
+    if version not in readers:
         raise ValueError(f"its version is {version}")
-    is_first = version == (1, 0)
-    read: Any = (
-        np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
-    )
-    shape, is_fortran, dtype = read(file)
+    shape, is_fortran, dtype = readers[version](file)
     if dtype.hasobject:
         raise ValueError("it has Python objects")
     if not shape or (is_fortran and len(shape) > 1):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import importlib
-import itertools
 import os
 import pickle
 from datetime import timedelta
@@ -20,7 +19,7 @@ from urllib.parse import unquote
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-__all__ = ["AT_ONCE", "Object", "Place", "Remote", "changed", "located"]
+__all__ = ["Object", "Place", "Remote", "changed", "located"]
 
 # Requests for facts about objects.
 AT_ONCE = 32
@@ -37,16 +36,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where objects lie.
-
-    Attributes
-    ----------
-    root : str
-        The URL of a folder; or a path in the user's store.
-    names : list of str
-        Objects in it; empty if `pattern` chooses them.
-    pattern : str
-    """
+    """Where objects lie: in a folder, given by its URL or path; named, or chosen by a pattern."""
 
     root: str
     names: list[str]
@@ -66,9 +56,8 @@ def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
             return Place(root, [], full[0][len(root) :])
         if not full[0].endswith(suffix):
             return Place(full[0].rstrip("/") + "/" if full[0] else "", [], f"*{suffix}")
-    folders = [url.split("/")[:-1] for url in full]
-    same = itertools.takewhile(lambda parts: len({*parts}) == 1, zip(*folders, strict=False))
-    root = "".join(f"{parts[0]}/" for parts in same)
+    same = os.path.commonprefix(full)  # noqa: RUF071
+    root = same[: same.rfind("/") + 1]
     if not in_store and "://" not in root.rstrip("/"):
         raise ValueError(f"urls={urls!r} are of several stores; make a reader for each")
     return Place(root, [url[len(root) :] for url in full], "")
@@ -111,6 +100,7 @@ class Remote:
 
     def __init__(self, place: Place, store: bytes | None, timeout: float) -> None:
         self.place, self._timeout = place, timeout
+        self._gate = asyncio.Semaphore(AT_ONCE)
         self._obstore: Any = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions").BaseError, OSError
         self._folder = place.root if store is not None else ""
@@ -140,14 +130,13 @@ class Remote:
 
     async def list(self) -> list[Object]:
         """Return the objects, in the order of their names, or as they were given."""
+
+        async def look(name: str) -> Object:
+            async with self._gate:
+                head = await self._obstore.head_async(self._store, self._folder + name)
+                return _object(name, head)
+
         if self.place.names:
-            gate = asyncio.Semaphore(AT_ONCE)
-
-            async def look(name: str) -> Object:
-                async with gate:
-                    head = await self._obstore.head_async(self._store, self._folder + name)
-                    return _object(name, head)
-
             return [*await asyncio.gather(*map(look, self.place.names))]
         try:
             found = await self._obstore.list(self._store, self._folder or None).collect_async()
@@ -166,6 +155,11 @@ class Remote:
                 "objects there is such a shard"
             )
         return sorted(chosen)
+
+    async def look(self, shard: Object, start: int, stop: int) -> bytes:
+        """Return some bytes of an object; few such requests are made at once."""
+        async with self._gate:
+            return b"".join([bytes(chunk) async for chunk in self.read(shard, start, stop)])
 
     async def read(
         self, shard: Object, start: int = 0, stop: int | None = None

@@ -94,7 +94,7 @@ class Shards(Reader):
         The store cannot be read. The message names the shard, the store and the cause. What a
         later fetch meets is raised in the loop.
     ImportError
-        obstore or pyarrow is missing.
+        obstore is missing.
     """
 
     def __init__(
@@ -306,9 +306,7 @@ def _pickled(store: Any) -> bytes | None:
 def _refuse_what_is_missing() -> None:
     if os.name == "nt":
         raise OSError("cseq.store needs fcntl's locks, which Windows does not have")
-    missing = [name for name in ("obstore", "pyarrow") if importlib.util.find_spec(name) is None]
-    if missing:
+    if importlib.util.find_spec("obstore") is None:
         raise ImportError(
-            f"cseq.store needs {' and '.join(missing)}: pip install 'cseq-loader[store]'",
-            name=missing[0],
+            "cseq.store needs obstore: pip install 'cseq-loader[store]'", name="obstore"
         )

@@ -225,6 +225,17 @@ def test_the_limit_holds(server, tmp_path):
     assert len(SIZES) < whole(server) <= 2 * len(SIZES) + 2
 
 
+def test_a_shard_that_somebody_removed_is_fetched_again(server, tmp_path):
+    """Files that are gone from the cache, such as a cleaner of temporary files removes, come."""
+    arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    assert arrays[[0, SAMPLES - 1]][:, 0].tolist() == [0, SAMPLES - 1]
+    for number in (0, len(SIZES) - 1):
+        (tmp_path / "cache" / "shards" / str(number)).unlink()
+    again = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    assert again[:][:, 0].tolist() == [*range(SAMPLES)]
+    assert whole(server) == len(SIZES) + 2
+
+
 def test_what_a_window_needs_must_fit(folder, tmp_path):
     """A limit that is too small is an error at once, with the bytes that are needed."""
     largest = max(map(len, SHARDS.values()))

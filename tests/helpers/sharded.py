@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import tarfile
 import time
 from pathlib import Path
 
@@ -29,6 +30,51 @@ def npy_shards(sizes, width=150):
         f"train/{number:03}.npy": npy(int(first), size, width)
         for number, (first, size) in enumerate(zip(firsts, sizes, strict=True))
     }
+
+
+def tar_of(members):
+    """Give the bytes of a tar file with some members: names, and what they hold."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def tar_shards(sizes):
+    """Give tar shards of some sizes, by name: each sample has two members with its number."""
+    shards, first = {}, 0
+    for number, size in enumerate(sizes):
+        pairs = [
+            (f"some/{k:04}.{name}", data)
+            for k in range(first, first + size)
+            for name, data in (("bin", bytes([k % 256]) * (k + 1)), ("cls", str(k).encode()))
+        ]
+        shards[f"train/{number:03}.tar"], first = tar_of(pairs), first + size
+    return shards
+
+
+def parquet_shards(sizes, rows=10, **options):
+    """Give Parquet files of some sizes, by name; a row group has `rows` rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files, first = {}, 0
+    for number, size in enumerate(sizes):
+        numbers, first = np.arange(first, first + size), first + size
+        columns = {
+            "number": numbers,
+            "half": (numbers / 2).astype(np.float32),
+            "text": [f"row {k}" for k in numbers.tolist()],
+            "pair": pa.array([[k, -k] for k in numbers.tolist()], pa.list_(pa.int32(), 2)),
+            "list": [[*range(k % 3)] for k in numbers.tolist()],
+        }
+        file = io.BytesIO()
+        pq.write_table(pa.table(columns), file, row_group_size=rows, **options)
+        files[f"train/{number:03}.parquet"] = file.getvalue()
+    return files
 
 
 def written(objects, folder):

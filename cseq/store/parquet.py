@@ -1,0 +1,166 @@
+"""Shards that are row groups of Parquet files."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cseq.store.entries import NORESERVE
+from cseq.store.shards import Shards
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from cseq.order.base import Ints
+    from cseq.store.objects import Object, Remote
+
+__all__ = ["Parquet"]
+
+# Bytes that are asked for of the end of a file; more, if its footer is longer.
+TAIL = 1 << 16
+# Bytes between columns that are fetched with them, which is faster than another request.
+GAP = 1 << 16
+
+
+class Parquet(Shards):
+    """Rows of Parquet files. A shard is a row group, which is decoded once a machine.
+
+    ``[index]`` returns a dict of a row's values. ``[indices]`` returns a dict of columns: arrays
+    for numbers, dates and lists of a fixed size, else lists. `limit` is of decoded columns, whose
+    size is known only when they are fetched; before, the footers' figures are taken.
+
+    Parameters
+    ----------
+    urls : str, path, or list of these
+    columns : list of str, optional
+        The columns that are fetched. None: all.
+    **options
+        As of `Shards`.
+
+    Examples
+    --------
+    >>> rows = store.Parquet("s3://bucket/train/", columns=["x"])  # doctest: +SKIP
+    >>> rows[[0, 7]]["x"].shape  # doctest: +SKIP
+    (2,)
+    """
+
+    suffix = ".parquet"
+    settings = ("columns",)
+
+    def __init__(
+        self, urls: str | Sequence[str], *, columns: Sequence[str] | None = None, **options: Any
+    ) -> None:
+        self.columns = None if columns is None else [*columns]
+        super().__init__(urls, **options)
+
+    async def survey(self, remote: Remote, objects: list[Object], _put: object) -> dict[str, Any]:
+        """Read the footers."""
+
+        async def look(shard: Object) -> Any:
+            need = TAIL
+            while True:
+                data = await remote.look(shard, max(0, shard.nbytes - need), shard.nbytes)
+                need = int.from_bytes(data[-8:-4], "little") + 8
+                if data[-4:] != b"PAR1" or need > shard.nbytes:
+                    raise ValueError(f"shard {remote.describe(shard)} is no Parquet file")
+                if need <= len(data):
+                    return pq.read_metadata(pa.BufferReader(data))
+
+        footers = await asyncio.gather(*map(look, objects))
+        os.makedirs(f"{self.folder}/footers", exist_ok=True)
+        groups, rows, nbytes = [], [], []
+        first = self._schema_of(footers[0])
+        names = footers[0].schema.to_arrow_schema().names
+        if {*(self.columns or ())} - {*names}:
+            raise ValueError(f"columns={self.columns}: there are {names}")
+        for which, (shard, footer) in enumerate(zip(objects, footers, strict=True)):
+            if not self._schema_of(footer).equals(first):
+                raise ValueError(
+                    f"shard {remote.describe(shard)} has columns of other types than the first "
+                    "one; make a reader for each kind"
+                )
+            footer.write_metadata_file(f"{self.folder}/footers/{which}")
+            for number in range(footer.num_row_groups):
+                group = footer.row_group(number)
+                chunks = [group.column(k) for k in range(group.num_columns)]
+                ours = [one for one in chunks if self._is_wanted(one.path_in_schema)]
+                groups.append([which, number, _spans_of(ours)])
+                rows.append(group.num_rows)
+                nbytes.append(sum(one.total_uncompressed_size for one in ours))
+        return {"rows": rows, "nbytes": nbytes, "groups": groups}
+
+    def _is_wanted(self, path: str) -> bool:
+        return self.columns is None or path.partition(".")[0] in self.columns
+
+    def _schema_of(self, footer: Any) -> Any:
+        fields = footer.schema.to_arrow_schema().remove_metadata()
+        return pa.schema([one for one in fields if self._is_wanted(one.name)])
+
+    def spans(self, objects: list[Object], number: int) -> list[tuple[Object, int, int]]:
+        """Return where the columns of a row group are."""
+        which, _, spans = self.facts["groups"][number]
+        return [(objects[which], start, stop) for start, stop in spans]
+
+    def finish(self, number: int, path: str) -> None:
+        """Decode a row group into a file of Arrow's, which workers map."""
+        which, group, spans = self.facts["groups"][number]
+        footer = pq.read_metadata(f"{self.folder}/footers/{which}")
+        # The columns where the file has them, in memory of which only these take pages.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+        with open(path, "rb") as file:
+            whole = mmap.mmap(-1, spans[-1][1], flags=flags)
+            for start, stop in spans:
+                whole[start:stop] = file.read(stop - start)
+        try:
+            parts = pq.ParquetFile(pa.BufferReader(pa.py_buffer(whole)), metadata=footer)
+            table = parts.read_row_group(group, columns=self.columns).combine_chunks()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"has a row group {group} that cannot be decoded: {error}") from error
+        with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+
+    def mapped(self, _number: int, view: mmap.mmap) -> Any:
+        """Return a shard's table."""
+        return pa.ipc.open_file(pa.py_buffer(view)).read_all()
+
+    def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> dict[str, Any]:
+        """Return the rows, by column."""
+        if not mapped:
+            return {}
+        parts = [mapped[number].take(rows[shards == number]) for number in sorted(mapped)]
+        places = np.argsort(np.argsort(shards, kind="stable"))
+        table = pa.concat_tables(parts).combine_chunks().take(places)
+        return {name: _values(table[name].combine_chunks()) for name in table.column_names}
+
+    def pick(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
+        """Return one row."""
+        return {name: values[number] for name, values in batch.items()}
+
+
+def _spans_of(chunks: list[Any]) -> list[list[int]]:
+    """Return the ranges of bytes that have some column chunks."""
+    spans: list[list[int]] = []
+    offsets = [one.dictionary_page_offset or one.data_page_offset for one in chunks]
+    sizes = [one.total_compressed_size for one in chunks]
+    for start, size in sorted(zip(offsets, sizes, strict=True)):
+        if spans and start - spans[-1][1] <= GAP:
+            spans[-1][1] = start + size
+        else:
+            spans.append([start, start + size])
+    return spans
+
+
+def _values(column: Any) -> Any:
+    """Return the values of a column: an array if they have a fixed size, else a list."""
+    kind = column.type
+    if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
+        return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)
+    if pa.types.is_primitive(kind):
+        return column.to_numpy(zero_copy_only=False)
+    return column.to_pylist()

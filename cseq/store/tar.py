@@ -1,0 +1,100 @@
+"""Shards that are tar files, whose samples are members with one key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+import tarfile
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from cseq.store.shards import Shards
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Mapping
+
+    from cseq.order.base import Ints
+    from cseq.store.objects import Object, Remote
+
+__all__ = ["Tar"]
+
+# The key of a sample, and where the bytes of each member are, by what follows the key.
+Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
+# Bytes of the length of the list of members, which are the last ones of a shard's file.
+LENGTH = 8
+
+
+class Tar(Shards):
+    """Samples of tar files: the members in a row whose names are alike up to the first dot.
+
+    ``[index]`` returns a dict: ``"__key__"``, and the bytes of each member by what follows the dot,
+    in lower case. ``[indices]`` returns a list of these. The first run reads all shards once, to
+    count their samples. `Shards` has the parameters.
+
+    Examples
+    --------
+    >>> pictures = store.Tar("s3://bucket/train/", cache="/local/train")  # doctest: +SKIP
+    >>> [*pictures[0]]  # doctest: +SKIP
+    ['__key__', 'jpg', 'cls']
+    """
+
+    suffix = ".tar"
+
+    async def survey(
+        self, _remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
+    ) -> dict[str, Any]:
+        """Fetch all shards; those that find room stay."""
+        gate = asyncio.Semaphore(self.ahead)
+
+        async def look(number: int) -> int:
+            async with gate:
+                await put(number)
+                with open(f"{self.folder}/shards/{number}", "rb") as file:
+                    view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                return len(self.mapped(number, view)[1])
+
+        counts = await asyncio.gather(*map(look, range(len(objects))))
+        return {"rows": counts, "nbytes": self.nbytes.tolist()}
+
+    def finish(self, _number: int, path: str) -> None:
+        """Append the list of members."""
+        try:
+            with tarfile.open(path, "r:") as file:
+                found = [(one.name, one.offset_data, one.size) for one in file if one.isreg()]
+                end = file.offset
+        except tarfile.TarError as error:
+            raise ValueError(f"is no tar file: {error}") from error
+        samples: list[Members] = []
+        for name, offset, size in found:
+            folder, _, base = name.rpartition("/")
+            stem, dot, rest = base.partition(".")
+            if not stem or not dot:
+                continue
+            key = f"{folder}/{stem}" if folder else stem
+            if not samples or samples[-1][0] != key:
+                samples.append((key, {}))
+            samples[-1][1][rest.lower()] = offset, size
+        data = json.dumps(samples).encode()
+        with open(path, "r+b") as file_of_bytes:
+            file_of_bytes.seek(end)
+            if file_of_bytes.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                raise ValueError(f"has no member at byte {end}: is it damaged?")
+            file_of_bytes.seek(0, os.SEEK_END)
+            file_of_bytes.write(data + len(data).to_bytes(LENGTH, "little"))
+
+    def mapped(self, _number: int, view: mmap.mmap) -> tuple[mmap.mmap, list[Members]]:
+        """Return a shard's bytes, and its members."""
+        nbytes = int.from_bytes(view[-LENGTH:], "little")
+        samples: list[Members] = json.loads(view[-LENGTH - nbytes : -LENGTH])
+        return view, samples
+
+    def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> list[dict[str, Any]]:
+        """Return the samples."""
+        batch = []
+        for shard, row in zip(shards.tolist(), rows.tolist(), strict=True):
+            view, samples = mapped[shard]
+            key, members = samples[row]
+            sample = {name: view[start : start + size] for name, (start, size) in members.items()}
+            batch.append({"__key__": key, **sample})
+        return batch

@@ -1,0 +1,155 @@
+"""`store.Tar`: samples of several members, in tar files of a store."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from kinds import FEW, by_name
+from s3_server import S3Server
+from sharded import kill_fetching, s3, tar_of, tar_shards, whole, written
+
+import cseq
+from cseq import store
+
+pytest.importorskip("obstore")
+pytestmark = pytest.mark.needs("Linux")
+
+SIZES = [7, 12, 9, 11, 8]
+SHARDS = tar_shards(SIZES)
+SAMPLES = sum(SIZES)
+
+
+@pytest.fixture
+def server():
+    """A store with the shards."""
+    with S3Server(SHARDS) as running:
+        yield running
+
+
+class Numbers:
+    """An indexer of the numbers in samples, which checks each member."""
+
+    def __init__(self, pictures):
+        self.pictures = pictures
+
+    def __getitem__(self, indices):
+        found = np.array([int(sample["cls"]) for sample in self.pictures[indices]])
+        for number, sample in zip(found.tolist(), self.pictures[indices], strict=True):
+            assert sample["bin"] == bytes([number % 256]) * (number + 1)
+            assert sample["__key__"] == f"some/{number:04}"
+        return found
+
+
+def epochs(kind, pictures, epochs=1, batch_size=5):
+    """Give the numbers of samples as a loop has them."""
+    options = {"batch_size": batch_size, "order": pictures.order(window=2), "seed": 3}
+    with kind.start(Numbers(pictures), SAMPLES, **options) as batches:
+        return np.concatenate([batch.copy() for _ in range(epochs) for batch in batches]).tolist()
+
+
+def stream(epochs=1):
+    """Give the numbers that the order has."""
+    order = cseq.Blocks(SIZES, 2)
+    return [
+        number
+        for epoch in range(epochs)
+        for batch in order.batches(5, seed=3, epoch=epoch)
+        for number in batch
+    ]
+
+
+def test_samples_are_those_that_tarfile_reads(tmp_path):
+    """Every member of every sample, by any index, is what the standard library reads."""
+    pictures = store.Tar(written(SHARDS, tmp_path) + "/train", limit="1 MB")
+    expected = {}
+    for data in SHARDS.values():
+        with tarfile.open(fileobj=io.BytesIO(data)) as file:
+            for member in file:
+                key, _, name = member.name.partition(".")
+                expected.setdefault(key, {"__key__": key})[name] = file.extractfile(member).read()
+    assert pictures.sizes.tolist() == SIZES
+    assert pictures[:] == [*expected.values()]
+    assert pictures[-1] == pictures[SAMPLES - 1] == [*expected.values()][-1]
+    assert pictures[np.array([30, 3, 30])] == [[*expected.values()][k] for k in (30, 3, 30)]
+    assert pictures[[]] == []
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_each_shard_is_fetched_once(kind, server, tmp_path):
+    """The index is made of the shards that are kept; no epoch asks for one again."""
+    pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    assert epochs(kind, pictures, 2) == stream(2)
+    assert whole(server) == len(SIZES)
+
+
+def test_a_limit_below_the_data(server, tmp_path):
+    """Shards that found no room as the index was made are fetched when they are needed."""
+    limit = 4 * max(map(len, SHARDS.values()))
+    pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "c", limit=limit, ahead=1)
+    order = pictures.order(window=1)
+    assert pictures.stats().nbytes <= limit
+    with cseq.MTSequence(
+        Numbers(pictures), SAMPLES, batch_size=4, order=order, out_type="null"
+    ).start() as batches:
+        assert sorted(np.concatenate([*batches]).tolist()) == [*range(SAMPLES)]
+    assert pictures.stats().nbytes <= limit
+
+
+@pytest.mark.parametrize("kind", FEW, ids=by_name)
+def test_a_kill_and_requests_that_fail_change_nothing(kind, server, tmp_path):
+    """The fetching process is killed while every fourth request fails: the stream is the same."""
+    pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    for name in range(2, 5):
+        (tmp_path / "cache" / "shards" / str(name)).unlink()
+    kill_fetching(tmp_path / "cache")
+    for fault in ("503", "cut", "half", "refuse"):
+        server.fail(fault, chance=0.06)
+    assert epochs(kind, pictures, 2) == stream(2)
+
+
+def test_a_shard_that_has_changed_is_named(server, tmp_path):
+    """A shard that is another one than the index knows is an error in the loop."""
+    pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    (tmp_path / "cache" / "shards" / "3").unlink()
+    kill_fetching(tmp_path / "cache")
+    server.put("train/003.tar", SHARDS["train/003.tar"][::-1])
+    with pytest.raises(ValueError, match=r"003\.tar.* has changed since its index was made"):
+        epochs(FEW[-1], pictures)
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda data: b"no archive" * 100, r"is no tar file: "),
+        (lambda data: data[:5000], r"is no tar file: "),
+        (lambda data: data[:2048] + b"?" * 512 + data[2560:], r"has no member at byte 2048"),
+    ],
+)
+def test_a_damaged_shard_is_named(damage, match, server, tmp_path):
+    """A shard that is no whole tar file is an error as the index is made; no sample is lost."""
+    server.put("train/002.tar", damage(SHARDS["train/002.tar"]))
+    with pytest.raises(ValueError, match=rf"shard train/002\.tar of .* {match}"):
+        store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+
+
+def test_what_is_a_sample(tmp_path):
+    """Members in a row with one key are a sample; names without a key or a dot are none."""
+    members = [
+        ("a/1.JPG", b"1"),
+        ("a/1.seg.png", b"2"),
+        ("b/1.jpg", b"3"),
+        ("README", b"4"),
+        (".hidden", b"5"),
+        ("c.d/x.txt", b""),
+        ("a/" + "long" * 60 + ".txt", b"6"),
+    ]
+    written({"0.tar": tar_of(members)}, tmp_path)
+    assert store.Tar(tmp_path, limit="1 MB")[:] == [
+        {"__key__": "a/1", "jpg": b"1", "seg.png": b"2"},
+        {"__key__": "b/1", "jpg": b"3"},
+        {"__key__": "c.d/x", "txt": b""},
+        {"__key__": "a/" + "long" * 60, "txt": b"6"},
+    ]
