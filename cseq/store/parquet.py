@@ -62,7 +62,7 @@ class Parquet(Shards):
     async def survey(self, remote: Remote, objects: list[Object], _put: object) -> dict[str, Any]:
         """Read the footers."""
 
-        async def look(shard: Object) -> Any:
+        async def look(shard: Object) -> pq.FileMetaData:
             need = TAIL
             while True:
                 data = await remote.look(shard, max(0, shard.nbytes - need), shard.nbytes)
@@ -98,7 +98,7 @@ class Parquet(Shards):
     def _is_wanted(self, path: str) -> bool:
         return self.columns is None or path.partition(".")[0] in self.columns
 
-    def _schema_of(self, footer: Any) -> Any:
+    def _schema_of(self, footer: pq.FileMetaData) -> pa.Schema:
         fields = footer.schema.to_arrow_schema().remove_metadata()
         return pa.schema([one for one in fields if self._is_wanted(one.name)])
 
@@ -125,11 +125,11 @@ class Parquet(Shards):
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
 
-    def mapped(self, _number: int, view: mmap.mmap) -> Any:
+    def mapped(self, _number: int, view: mmap.mmap) -> pa.Table:
         """Return a shard's table."""
         return pa.ipc.open_file(pa.py_buffer(view)).read_all()
 
-    def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> dict[str, Any]:
+    def gather(self, mapped: Mapping[int, pa.Table], shards: Ints, rows: Ints) -> dict[str, Any]:
         """Return the rows, by column."""
         if not mapped:
             return {}
@@ -143,7 +143,7 @@ class Parquet(Shards):
         return {name: values[number] for name, values in batch.items()}
 
 
-def _spans_of(chunks: list[Any]) -> list[list[int]]:
+def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
     """Return the ranges of bytes that have some column chunks."""
     spans: list[list[int]] = []
     offsets = [one.dictionary_page_offset or one.data_page_offset for one in chunks]
@@ -156,7 +156,7 @@ def _spans_of(chunks: list[Any]) -> list[list[int]]:
     return spans
 
 
-def _values(column: Any) -> Any:
+def _values(column: pa.Array) -> Any:
     """Return the values of a column: an array if they have a fixed size, else a list."""
     kind = column.type
     if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
