@@ -52,26 +52,28 @@ START_SHARE = 10
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Find the runners that take too long; yield the owner, and how long it takes for what.
+    """Find the runners that take too long; yield their numbers, with what took how long.
 
     Parameters
     ----------
     working : iterable
-        Owners, since when they work (ns of `now_ns`), and on what.
+        Runners' numbers, since when they work (ns of `now_ns`), and on what.
     starting : iterable
-        Owners in which the user's code makes the worker ready, and since when.
+        Numbers of runners whose worker the user's code makes ready, and since when.
     timeout : float
         Seconds.
     """
-    for owner, since, task in working:
+    for runner_number, since, task in working:
         seconds = (now_ns() - since) / 1e9
         if seconds > timeout:
-            yield owner, f"{task} has taken {seconds:.1f} s, timeout={timeout} s"
-    for owner, since in starting:
+            yield runner_number, f"{task} has taken {seconds:.1f} s, timeout={timeout} s"
+    for runner_number, since in starting:
         seconds = (now_ns() - since) / 1e9
         if seconds > START_SHARE * timeout:
-            took = f"worker {owner - 1} has been starting for {seconds:.1f} s"
-            yield owner, f"{took}, which is more than {START_SHARE} times timeout={timeout} s"
+            took = (
+                f"worker {runner_number - 1} has been starting for {seconds:.1f} s, which is more"
+            )
+            yield runner_number, f"{took} than {START_SHARE} times timeout={timeout} s"
 
 
 def spin_ns(runners: int, *, turns: bool = False) -> int:

@@ -152,22 +152,24 @@ class Arena:
         """Descriptors of the rings' file and of the slots'."""
         return [file.fd for file in self._files]
 
-    def _locate(self, owner: int) -> tuple[int, int]:
-        """Return the number of a worker's ring, and the worker's number there."""
-        above, at = divmod(owner - 1, len(self.rings))
-        return at, above + 1
+    def _locate(self, runner_number: int) -> tuple[int, int]:
+        """Return the number of a runner's ring, and the runner's number there, its owner."""
+        above, ring_number = divmod(runner_number - 1, len(self.rings))
+        return ring_number, above + 1
 
-    def setup_of(self, owner: int, *, has_slots: bool) -> tuple[int, tuple[int, int], int, int]:
+    def setup_of(
+        self, runner_number: int, *, has_slots: bool
+    ) -> tuple[int, tuple[int, int], int, int]:
         """Return where a worker finds its ring and the slots: fields of `worker.Setup`."""
-        at, number = self._locate(owner)
-        location = at * self._ring_width, self._ring_bytes
-        return number, location, self.width, self.most if has_slots else 0
+        ring_number, owner = self._locate(runner_number)
+        location = ring_number * self._ring_width, self._ring_bytes
+        return owner, location, self.width, self.most if has_slots else 0
 
-    def held(self, owner: int) -> list[tuple[int, int]]:
+    def held(self, runner_number: int) -> list[tuple[int, int]]:
         """Return each ticket's cell that a worker works on, and since when (ns of `now_ns`)."""
-        at, number = self._locate(owner)
-        ring = self.rings[at]
-        return [(cell, ring.holder(cell)[1]) for cell in ring.held(number)]
+        ring_number, owner = self._locate(runner_number)
+        ring = self.rings[ring_number]
+        return [(cell, ring.holder(cell)[1]) for cell in ring.held(owner)]
 
     def notify_all(self) -> None:
         """Wake the trainer, whichever ring it waits for."""
@@ -193,19 +195,19 @@ class Arena:
             self.slots.resize(slot, nbytes)
         return nbytes
 
-    def reclaim(self, owner: int, status: int = 0) -> None:
+    def reclaim(self, runner_number: int, status: int = 0) -> None:
         """Post the tickets of a worker that has certainly ended again, and free its slots.
 
         With a `status`, the tickets are published with that instead. The slots of published tickets
         stay. The trainer makes them its own before they leave their cells: either they are seen
         here, or they are no longer the worker's.
         """
-        at, number = self._locate(owner)
-        self.rings[at].repost(number, status)
+        ring_number, number_there = self._locate(runner_number)
+        self.rings[ring_number].repost(number_there, status)
         published = set().union(*(ring.slots() for ring in self.rings))
-        for slot, has in enumerate(self.slots.owners()):
-            if has == owner and slot not in published:
-                self.slots.give_back(slot, owner)
+        for slot, owner in enumerate(self.slots.owners()):
+            if owner == runner_number and slot not in published:
+                self.slots.give_back(slot, runner_number)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
         """Return the first `used` bytes of a taken slot: its lease, or a copy; see `lease`."""

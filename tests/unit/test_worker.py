@@ -94,7 +94,7 @@ def test_more_records_than_handlers_take(monkeypatch, caplog):
     calls = []
     texts = []
     monkeypatch.setattr(logs, "MOST", 3)
-    monkeypatch.setattr(logs, "later", calls.append)
+    monkeypatch.setattr(logs, "call_later", calls.append)
     monkeypatch.setattr(logs.log, "handle", lambda record: texts.append(record.getMessage()))
     caplog.set_level(logging.INFO, "cseq")
     records = logs.Records()
