@@ -20,7 +20,7 @@ __all__ = ["Batches", "SaveState"]
 
 
 class Batches(DataAdapter):  # type: ignore[misc]
-    """A started manager, as `fit` takes it; `SaveState` tells it the epoch.
+    """A started manager, as `fit` takes it; `SaveState` sets its epoch.
 
     Parameters
     ----------
@@ -45,10 +45,10 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """Tells a manager Keras' epoch; saves the network and the manager's state, and loads both.
+    """Sets a manager's epoch; saves the network and the manager's state, and loads both.
 
     Where the folder has a checkpoint, `fit` goes on with the next batch. A checkpoint is there as a
-    whole or not at all, also when the script dies while it is written.
+    whole or not at all, even if the script dies while it is written.
 
     Parameters
     ----------
@@ -63,7 +63,8 @@ class SaveState(Callback):  # type: ignore[misc]
     def __init__(self, manager: MSequence[Any], folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, integer("every", every)
-        self._weights: str | None = None  # what the state names, which is on the disk as a whole
+        # What the state names, which is on the disk as a whole.
+        self._weights: str | None = None
 
     def on_train_begin(self, logs: object = None) -> None:
         try:
@@ -85,10 +86,10 @@ class SaveState(Callback):  # type: ignore[misc]
             self.save()
 
     def save(self) -> None:
-        """Save a checkpoint in the place of the former one."""
+        """Save a checkpoint, which replaces the former one."""
         state = self._manager.state_dict()
         os.makedirs(self._folder, exist_ok=True)
-        # The former weights are there until the state has the name of these, also if this fails.
+        # The former weights are there until the state has the name of these, even if this fails.
         weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
         self.model.save_weights(os.path.join(self._folder, weights))
         path = os.path.join(self._folder, "batches.json")

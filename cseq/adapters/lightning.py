@@ -8,7 +8,7 @@ import torch
 
 from cseq.adapters import needs
 from cseq.adapters.torch import DataLoader
-from cseq.adapters.torch.order import inner_of, seed_from
+from cseq.adapters.torch.order import Layers, seed_from
 from cseq.check import integer
 from cseq.measure.stats import Every, counting
 
@@ -108,11 +108,11 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Start a new manager in the place of the former one; nothing: there is none of it."""
+        """Start a manager, which replaces the running one; return no batches if none is made."""
         make = self._makers[name]
         if make is None:
             return []
-        if name in self._managers:  # Lightning reloads
+        if name in self._managers:
             self._managers.pop(name).finish()
         manager = self._managers[name] = make()
         return manager.start()
@@ -155,7 +155,7 @@ class SaveState(Callback):  # type: ignore[misc]
         loaders = loaders_in(trainer.train_dataloader) if states else []
         for loader, state in zip(loaders, states, strict=True):
             loader.load_state_dict(state)
-            sampler = inner_of(loader._index_sampler)
+            sampler = Layers(loader._index_sampler).inner
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(trainer.current_epoch)
@@ -178,9 +178,9 @@ class SaveState(Callback):  # type: ignore[misc]
             loader.generator.manual_seed(seed_from(*key))
 
 
-def loaders_in(found: object) -> list[DataLoader[Any]]:
+def loaders_in(collection: object) -> list[DataLoader[Any]]:
     """Return the loaders of cseq's in a collection of Lightning's."""
-    loaders: list[object] = CombinedLoader(found).flattened
+    loaders: list[object] = CombinedLoader(collection).flattened
     return [loader for loader in loaders if isinstance(loader, DataLoader)]
 
 
@@ -193,7 +193,7 @@ class Monitor(Callback):  # type: ignore[misc]
     Parameters
     ----------
     manager : manager or DataLoader, optional
-        None: what the trainer trains with.
+        By default, what the trainer trains with.
     every : int
         Batches of training from one time to the next.
     """

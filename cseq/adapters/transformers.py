@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from cseq.adapters import needs
-from cseq.adapters.torch.order import inner_of, seed_from, seed_of
+from cseq.adapters.torch.order import Layers, seed_from
 from cseq.check import integer
 from cseq.measure.stats import Every, counting
 
@@ -60,7 +60,8 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
         return self.train_dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        if isinstance(eval_dataset, str):  # one of several
+        # One of several.
+        if isinstance(eval_dataset, str):
             return self.eval_dataset[eval_dataset]
         return self.eval_dataset if eval_dataset is None else eval_dataset
 
@@ -115,11 +116,11 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
     def on_epoch_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         prepared: DataLoader[Any] = kwargs["train_dataloader"]
         loader: DataLoader[Any] = getattr(prepared, "base_dataloader", prepared)
-        sampler = inner_of(loader._index_sampler)
+        layers = Layers(loader._index_sampler)
         seed = args.seed if args.data_seed is None else args.data_seed
-        drawings: tuple[Any, ...] = loader, sampler
+        drawings: list[Any] = [loader] if layers.seed is not None else [loader, layers.inner]
         for number, drawing in enumerate(drawings):
-            if hasattr(drawing, "generator") and seed_of(drawing) is None:
+            if hasattr(drawing, "generator"):
                 generator = torch.Generator()
                 drawing.generator = generator.manual_seed(seed_from(seed, self._epoch, number))
         # Behind skipped batches, accelerate's dispatcher does not reach the sampler.
@@ -138,7 +139,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     Parameters
     ----------
     manager : manager or DataLoader, optional
-        None: what the Trainer trains with.
+        By default, what the Trainer trains with.
     every : int
         Steps of the Trainer from one time to the next.
     trainer : Trainer, optional
@@ -164,6 +165,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
-            wanted = control.should_log  # of this step's loss, which `log` would take as done
+            # Of this step's loss, which `log` would take as done.
+            wanted = control.should_log
             self.trainer.log(figures)
             control.should_log = wanted

@@ -26,16 +26,16 @@ PATTERNS = {
 # Figures there were when each was last set: lower them when a count falls, never raise
 # them. The goal is 15 % of trailing comments and none of the patterns.
 BOUNDS = {
-    TRAILING: 18,
-    "so many/long/much": 8,
-    "also if/where/in/that/when": 7,
-    "in (the) place of": 9,
-    "anew": 6,
-    "for ever": 2,
-    "of it, at an end": 11,
-    "that of": 16,
-    "those of": 7,
-    "X; None: Y": 25,
+    TRAILING: 2,
+    "so many/long/much": 0,
+    "also if/where/in/that/when": 0,
+    "in (the) place of": 1,
+    "anew": 0,
+    "for ever": 0,
+    "of it, at an end": 1,
+    "that of": 1,
+    "those of": 4,
+    "X; None: Y": 5,
 }
 
 

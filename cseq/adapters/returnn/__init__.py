@@ -58,7 +58,8 @@ __all__ = ["MultiProcDataset", "install"]
 
 SHARDING_METHODS = ("seq_order", "dedicated")
 
-_installed: Callable[[], None] | None = None  # `install`, once it was called
+# `install`, once it was called.
+_installed: Callable[[], None] | None = None
 
 
 def install() -> None:
@@ -72,7 +73,8 @@ def install() -> None:
     from returnn.datasets import multi_proc
 
     multi_proc.MultiProcDataset = MultiProcDataset
-    if basic._dataset_classes:  # filled at the first look-up; until then, the line above is enough
+    # Filled at the first look-up; until then, the line above is enough.
+    if basic._dataset_classes:
         basic._dataset_classes["MultiProcDataset"] = MultiProcDataset
     _installed = install
 
@@ -95,11 +97,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         `num_workers` shards, of any sizes, known or not; the same sequences in an order that
         depends on the number of workers.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How workers are started; None: as cseq does it on this system.
+        How workers are started, by default as cseq does it on this system.
     max_restarts : int
         Worker processes that may die and be replaced in an epoch before `cseq.WorkerDied`.
     timeout : float or None
-        Seconds that a sequence, an answer, or making the dataset may take; None: any time.
+        Seconds that a sequence, an answer, or making the dataset may take.
     on_timeout : {'raise', 'restart'}
         Raise `cseq.WorkerTimeout`, or replace the worker, which tries again.
     **kwargs
@@ -166,17 +168,21 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._max_restarts = max_restarts
         self._timeout = timeout
         self._on_timeout = on_timeout
-        self._meta = dict(_meta_info_cache or {})  # what the wrapped dataset has answered
+        # What the wrapped dataset has answered.
+        self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
+        # What the last `init_seq_order` asked for, and the order, once it is known.
         self._serial = 0
-        self._asked: OrderRequest | None = None  # by the last `init_seq_order`
-        self._order: Sequence[int] | None = None  # of the epoch, once it is known
-        self._begun = False  # whether an epoch is under way
-        self._items: Iterator[Loaded] = iter(())  # of the epoch
-        self._taken = 0  # of these
-        self._complete = 0.0  # greatest `complete_frac` so far
-        self._frames: dict[str, int] = {}  # so far, by key of the data
+        self._asked: OrderRequest | None = None
+        self._order: Sequence[int] | None = None
+        # The epoch: whether one is under way, its items, and how many of these were taken.
+        self._is_under_way = False
+        self._items: Iterator[Loaded] = iter(())
+        self._taken = 0
+        # Greatest `complete_frac` so far; frames so far, by key of the data.
+        self._complete = 0.0
+        self._frames: dict[str, int] = {}
 
     # -- copies ---------------------------------------------------------------------------------
 
@@ -187,7 +193,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy gets all arguments of `Dataset`, also defaults; it must not pass them on.
+        # The copy gets all arguments of `Dataset`, even defaults; it must not pass them on.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
@@ -268,7 +274,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _workers(self) -> Streams:
         """Return the workers; start them at the first call, and again in a forked process."""
         if self._streams is None or not self._is_running():
-            self._begun = False
+            self._is_under_way = False
             plan = CONFIGURATION, self.dataset, self._sharding_method, self.name, _installed
             self._streams = Streams(
                 partial(SequenceProducer, *plan),
@@ -288,15 +294,17 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         try:
             yield streams
         except (WorkerDied, WorkerTimeout):
-            self.close()  # the next use starts new ones
+            # The next use starts new ones.
+            self.close()
             raise
 
     def close(self) -> None:
         """End the workers now rather than with this object; a later use starts new ones."""
         streams, self._streams = self._streams, None
-        self._begun, self._items = False, iter(())
+        self._is_under_way, self._items = False, iter(())
+        # In a forked process, that does nothing.
         if streams is not None:
-            streams.close()  # in a forked process, that does nothing
+            streams.close()
 
     def stats(self) -> Stats | None:
         """Return counts and times since the workers started; None without workers."""
@@ -326,7 +334,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_order : sequence of int, optional
             Numbers in the corpus of the sequences to load, in order.
         """
-        self._begun = False  # first: if the rest is interrupted, no epoch is under way
+        # First: if the rest is interrupted, no epoch is under way.
+        self._is_under_way = False
         self._taken, self._complete, self._frames = 0, 0.0, {}
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
         self._order = None
@@ -347,11 +356,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             self._items = iter(streams)
         self._num_seqs = None if None in lengths else sum(lengths)
         self.reached_final_seq = self._num_seqs == 0
-        self._begun = True
+        self._is_under_way = True
         return True
 
     def get_current_seq_order(self) -> Sequence[int]:
-        """Return the order of the epoch that `init_seq_order` began last, also if it has ended.
+        """Return the order of the epoch that `init_seq_order` began last, even if it has ended.
 
         Raises NotImplementedError where the wrapped dataset does not know it.
         """
@@ -362,7 +371,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._order
 
     def _ask_order(self) -> Sequence[int]:
-        """Ask worker 0 for the order of all sequences, or each worker for that of its shard."""
+        """Ask worker 0 for the order of all sequences, or each worker for its shard's."""
         with self._guarded() as streams:
             if self._sharding_method == "seq_order":
                 order: Sequence[int] = streams.ask("order", self._asked, worker=0)
@@ -377,7 +386,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def finish_epoch(self, *, free_resources: bool = False) -> None:
         """End the epoch; `free_resources`: the workers' datasets are dropped until the next one."""
         super().finish_epoch(free_resources=free_resources)
-        self._begun = False
+        self._is_under_way = False
         if self._is_running():
             with self._guarded() as streams:
                 streams.interrupt()
@@ -396,16 +405,16 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._num_seqs is None or n < self._num_seqs
 
     def _load_seqs(self, start: int, end: int) -> None:
-        """Load sequences from `start` to before `end`, as far as there are any."""
         assert start >= self.expected_load_seq_start, (
             f"{self}: sequence {start} was dropped when {self.expected_load_seq_start} was loaded"
         )
-        if self._asked is not None and not (self._begun and self._is_running()):
+        if self._asked is not None and not (self._is_under_way and self._is_running()):
             raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        self._begun = False  # an exception ends the epoch, also that of a signal handler
+        # An exception ends the epoch, even a signal handler's.
+        self._is_under_way = False
         try:
             while self._taken < (end if self._num_seqs is None else min(end, self._num_seqs)):
                 self._take(start)
@@ -414,10 +423,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         except (WorkerDied, WorkerTimeout):
             self.close()
             raise
-        self._begun = True
+        self._is_under_way = True
 
     def _take(self, start: int) -> None:
-        """Take the next sequence; keep it unless it is before `start`."""
         tag, fraction, features = next(self._items)
         number, self._taken = self._taken, self._taken + 1
         if fraction is not None:
@@ -430,7 +438,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self.reached_final_seq = self._taken == self._num_seqs
 
     def _check_length(self) -> None:
-        """Set the number of sequences, since there are no more."""
         if self._num_seqs is not None:
             raise RuntimeError(
                 f"{self}: the wrapped dataset has {self._taken} sequences in this epoch, "

@@ -51,11 +51,11 @@ class SequenceSeeds:
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
-        self._batch_context = batch_context  # of `cseq.rng`
-        self._epoch = 0
-        self._key = 0  # of the epoch
+        self._batch_context = batch_context
         self._seeds = Seeds(batch_context)
-        self.passed: list[RandomState] = []  # to functions of `PostprocessingDataset`s, this epoch
+        self._epoch = self._key = 0
+        # To functions of `PostprocessingDataset`s, in this epoch.
+        self.passed: list[RandomState] = []
 
     def hook(self) -> None:
         """Note the generators that a `PostprocessingDataset` makes, one as each epoch begins."""
@@ -67,7 +67,7 @@ class SequenceSeeds:
         self.passed.append(RandomState(seed))
         return self.passed[-1]
 
-    def begin(self, dataset: Dataset, epoch: int | None) -> None:
+    def begin_epoch(self, dataset: Dataset, epoch: int | None) -> None:
         """Begin an epoch."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
@@ -76,11 +76,11 @@ class SequenceSeeds:
         self.passed = []
         self._batch_context.clear_ticket()
 
-    def seed(self, number: int, place: int) -> None:
-        """Seed all generators for a sequence: the worker's `number`-th, at `place` in the epoch."""
-        self._batch_context.set_ticket(Numbers(self._key, self._epoch, number, place))
-        self._seeds.seed(self._key, place)
+    def seed(self, number: int, position: int) -> None:
+        """Seed all generators for the worker's `number`-th sequence, at a position in the epoch."""
+        self._batch_context.set_ticket(Numbers(self._key, self._epoch, number, position))
+        self._seeds.seed(self._key, position)
         if self.passed:
-            [word] = derive(self._key, place, PURPOSE_ITEM, 1)
+            [word] = derive(self._key, position, PURPOSE_ITEM, 1)
             for generator in self.passed:
                 generator.seed(word % 2**32)

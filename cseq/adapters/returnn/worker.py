@@ -36,13 +36,16 @@ __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 class OrderRequest(NamedTuple):
-    """A worker's assignment in an epoch."""
+    """A worker's assignment in an epoch: the arguments of the `serial`-th `init_seq_order`.
 
-    serial: int  # which call of `init_seq_order` it was
+    The shards are the whole dataset's, before it is spread over workers.
+    """
+
+    serial: int
     epoch: int | None
     seq_list: list[str] | None
     seq_order: Sequence[int] | None
-    num_shards: int  # of the dataset as a whole, before it is spread over workers
+    num_shards: int
     shard_index: int
 
 
@@ -70,7 +73,8 @@ class SequenceProducer:
 
     def __init__(
         self,
-        _: object,  # `CONFIGURATION`, first: the rest may be unpickled once it is there
+        # `CONFIGURATION`, first: the rest may be unpickled once it is there.
+        _: object,
         plan: dict[str, Any],
         sharding_method: str,
         name: str,
@@ -86,9 +90,11 @@ class SequenceProducer:
         self._dedicated = sharding_method == "dedicated"
         self._number = number
         self._num_workers = num_workers
-        self._dataset: Any = None  # made when it is needed, and again after `finish`
-        self._serial: int | None = None  # of the request that the dataset was prepared for
-        self._keys: list[str] | None = None  # of its data, in this epoch
+        # Made when it is needed, and again after `finish`.
+        self._dataset: Any = None
+        # Of the request that the dataset was prepared for; and of its data, in this epoch.
+        self._serial: int | None = None
+        self._keys: list[str] | None = None
         batch_context = context.BatchContext(number, num_workers)
         context.enter(batch_context)
         self._seeds = SequenceSeeds(batch_context)
@@ -116,7 +122,7 @@ class SequenceProducer:
         if changed:
             dataset.set_sharding(num_shards=shards[0], shard_index=shards[1])
         self._serial = self._keys = None
-        self._seeds.begin(dataset, request.epoch)
+        self._seeds.begin_epoch(dataset, request.epoch)
         dataset.init_seq_order(
             epoch=request.epoch, seq_list=request.seq_list, seq_order=request.seq_order
         )
@@ -131,11 +137,11 @@ class SequenceProducer:
         try:
             if question == "data_dtypes":
                 return {key: dataset.get_data_dtype(key) for key in dataset.get_data_keys()}
-            found = getattr(dataset, question)
-            found = found() if callable(found) else found
+            answer = getattr(dataset, question)
+            answer = answer() if callable(answer) else answer
         except NotImplementedError as error:
             return _bare(error)
-        return found if found is None or isinstance(found, (int, float, dict)) else list(found)
+        return answer if answer is None or isinstance(answer, (int, float, dict)) else list(answer)
 
     def order(self, request: OrderRequest) -> Sequence[int] | NotImplementedError:
         """Return the order of an epoch's sequences: of this worker's shard, else of all."""
@@ -189,11 +195,10 @@ class SequenceProducer:
 
     def _load(self, number: int, length: float | None) -> bool:
         """Load a sequence, if there is one of this number."""
-        if self._serial is None:  # the epoch was finished
+        was_finished = self._serial is None
+        if was_finished or (length is not None and number >= length):
             return False
-        if length is not None and number >= length:
-            return False
-        self._seeds.seed(number, self._place(number, known=length is not None))
+        self._seeds.seed(number, self._position(number, known=length is not None))
         if length is None and not self._reaches(number):
             return False
         self._dataset.load_seqs(number, number + 1)
@@ -203,11 +208,12 @@ class SequenceProducer:
         """Whether a dataset that does not know its length has a sequence of this number."""
         dataset: Dataset = self._dataset
         if number == 0 and isinstance(self._dataset, CachedDataset2):
-            dataset.load_seqs(0, 1)  # the question would be refused: "Not a single seq was loaded?"
+            # The question would be refused: "Not a single seq was loaded?"
+            dataset.load_seqs(0, 1)
             return bool(dataset.added_data)
         return bool(dataset.is_less_than_num_seqs(number))
 
-    def _place(self, number: int, *, known: bool) -> int:
+    def _position(self, number: int, *, known: bool) -> int:
         """Return a number that identifies a sequence in the epoch, whichever worker loads it.
 
         Its position in the epoch where that does not depend on the number of workers, else its
@@ -221,10 +227,10 @@ class SequenceProducer:
         return number * num_shards + shard_index
 
     def _loaded(self, number: int) -> Loaded:
-        """Return a loaded sequence: tag, completed part of the epoch, data."""
         dataset: Dataset = self._dataset
         fraction = dataset.get_complete_frac(number, allow_only_lr_suitable=True)
-        if self._keys is None:  # not every dataset knows them before it has loaded something
+        # Not every dataset knows them before it has loaded something.
+        if self._keys is None:
             self._keys = list(dataset.get_data_keys())
         data = {key: dataset.get_data(number, key) for key in self._keys}
         return dataset.get_tag(number), fraction, data

@@ -31,7 +31,7 @@ log = logging.getLogger("cseq")
 class BatchSampler:
     """A batch sampler for `cseq.DataLoader`, and torch's: the batches of a `cseq.Order`.
 
-    ``DataLoader(…, batch_sampler=order)`` makes one of it. Each ``iter()`` is the next epoch, and
+    ``DataLoader(…, batch_sampler=order)`` makes one. Each ``iter()`` is the next epoch, and
     one in the middle of an epoch leaves that. Frameworks that divide batches among ranks, such as
     accelerate, divide these, too.
 
@@ -42,13 +42,13 @@ class BatchSampler:
     batch_size : int
         Units of a batch, for each rank.
     seed : int, optional
-        In [0, 2**64), the same on all ranks. None: torch's initial seed, or that of a state; where
-        there is a process group, that of its rank 0.
+        In [0, 2**64), the same on all ranks. By default torch's initial seed, or a state's; where
+        there is a process group, its rank 0's.
     drop_last : bool
         Leave out the last batch if it is short.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
-        This rank's part of every global batch, see `cseq.MSequence`. None: all of it, also where
-        there are other ranks: some frameworks divide what they get.
+        This rank's part of every global batch, see `cseq.MSequence`. By default the whole batch,
+        even if there are other ranks: some frameworks divide what they get.
     pad : bool
         False: no unit is repeated, so that ranks may have unequal parts.
 
@@ -73,9 +73,11 @@ class BatchSampler:
             raise TypeError(f"order={order!r} is not a cseq.Order; give one")
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
-        self._takes_any = seed is None  # seed of a state
-        self._is_drawn = None if seed is None else False  # whether the seed is; None: not yet
-        self._is_agreed = False  # whether the seed is known to be that of rank 0
+        # Whether a state's seed replaces its own; whether that is drawn, or None before it is;
+        # whether it is known to be rank 0's.
+        self._takes_any = seed is None
+        self._is_drawn = None if seed is None else False
+        self._is_agreed = False
         self._number, self._loads = ranks.number_of(order), 0
         self._shard = shards.check_shard(shard)
         rank, world_size, _ = self._shard or shards.ALONE
@@ -89,8 +91,10 @@ class BatchSampler:
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        self._next = 0, 0  # epoch, and how much of it is over, where the next `iter` begins
-        self._now: tuple[int, int] | None = None  # after the latest batch, unless its epoch is over
+        # An epoch and how much of it is over: where the next `iter` begins, and after the latest
+        # batch, unless its epoch is over.
+        self._next = 0, 0
+        self._now: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         """Batches in an epoch, for this rank."""
@@ -99,7 +103,7 @@ class BatchSampler:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a batch, for frameworks that divide batches; None: it varies."""
+        """Samples in a batch, for frameworks that divide batches; None if it varies."""
         order = self._sampler.order
         return None if order.is_batch or order.room > 1 else self._sampler.batch_size
 
@@ -123,10 +127,11 @@ class BatchSampler:
         return self._keys(self._next, self._sampler.source(*self._next, own=True))
 
     def _keys(self, begun: tuple[int, int], source: OrderSource) -> Iterator[list[int]]:
-        """Return the batches; the state is that after the last one that was drawn."""
+        """Yield the batches; a state is as of the last one that was drawn."""
         sampler, epoch, consumed = self._sampler, begun[0], source.consumed
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        if self._next == begun:  # not by `iter`, which torch calls more than once for an epoch
+        # Not by `iter`, which torch calls more than once for an epoch.
+        if self._next == begun:
             self._next = epoch + 1, 0
         for batch in range(len(source)):
             self._now = epoch, min(consumed + (batch + 1) * stride, end)
@@ -136,12 +141,12 @@ class BatchSampler:
     def _settle(self) -> shards.Shard:
         """Resolve shard='auto'; the first answer holds."""
         if self._shard is None:
-            self._shard = found = shards.resolve()
-            self._sampler = self._sampler.changed(rank=found.rank, world_size=found.world_size)
+            self._shard = shard = shards.resolve()
+            self._sampler = self._sampler.changed(rank=shard.rank, world_size=shard.world_size)
         return self._shard
 
     def _agree(self) -> None:
-        """Draw a seed, that of rank 0; or compare with it one that was given, if ranks divide."""
+        """Draw a seed, rank 0's; or compare a given one with rank 0's, if ranks divide batches."""
         divider = ranks.divider(self)
         is_drawn, is_divided = self._is_drawn is None, divider not in (None, self)
         if self._is_agreed or not (is_drawn or is_divided):
@@ -175,27 +180,27 @@ class BatchSampler:
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return what `state_dict` says so many batches after a state of the same epoch."""
+        """Return what `state_dict` says `batches` batches after a state of the same epoch."""
         sampler, consumed = self._sampler, state["consumed"]
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        place = state["epoch"], min(consumed + batches * stride, end)
-        return checkpoint.make(sampler, sampler.world_size, *place)
+        consumed = min(consumed + batches * stride, end)
+        return checkpoint.make(sampler, sampler.world_size, state["epoch"], consumed)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
-        self._sampler, *place = checkpoint.load(
+        self._sampler, epoch, consumed, *_ = checkpoint.load(
             state, self._sampler, any_seed=self._takes_any, strict=flag("strict", strict)
         )
-        self._next, self._now = (place[0], place[1]), None
+        self._next, self._now = (epoch, consumed), None
         self._is_drawn = self._is_agreed = False
         self._loads += 1
 
 
 def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a DataLoader's arguments by name, with a `BatchSampler` in place of an order."""
+    """Return a DataLoader's arguments by name, with a `BatchSampler` instead of an order."""
     positions = inspect.signature(DataLoader).parameters
     given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
-    name, order = next((name, each) for name, each in given.items() if isinstance(each, Order))
+    name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))
     if name not in ("sampler", "batch_sampler"):
         raise TypeError(
             f"{name}={order!r} of a DataLoader: give it as sampler=, or as batch_sampler= where it "

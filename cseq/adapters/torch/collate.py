@@ -25,41 +25,30 @@ if TYPE_CHECKING:
 
     from cseq.converter import Array
 
-__all__ = ["collating", "stack_in_slots", "stack_in_threads"]
+__all__ = ["collating", "stack_in_slots"]
 
-WATCHED = 1 << 20  # bytes from which a copy takes longer than to watch a collate function's calls
-EVERY = 32  # batches: of so many, one is watched if nothing is gained
+# Bytes from which a copy takes longer than to watch a collate function's calls; and of how many
+# batches one is watched if nothing is gained.
+WATCHED, EVERY = 1 << 20, 32
 
 
-def stack_in_slots() -> None:
-    """Have default_collate stack into the slot; the user's own types stay."""
+def stack_in_slots(*, tensors: bool = True) -> None:
+    """Have default_collate stack into the batch's memory; the user's own types stay."""
     entries = names.collate_map
-    if entries.get(torch.Tensor) is names.tensor_entry:
+    if tensors and entries.get(torch.Tensor) is names.tensor_entry:
         entries[torch.Tensor] = collate_tensors
     if entries.get(np.ndarray) is names.array_entry:
         entries[np.ndarray] = collate_arrays
 
 
-def stack_in_threads() -> None:
-    """Have default_collate stack arrays into memory that is used again, in threads of a loader."""
-    if names.collate_map.get(np.ndarray) is names.array_entry:
-        names.collate_map[np.ndarray] = _collate_in_threads
-
-
-def _collate_in_threads(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack arrays, where a thread makes a batch; do as torch elsewhere."""
-    is_ours = context.here.batch_context is not None
-    collate = collate_arrays if is_ours else names.array_entry
-    return collate(batch, collate_fn_map=collate_fn_map)
-
-
 def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack tensors, as torch's own function for them does: that raises what is to be raised."""
+    """Stack tensors, as torch's own function for them does, which raises all exceptions."""
     first = batch[0]
     plain = type(first) is torch.Tensor and is_plain(first)
     if plain and first.nbytes * len(batch) >= IN_PLACE:
         return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
-    if plain or first.is_quantized:  # torch's own function takes no quantised ones in a worker
+    # torch's own function takes no quantised ones in a worker.
+    if plain or first.is_quantized:
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
             return stacked
@@ -67,15 +56,13 @@ def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None)
 
 
 def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack arrays to a tensor, as torch's own function for them does, array by array."""
+    """Stack the arrays of a batch that a worker makes; do as torch with all others."""
     first = batch[0]
     dtype, shape = first.dtype, first.shape
-    if dtype.kind not in "biufc" or not all(
-        type(each) in (np.ndarray, np.memmap)
-        and each.dtype == dtype
-        and each.shape == shape
-        and dtype.isnative
-        for each in batch
+    is_ours = context.here.batch_context is not None and dtype.kind in "biufc" and dtype.isnative
+    if not is_ours or not all(
+        type(array) in (np.ndarray, np.memmap) and array.dtype == dtype and array.shape == shape
+        for array in batch
     ):
         return names.array_entry(batch, collate_fn_map=collate_fn_map)
     dims = (len(batch), *shape)
@@ -93,9 +80,9 @@ def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
 class _Collating:
     """A collate function of the user's.
 
-    torch's allocator cannot be replaced as numpy's can, so its calls of torch are watched, which
-    takes some microseconds for each: while a tensor of the batch is in the slot for that, and once
-    in a while.
+    torch's allocator cannot be replaced as numpy's can, so the function's calls of torch are
+    watched, at some microseconds per call: always while that puts tensors of the batch into the
+    slot, otherwise now and then.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
@@ -104,7 +91,6 @@ class _Collating:
         self._gains = False
 
     def __call__(self, samples: object) -> object:
-        """Return the batch."""
         self._batches += 1
         if not self._gains and self._batches % EVERY != 1:
             return self._function(samples)
@@ -141,24 +127,21 @@ class _Watch(TorchFunctionMode):
 
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
-    """Return the shape of these tensors together, if they are large and alike; else None."""
+    """Return the shape of these tensors together, if they are large and alike, or None."""
     if type(tensors) not in (list, tuple) or not tensors:
         return None
     if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):
         return None
     parts: Sequence[torch.Tensor] = tensors
     first = parts[0]
-    joined = 0 if stacked else 1  # dimensions that may differ
-    shape = first.shape[joined:]
-    for tensor in parts:
-        if (
-            tensor.dtype != first.dtype
-            or tensor.dim() != first.dim()
-            or tensor.dim() < joined
-            or tensor.shape[joined:] != shape
-            or not tensor.is_contiguous()
-        ):
-            return None
-    if sum(tensor.nbytes for tensor in parts) < WATCHED:
+    # Tensors that are joined may differ in their first dimension.
+    joined = 0 if stacked else 1
+    alike = first.dim() >= joined and all(
+        (tensor.dtype, tensor.dim()) == (first.dtype, first.dim())
+        and tensor.shape[joined:] == first.shape[joined:]
+        and tensor.is_contiguous()
+        for tensor in parts
+    )
+    if not alike or sum(tensor.nbytes for tensor in parts) < WATCHED:
         return None
-    return (len(parts) if stacked else sum(map(len, parts)), *shape)
+    return (len(parts) if stacked else sum(map(len, parts)), *first.shape[joined:])

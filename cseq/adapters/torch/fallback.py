@@ -15,27 +15,15 @@ import torch
 from torch.utils import data
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.options import VALUES, defaults, start_method_of
-from cseq.adapters.torch.order import look, put
+from cseq.adapters.torch.options import VALUES, Options, defaults, start_method_of
+from cseq.adapters.torch.order import read_sources, set_sources
 from cseq.encoding.pickling import UnpicklableError
-from cseq.options import MAX_RESTARTS
 from cseq.processes.launcher import start_methods
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.utils.data import DataLoader
-
-__all__ = [
-    "UNUSABLE",
-    "lines",
-    "made",
-    "make_iterator",
-    "method_of",
-    "note",
-    "reason_against",
-    "tell_lost",
-]
 
 log = logging.getLogger("cseq")
 
@@ -55,7 +43,7 @@ def note(loader: DataLoader[Any], reason: str | None) -> None:
 
 
 def lines() -> Iterator[str]:
-    """Tell whether the iterators of each class of loaders were cseq's, and why not."""
+    """Say whether the iterators of each class of loaders were cseq's, and why not."""
     for (loader, reason), count in made.items():
         number = "1 iterator" if count == 1 else f"{count} iterators"
         whose = "cseq's" if reason is None else f"torch's own, since {reason}"
@@ -63,11 +51,12 @@ def lines() -> Iterator[str]:
 
 
 def _can_torch(loader: data.DataLoader[Any]) -> bool:
-    """Tell whether torch's own workers can be sent what cseq's cannot: multiprocessing's pickler.
+    """Whether torch's own workers can be sent what cseq's cannot, by multiprocessing's pickler.
 
-    A library may have told that how its objects travel.
+    A library may have registered with that how its objects travel.
     """
-    if os.name == "nt":  # it needs the child's process
+    # It needs the child's process.
+    if os.name == "nt":
         return True
     from cseq.processes.spawning import spawning
 
@@ -86,8 +75,6 @@ def method_of(loader: data.DataLoader[Any], default: str) -> str:
     """
     first = VALUES["worker_method"][0]
     given: str = getattr(loader, "worker_method", None) or first
-    if isinstance(loader.dataset, names.DATAPIPES):  # they take part in how torch starts processes
-        return first
     if given != first or loader._dataset_kind == names.ITERABLE:
         return given
     return first if loader.multiprocessing_context is not None else default
@@ -101,13 +88,15 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
         value = getattr(loader, name, inspect.Parameter.empty)
         if value is not default and value != default:
             return f"cseq does not know what its {name}={value!r} is"
+    # They take part in how torch starts processes.
     if isinstance(loader.dataset, names.DATAPIPES):
         return "its data set is a datapipe"
     if loader.num_workers == 0 or worker_method == "thread":
         return None
     chosen = loader.multiprocessing_context
+    # Another one may start processes of its own.
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
-        return f"its multiprocessing_context is {chosen!r}"  # which may start its own processes
+        return f"its multiprocessing_context is {chosen!r}"
     method = start_method_of(loader)
     if method not in start_methods():
         return f"cseq does not start processes by {method!r} here"
@@ -115,7 +104,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
 
 
 def tell_lost(loader: DataLoader[Any]) -> None:
-    """Tell, once, what a framework loses that makes a loader of torch's class of this one."""
+    """Warn, once, of what a framework loses that makes a loader of torch's class of this one."""
     is_installed = data.DataLoader._get_iterator.__module__ != data.DataLoader.__module__
     lost = [] if is_installed else ["cseq's workers"]
     remedy = [] if is_installed else ["call cseq.adapters.torch.install()"]
@@ -140,17 +129,14 @@ def _warn_of_loss(lost: str, remedy: str) -> None:
     )
 
 
-_told: weakref.WeakSet[Any] = weakref.WeakSet()
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def make_iterator(
     loader: data.DataLoader[Any],
     otherwise: Callable[[], object],
-    *,
+    options: Options,
     resume: dict[str, Any] | None = None,
-    max_restarts: int = MAX_RESTARTS,
-    snapshot_every: int | None = None,
-    **options: str,
 ) -> object:
     """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
 
@@ -163,39 +149,37 @@ def make_iterator(
         A state was loaded, which torch's own iterator cannot use.
     """
     iterator: Any = None
-    method = options["worker_method"] = method_of(loader, options["worker_method"])
-    has_processes = loader.num_workers > 0 and method != "thread"
-    reason = reason_against(loader, method)
+    options = options._replace(worker_method=method_of(loader, options.worker_method))
+    has_processes = loader.num_workers > 0 and options.worker_method != "thread"
+    reason = reason_against(loader, options.worker_method)
     if reason is None:
-        from cseq.adapters.torch.iterator import LoaderIterator  # the engine: for the first loader
+        # The engine: for the first loader.
+        from cseq.adapters.torch.iterator import LoaderIterator
 
         if has_processes:
             loader.check_worker_number_rationality()
         chosen = loader.generator or torch.default_generator
         is_pickled = has_processes and start_method_of(loader) != "fork"
-        before = (look(), chosen.get_state()) if is_pickled else None
+        before = (read_sources(), chosen.get_state()) if is_pickled else None
         try:
-            iterator = LoaderIterator(
-                loader,
-                **options,
-                resume=resume,
-                snapshot_every=snapshot_every,
-                max_restarts=max_restarts,
-            )
+            iterator = LoaderIterator(loader, options, resume)
         except UnpicklableError as error:
             reason = str(error).replace("producer.", "").replace("the producer", "the data set")
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise
-            put(before[0])  # what the beginning of an iterator may have drawn from
+            # What the beginning of an iterator may have drawn from.
+            set_sources(before[0])
             chosen.set_state(before[1])
     if reason is not None:
         if resume is not None:
             raise ValueError(UNUSABLE % reason)
-        told = data.DataLoader if reason is names.REASON else loader  # the reason is that of all
-        if told not in _told:
-            _told.add(told)
-            lost = [f"{one}={value!r}" for one, value in options.items() if value != VALUES[one][0]]
+        # With this torch, all loaders have the same reason.
+        warned = data.DataLoader if reason is names.REASON else loader
+        if warned not in _warned:
+            _warned.add(warned)
+            given = zip(VALUES.items(), options, strict=False)
+            lost = [f"{name}={value!r}" for (name, values), value in given if value != values[0]]
             more = f"; it cannot do {', '.join(lost)}" if lost else ""
             log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
         iterator = otherwise()

@@ -18,9 +18,9 @@ from cseq.adapters.torch.fallback import (
     reason_against,
     tell_lost,
 )
-from cseq.adapters.torch.options import VALUES, defaults
-from cseq.adapters.torch.order import Keys, Shares, inner_of, seed_of, shares_of
-from cseq.adapters.torch.state import LoaderProgress, read
+from cseq.adapters.torch.options import VALUES, Options, defaults
+from cseq.adapters.torch.order import Keys, Layers, Shares
+from cseq.adapters.torch.state import LoaderProgress, resumed
 from cseq.adapters.torch.stateful import is_stateful
 from cseq.check import choice, flag, integer, unexpected
 from cseq.indexing.dataset import refuse_class
@@ -29,7 +29,7 @@ from cseq.order.base import Order
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from multiprocessing.context import BaseContext
     from typing import Literal
 
@@ -63,7 +63,8 @@ T_co = TypeVar("T_co", covariant=True)
 
 if TYPE_CHECKING:
     Torchs = data.DataLoader
-else:  # which may have a second parameter
+# It may have a second parameter.
+else:
     Torchs = {T_co: names.as_generic(data.DataLoader)}
 
 
@@ -82,16 +83,16 @@ class DataLoader(Torchs[T_co]):
     rng : {None, 'worker', 'batch'}
         How `random`, `numpy.random` and torch are seeded. 'worker': once in each worker, as in
         torch. 'batch': before each batch, so the batches are the same for any number of workers,
-        after a worker's death, and after a resume. None: `defaults.rng`, which is 'worker'.
+        after a worker's death, and after a resume. By default `defaults.rng`, which is 'worker'.
     worker_method : {None, 'multiprocessing', 'thread'}
         What the workers are. 'thread': threads of this process, for map-style data sets. They share
         the data set, and nothing is copied or pickled; code that holds the GIL runs in one thread
         at a time. `get_worker_info()` is None in them; `cseq.worker_info` and `cseq.rng` are the
-        thread's own. None: `defaults.worker_method`, which is 'multiprocessing'.
+        thread's own. By default `defaults.worker_method`, which is 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
         What happens if the data set or `collate_fn` raises an exception. 'raise': the loop raises
         it. 'skip': cseq logs it and leaves out the sample or, if that is impossible, the batch.
-        `skipped` lists both. None: `defaults.on_error`, which is 'raise'.
+        `skipped` lists both. By default `defaults.on_error`, which is 'raise'.
     snapshot_every_n_steps : int, optional
         How often cseq asks a data set for its state: an IterableDataset after this many batches of
         a worker, a map-style data set after every batch. None or 0: never. The default of
@@ -113,20 +114,23 @@ class DataLoader(Torchs[T_co]):
     tensor([4, 5])
     """
 
-    # Of the class, too: some loaders are made of another one's `__dict__`.
+    # Some loaders are made of another one's `__dict__`, which may lack these.
     rng: str | None = None
     on_error: str | None = None
     worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    _reason: str | None = None  # why the latest iterator is torch's own
-    _is_told = False  # what `state_dict` leaves out
+    # Of the latest `iter`: its epoch, how far it is, and why its iterator is torch's own.
+    _begun: int | None = None
     _progress: LoaderProgress | None = None
+    _reason: str | None = None
+    # A state that the next `iter` goes on from.
     _loaded: dict[str, Any] | None = None
-    _is_strict = True  # when that is read
-    _begun: int | None = None  # the epoch of the latest `iter`
+    _is_strict = True
+    _has_warned = False
 
-    if TYPE_CHECKING:  # what a script with torch's DataLoader is checked by, and what is added
+    # What a script with torch's DataLoader is checked by, and what is added.
+    if TYPE_CHECKING:
 
         def __init__(
             self,
@@ -168,36 +172,34 @@ class DataLoader(Torchs[T_co]):
             **kwargs: Any,
         ) -> None:
             refuse_class(kwargs.get("dataset", args[0] if args else None))
-            takes_any = any(each.kind is each.VAR_KEYWORD for each in KNOWN.values())
+            takes_any = any(known.kind is known.VAR_KEYWORD for known in KNOWN.values())
             for name in kwargs.keys() & ELSEWHERE.keys() if takes_any else kwargs.keys() - KNOWN:
                 raise unexpected(type(self).__name__, name, KNOWN, ELSEWHERE)
             if kwargs.get("num_workers") == "auto":
-                told = "num_workers='auto' is for MPSequence and MTSequence; give a number"
-                raise ValueError(f"{told}: advice() says which, after an epoch")
-            if any(isinstance(each, Order) for each in (*args, *kwargs.values())):
+                raise ValueError(
+                    "num_workers='auto' is for MPSequence and MTSequence; give a number: advice() "
+                    "says which, after an epoch"
+                )
+            if any(isinstance(argument, Order) for argument in (*args, *kwargs.values())):
                 from cseq.adapters.torch.batches import with_order
 
                 args, kwargs = (), with_order(args, kwargs)
-            if worker_method not in (None, *VALUES["worker_method"]):
-                raise ValueError(
-                    "worker_method option should be 'multiprocessing' or 'thread', but got "
-                    f"worker_method={worker_method!r}"
-                )
             super().__init__(*args, **kwargs)
-            self.worker_method = worker_method
+            given = {"rng": rng, "on_error": on_error, "worker_method": worker_method}
+            for name, value in given.items():
+                setattr(self, name, choice(name, value, (None, *VALUES[name])))
             if worker_method == "thread" and self.multiprocessing_context is not None:
                 raise ValueError(
                     "multiprocessing_context says how processes are started, and "
-                    "worker_method='thread' starts none: give one of the two"
+                    "worker_method='thread' starts no process: give one of the two"
                 )
-            self.rng = choice("rng", rng, (None, *VALUES["rng"]))
-            self.on_error = choice("on_error", on_error, (None, *VALUES["on_error"]))
             every = type(self).snapshot_every_n_steps
             if snapshot_every_n_steps is not None:
                 every = integer("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = integer("max_restarts", max_restarts, least=0)
-            import cseq.adapters.torch.iterator  # noqa: F401 - the loop would wait for it
+            # The loop would wait for it.
+            import cseq.adapters.torch.iterator  # noqa: F401
 
         @data.DataLoader.multiprocessing_context.getter
         def multiprocessing_context(self) -> Any:
@@ -209,7 +211,8 @@ class DataLoader(Torchs[T_co]):
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on in the one whose state was loaded."""
         epoch = self.epoch
-        if not self._loaded and epoch == self._begun:  # which is left
+        # That epoch is left.
+        if not self._loaded and epoch == self._begun:
             epoch += 1
         iterator = super().__iter__()
         self._begun = epoch
@@ -217,7 +220,7 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that the loop is in, from 0; behind its end, that of the next.
+        """The number of the epoch that the loop is in, from 0; after its end, the next one's.
 
         A state has it, so a loop can begin with ``for epoch in range(loader.epoch, epochs)``.
         """
@@ -230,30 +233,29 @@ class DataLoader(Torchs[T_co]):
 
     def _get_iterator(self) -> Any:
         """Make an iterator, or go on where the state that was loaded says."""
-        iterator = make_iterator(
-            self,
-            super()._get_iterator,
-            rng=self.rng or defaults.rng,
-            on_error=self.on_error or defaults.on_error,
-            worker_method=defaults.worker_method,
-            resume=self._resume(self._loaded),
-            snapshot_every=self.snapshot_every_n_steps or 0,
-            max_restarts=self.max_restarts,
+        options = Options(
+            self.rng or defaults.rng,
+            self.on_error or defaults.on_error,
+            defaults.worker_method,
+            self.snapshot_every_n_steps or 0,
+            self.max_restarts,
         )
+        resume = self._resume(self._loaded, strict=self._is_strict)
+        iterator = make_iterator(self, super()._get_iterator, options, resume)
         self._loaded = None
         return iterator
 
-    def _resume(self, loaded: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _resume(self, loaded: dict[str, Any] | None, *, strict: bool) -> dict[str, Any] | None:
         if not loaded:
             return None
         in_threads = method_of(self, defaults.worker_method) == "thread"
-        resume = read(
+        resume = resumed(
             loaded,
-            iterable=self._dataset_kind == names.ITERABLE,
+            kind="iterable" if self._dataset_kind == names.ITERABLE else "map",
             num_workers=self.num_workers,
             keeps=self.num_workers == 0 or self.persistent_workers or in_threads,
             batching=self._batching(),
-            strict=self._is_strict,
+            strict=strict,
         )
         reason = resume and reason_against(self)
         if reason:
@@ -261,20 +263,20 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return what the batches of an epoch are numbered by; None: that is not known."""
-        index_sampler: Any = self._index_sampler
+        """Return what the batches of an epoch are numbered by, with None for the unknown."""
         dataset: Any = self.dataset
-        inner = inner_of(index_sampler)
-        kind, shares = type(inner), shares_of(index_sampler)
+        layers = Layers(self._index_sampler)
+        kind, shares = type(layers.inner), layers.shares
+        own = None if shares is None else getattr(layers.inner, "shuffle", None)
         has_length = self._dataset_kind != names.ITERABLE and hasattr(dataset, "__len__")
         return {
             "sampler_type": None if shares is None else kind.__name__,
-            "shuffle": SHUFFLE.get(kind, getattr(inner, "shuffle", None) if shares else None),
-            "seed": seed_of(inner),
+            "shuffle": SHUFFLE.get(kind, own),
+            "seed": layers.seed,
             "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
             # Another's `__len__` may draw, or prepare its next epoch.
-            "batches": None if shares is None else len(index_sampler),
+            "batches": None if shares is None else len(self._index_sampler),
             **(NOT_SHARED if shares is None else shares._asdict()),
         }
 
@@ -299,7 +301,8 @@ class DataLoader(Torchs[T_co]):
         RuntimeError
             No epoch has begun, or the loop makes its own batches.
         """
-        progress = vars(self).get("_progress")  # torch's loaders have this method, too: `install`
+        # `install` gives this method to torch's loaders, too.
+        progress = vars(self).get("_progress")
         iterator = None if progress is None else progress.iterator()
         stats: Stats | None = getattr(progress, "stats", None)
         if iterator is not None:
@@ -334,10 +337,9 @@ class DataLoader(Torchs[T_co]):
 
         return in_notebook(read_stats(self) or Stats(), [(type(self).__name__, ""), *self._facts()])
 
-    def _facts(self) -> Iterator[tuple[str, str]]:
-        yield "dataset", type(self.dataset).__name__
-        for name in ("batch_size", "num_workers"):
-            yield name, str(getattr(self, name))
+    def _facts(self) -> list[tuple[str, str]]:
+        sizes = ((name, str(getattr(self, name))) for name in ("batch_size", "num_workers"))
+        return [("dataset", type(self.dataset).__name__), *sizes]
 
     def state_dict(self, *, next_epoch: bool = False) -> dict[str, Any]:
         """Return the position in the latest epoch, after the last batch that was delivered.
@@ -357,18 +359,18 @@ class DataLoader(Torchs[T_co]):
         if self._loaded:
             return copy.deepcopy(self._loaded)
         progress, reason = self._progress, self._reason
-        if progress is None and reason is None:  # no epoch has begun
+        if progress is None and reason is None:
             reason = reason_against(self)
         if reason is not None:
             self._warn(
                 "the state of a DataLoader is empty: torch's own iterator is used, since %s. "
-                "A run that loads it begins its epoch anew",
+                "A run that loads it begins its epoch again",
                 reason,
             )
             return {}
         if progress is None:
-            order = Keys(self, keeps_state=False)
-            progress = LoaderProgress(self, order, rng=self.rng or defaults.rng)
+            keys = Keys(self, keeps_state=False)
+            progress = LoaderProgress(self, keys, rng=self.rng or defaults.rng)
         if self.snapshot_every_n_steps is None and is_stateful(self.dataset):
             self._warn(
                 "dataset=%s has state_dict(), which a DataLoader does not call: a resume %s; "
@@ -391,8 +393,8 @@ class DataLoader(Torchs[T_co]):
 
     def _warn(self, text: str, *values: object) -> None:
         """Log, once, what a state of this loader leaves out."""
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             log.warning(text, *values)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
@@ -429,25 +431,21 @@ class DataLoader(Torchs[T_co]):
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
-        loaded, before = copy.deepcopy(state_dict), self._is_strict
-        self._is_strict = flag("strict", strict)
-        try:
-            resume = self._resume(loaded)
-        except BaseException:
-            self._is_strict = before
-            raise
+        loaded = copy.deepcopy(state_dict)
+        resume = self._resume(loaded, strict=flag("strict", strict))
         own: Any = None if resume is None else resume["sampler"].get("sampler")
         order: Any = self.batch_sampler
-        if own is not None and hasattr(order, "state_after"):  # cseq's BatchSampler
-            copy.copy(order).load_state_dict(own, strict=strict)  # to see whether it can
-        self._loaded, self._iterator = loaded, None
-        taken, own = state_dict.get("rng"), self.rng or defaults.rng
-        if taken not in (None, own):
+        # A copy of cseq's BatchSampler shows whether it can load its state.
+        if own is not None and hasattr(order, "state_after"):
+            copy.copy(order).load_state_dict(own, strict=strict)
+        self._loaded, self._is_strict, self._iterator = loaded, strict, None
+        saved, rng = state_dict.get("rng"), self.rng or defaults.rng
+        if saved not in (None, rng):
             log.warning(
                 "the state was taken with rng=%r, and this loader has rng=%r: what the data set "
                 "draws at random is not what it would have drawn; give the same rng",
-                taken,
-                own,
+                saved,
+                rng,
             )
 
 
@@ -475,12 +473,13 @@ def _signature() -> inspect.Signature:
     theirs = inspect.signature(data.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
     added = [
-        each for name, each in ours.items() if each.kind is each.KEYWORD_ONLY and name not in theirs
+        argument
+        for name, argument in ours.items()
+        if argument.kind is argument.KEYWORD_ONLY and name not in theirs
     ]
     return inspect.Signature([*theirs.values(), *added])
 
 
 # Frameworks make a loader again from the attributes that are arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
-# The arguments by name.
-KNOWN = {name: each for name, each in _signature().parameters.items() if name != "self"}
+KNOWN = {name: known for name, known in _signature().parameters.items() if name != "self"}

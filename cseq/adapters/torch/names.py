@@ -19,28 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import data
 
-__all__ = [
-    "DATAPIPES",
-    "ITERABLE",
-    "REASON",
-    "UNKNOWN",
-    "Base",
-    "Inline",
-    "Workers",
-    "array_entry",
-    "as_generic",
-    "collate_map",
-    "function_modes",
-    "make_fetcher",
-    "numpy_seed",
-    "pin",
-    "profiler_enabled",
-    "push_mode",
-    "set_worker_info",
-    "tensor_entry",
-]
+# What is imported under another name here is for other modules.
+__all__ = ["Base", "Inline", "Workers"]
 
-# Deprecated: one day there are none.
+# Deprecated; future versions of torch will not have them.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
 if TYPE_CHECKING:
@@ -65,9 +47,10 @@ if TYPE_CHECKING:
 else:
     Base = Inline = Workers = object
     function_modes = list
-ITERABLE = 1  # what `DataLoader._dataset_kind` may be
-
-REASON: str | None = None  # why no loader can have an iterator of cseq's with this torch, if so
+# What `DataLoader._dataset_kind` may be.
+ITERABLE = 1
+# Why no loader can have an iterator of cseq's with this torch, if so.
+REASON: str | None = None
 
 
 def settle_pinning(device: str | None) -> Any:
@@ -75,11 +58,12 @@ def settle_pinning(device: str | None) -> Any:
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    index = module.current_device()  # of the thread that asks
+    # Of the thread that asks; the other one would begin to use the first device.
+    index = module.current_device()
 
     def settle() -> None:
-        torch.set_num_threads(1)  # of the copy, for this thread
-        module.set_device(index)  # else it begins to use the first one
+        torch.set_num_threads(1)
+        module.set_device(index)
 
     return settle
 
@@ -91,10 +75,10 @@ _KNOWN = {
     "pin_memory_device", "in_order", "worker_method",
 }  # fmt: skip
 
-# Arguments of the loader that cseq knows nothing of, and their defaults.
+# Arguments of the loader that cseq does not know, and their defaults.
 UNKNOWN: dict[str, Any] = {
-    name: each.default
-    for name, each in inspect.signature(data.DataLoader.__init__).parameters.items()
+    name: parameter.default
+    for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items()
     if name not in _KNOWN
 }
 
@@ -163,7 +147,7 @@ try:
     array_entry = data._utils.collate.collate_numpy_array_fn
     pin = data._utils.pin_memory.pin_memory
     worker = data._utils.worker
-    numpy_seed = worker._generate_state  # the words that a worker seeds numpy's with
+    numpy_seed = worker._generate_state
     # Whether a worker's own copy of the data set is dropped when it ends: since torch 2.14.1.
     _loop = getattr(worker, "_worker_loop", repr)
     GIVES_BACK = "dataset_holder" in inspect.signature(_loop).parameters
@@ -172,6 +156,7 @@ try:
     push_mode = torch.overrides._push_mode
     with torch.device("cpu"):
         _use()
-except Exception as error:  # noqa: BLE001 - of any type: a name has another meaning
+# Of any type: a name may have another meaning.
+except Exception as error:  # noqa: BLE001
     _what = f"{type(error).__name__}: {error}"
     REASON = f"this torch, {torch.__version__}, differs from those that cseq knows ({_what})"

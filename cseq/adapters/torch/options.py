@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cseq.check import choice
+from cseq.options import MAX_RESTARTS
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-__all__ = ["VALUES", "Defaults", "defaults", "start_method_of"]
+__all__ = ["VALUES", "Defaults", "Options", "defaults", "start_method_of"]
 
-# The first is that where none is said.
+# The first is the default.
 VALUES = {
     "rng": ("worker", "batch"),
     "on_error": ("raise", "skip"),
     "worker_method": ("multiprocessing", "thread"),
 }
+
+
+class Options(NamedTuple):
+    """What an iterator needs besides torch's arguments: see `DataLoader`."""
+
+    rng: str
+    on_error: str
+    worker_method: str
+    # None if no state is asked for.
+    snapshot_every: int | None = None
+    max_restarts: int = MAX_RESTARTS
 
 
 class Defaults:

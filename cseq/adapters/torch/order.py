@@ -1,16 +1,16 @@
 """The order of an epoch: the keys of the index sampler, drawn one by one.
 
 An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
-not batch. For a resume its keys are drawn again and dropped (`Keys`); keys of
-`shuffle=True`, and of torch's samplers for parts and ranks, are slices of one permutation, which
-begins anywhere (`permuted`).
+not batch. A resume draws its keys again and drops them (`Keys`). Keys of `shuffle=True`, and of
+torch's samplers for parts and ranks, are slices of one permutation, which can begin anywhere
+(`drawn_keys`).
 
-After the end of an epoch the state is what the next one begins with: the sampler's, or that of its
-generator. What is drawn from a global generator is the trainer's.
+After the end of an epoch the state is what the next one begins with: the sampler's, or its
+generator's. What is drawn from a global generator is the trainer's.
 
-Ranks share the epoch of a sampler that is known (`shares_of`): after k batches on each rank, all
-of them together have had the first k * step samples of it. So the state of any rank serves all,
-and another number of ranks, or another batch size, shares what is left (`tail`).
+Ranks share the epoch of a sampler that is known (`Layers.shares`): after k batches on each rank,
+all of them together have had the first k * step samples. So the state of any rank serves all, and
+another number of ranks, or another batch size, shares what is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import random
 import sys
 from base64 import b64decode, b64encode
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,47 +38,12 @@ from torch.utils.data import (
 from cseq.adapters.torch.stateful import is_stateful
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import TypeGuard
+    from collections.abc import Callable, Iterable, Iterator, Sized
 
-    from typing_extensions import TypeIs
+    # Returns its state, and sets it.
+    Source = tuple[Callable[[], object], Callable[[Any], object]]
 
-    class Skipping(Protocol):
-        """What accelerate's SkipBatchSampler has."""
-
-        skip_batches: int
-        batch_sampler: Iterable[object]
-
-    class Shard(Protocol):
-        """What accelerate's BatchSamplerShard has."""
-
-        batch_sampler: Iterable[object]
-        split_batches: bool
-        num_processes: int
-        process_index: int
-
-        def __iter__(self) -> Iterator[object]: ...
-
-    class Seedable(Protocol):
-        """What accelerate's SeedableRandomSampler has."""
-
-        initial_seed: int
-        epoch: int
-
-    Source = tuple[Callable[[], object], Callable[[Any], object]]  # returns its state, and sets it
-
-__all__ = [
-    "Keys",
-    "inner_of",
-    "leaves_no_trace",
-    "look",
-    "put",
-    "seed_from",
-    "seed_of",
-    "shares_of",
-    "sources_in",
-    "text_of",
-]
+__all__ = ["Keys", "Layers", "read_sources", "seed_from", "set_sources", "sources_in", "text_of"]
 
 log = logging.getLogger("cseq")
 
@@ -88,137 +53,90 @@ DRAWING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 OWN = (*DRAWING, DistributedSampler)
 
 
-def _is_accelerates(sampler: object, name: str) -> bool:
-    known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
-    return type(sampler) is known
-
-
-def _is_skipping(sampler: object) -> TypeIs[Skipping]:
-    return _is_accelerates(sampler, "SkipBatchSampler")
-
-
-def _is_shard(sampler: object) -> TypeIs[Shard]:
-    return _is_accelerates(sampler, "BatchSamplerShard")
-
-
-def _is_seedable(sampler: object) -> TypeIs[Seedable]:
-    return _is_accelerates(sampler, "SeedableRandomSampler")
-
-
-def shard_in(index_sampler: object) -> Shard | None:
-    """Return accelerate's part of a batch sampler for one rank, if it is one; otherwise None."""
-    return index_sampler if _is_shard(index_sampler) else None
-
-
-def unskipped(index_sampler: Iterable[object]) -> tuple[Iterable[object], int]:
-    """Return a sampler without accelerate's SkipBatchSampler, and how many keys that omits."""
-    omitted = 0
-    while _is_skipping(index_sampler):
-        omitted += index_sampler.skip_batches
-        index_sampler = index_sampler.batch_sampler
-    return index_sampler, omitted
-
-
-def inner_of(index_sampler: Iterable[object]) -> Iterable[object]:
-    """Return the sampler that torch's own BatchSampler has; of any other, itself."""
-    index_sampler, _ = unskipped(index_sampler)
-    batches = index_sampler.batch_sampler if _is_shard(index_sampler) else index_sampler
-    return batches.sampler if type(batches) is BatchSampler else index_sampler
-
-
 class Shares(NamedTuple):
-    """How ranks share the samples of an epoch.
-
-    Attributes
-    ----------
-    step : int
-        Samples that all ranks together have had after one batch of each.
-    world_size, rank : int
-    """
+    """How ranks share an epoch: each batch of all ranks together has `step` samples."""
 
     step: int
     world_size: int
     rank: int
 
 
-def shares_of(index_sampler: Iterable[object]) -> Shares | None:
-    """Return how ranks share an epoch; None: that is not known."""
-    index_sampler, _ = unskipped(index_sampler)
-    shard = shard_in(index_sampler)
-    batches = index_sampler if shard is None else shard.batch_sampler
-    inner = inner_of(index_sampler)
-    if type(inner) not in (*OWN, SequentialSampler) and seed_of(inner) is None:
-        return None
-    size = batches.batch_size if type(batches) is BatchSampler else 1
-    if shard is not None:
-        step = size if shard.split_batches else size * shard.num_processes
-        return Shares(step, shard.num_processes, shard.process_index)
-    if type(inner) is DistributedSampler:
-        return Shares(size * inner.num_replicas, inner.num_replicas, inner.rank)
-    return Shares(size, 1, 0)
+class Layers:
+    """An index sampler, and the samplers inside it.
 
-
-def _with_keys(index_sampler: Iterable[object], keys: list[Any]) -> Iterable[object]:
-    """Return an index sampler that has these keys in place of those of its inner sampler."""
-    if type(index_sampler) is BatchSampler:
-        return BatchSampler(keys, index_sampler.batch_size, index_sampler.drop_last)
-    if not _is_shard(index_sampler):
-        return keys
-    shard = copy.copy(index_sampler)
-    shard.batch_sampler = _with_keys(shard.batch_sampler, keys)
-    return shard
-
-
-def tail(index_sampler: Iterable[object], consumed: int) -> Iterator[object]:
-    """Yield this rank's keys of what is left of an epoch, of which so many samples are over.
-
-    Nothing is drawn before the first key. A DistributedSampler pads what is left as it pads an
-    epoch: with the epoch's first samples.
+    Without accelerate's SkipBatchSampler, which has `omitted` keys left out, it is `outer`: maybe
+    accelerate's `shard` for one rank, which divides `batches`. If these are torch's BatchSampler,
+    of some `size`, that batches the samples of `inner`; otherwise `inner` is `outer`. Its order may
+    depend on its `seed` and its epoch alone. If it `is_known`, it draws from nothing but its seed,
+    its generator or torch's.
     """
-    inner = inner_of(index_sampler)
-    if type(inner) is not DistributedSampler:
-        yield from _with_keys(index_sampler, list(islice(iter(inner), consumed, None)))
-        return
-    order = _epoch_of(inner, _length(inner.dataset))
-    ranks, left = inner.num_replicas, max(0, len(order) - consumed)
-    count = left // ranks if inner.drop_last else -(-left // ranks)
-    places = torch.arange(count) * ranks + inner.rank + consumed
-    yield from _with_keys(index_sampler, order[places % len(order)].tolist())
+
+    def __init__(self, index_sampler: Iterable[object]) -> None:
+        self.omitted = 0
+        while (skipping := _of_accelerate(index_sampler, "SkipBatchSampler")) is not None:
+            self.omitted += int(skipping.skip_batches)
+            index_sampler = skipping.batch_sampler
+        self.outer = self.batches = self.inner = index_sampler
+        self.shard = _of_accelerate(self.outer, "BatchSamplerShard")
+        if self.shard is not None:
+            self.batches = self.shard.batch_sampler
+        self.size = 0
+        if type(self.batches) is BatchSampler:
+            self.size, self.inner = self.batches.batch_size, self.batches.sampler
+        self.seed: int | None = None
+        self.seedable = _of_accelerate(self.inner, "SeedableRandomSampler")
+        if self.seedable is not None:
+            self.seed = int(self.seedable.initial_seed)
+        elif type(self.inner) is DistributedSampler:
+            self.seed = int(self.inner.seed)
+        self.is_known = self.seed is not None or type(self.inner) in DRAWING
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The generator that `inner` was given, if any."""
+        generator = getattr(self.inner, "generator", None) if self.seed is None else None
+        return generator if isinstance(generator, torch.Generator) else None
+
+    @property
+    def leaves_no_trace(self) -> bool:
+        """Whether keys can be drawn before workers are forked, and no worker can tell.
+
+        torch forks first. Its own samplers change nothing but torch's generator, which every worker
+        seeds, and a generator that they were given: the data set may have that one. They ask the
+        data set for its length, which a SequentialSampler has not done before.
+        """
+        return type(self.inner) in OWN and self.generator is None
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether each key is a slice of one permutation, as torch's own BatchSampler makes it."""
+        return self.batches is self.outer and self.size > 0 and type(self.inner) in PERMUTED
+
+    @property
+    def shares(self) -> Shares | None:
+        """How ranks share an epoch, if that is known."""
+        inner, shard = self.inner, self.shard
+        if not (self.is_known or type(inner) is SequentialSampler):
+            return None
+        size = self.size or 1
+        if shard is not None:
+            step = size if shard.split_batches else size * shard.num_processes
+            return Shares(step, shard.num_processes, shard.process_index)
+        if type(inner) is DistributedSampler:
+            return Shares(size * inner.num_replicas, inner.num_replicas, inner.rank)
+        return Shares(size, 1, 0)
 
 
-def _length(dataset: Any) -> int:
-    """Return the length of a data set: its class in torch has none."""
-    return len(dataset)
-
-
-def seed_of(inner: object) -> int | None:
-    """Return the seed of a sampler that draws from this and its epoch alone, if it is known."""
-    if _is_seedable(inner):
-        return int(inner.initial_seed)
-    return int(inner.seed) if type(inner) is DistributedSampler else None
+def _of_accelerate(sampler: object, name: str) -> Any:
+    """Return a sampler if accelerate's class of this name made it, otherwise None."""
+    known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
+    return sampler if type(sampler) is known else None
 
 
 def seed_from(*numbers: int) -> int:
     """Return a seed that depends on several numbers."""
     words = np.random.SeedSequence([number % 2**64 for number in numbers])
     return int(words.generate_state(1, np.uint64)[0] >> 1)
-
-
-def generator_of(index_sampler: Iterable[object]) -> torch.Generator | None:
-    """Return the generator that a sampler has of its own, if any."""
-    inner = inner_of(index_sampler)
-    generator = getattr(inner, "generator", None) if seed_of(inner) is None else None
-    return generator if isinstance(generator, torch.Generator) else None
-
-
-def leaves_no_trace(index_sampler: Iterable[object]) -> bool:
-    """Whether keys can be drawn before workers are forked, and no worker can tell.
-
-    torch forks first. Its own samplers change nothing but torch's generator, which every worker
-    seeds anew, and a generator that they were given: the data set may have that one. They ask the
-    data set for its length, which a SequentialSampler has not done before.
-    """
-    return type(inner_of(index_sampler)) in OWN and generator_of(index_sampler) is None
 
 
 # -- what a sampler draws from
@@ -234,10 +152,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Return the state of a generator of torch's as a text: its words, without those that are 0.
-
-    Half of a CPU's are.
-    """
+    """Return the state of a torch generator as a text: its words, without zeros: half of them."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -245,7 +160,7 @@ def text_of(states: torch.Tensor) -> str:
 
 
 def states_of(text: str) -> torch.Tensor:
-    """Return the state of a generator of torch's that `text_of` has written."""
+    """Return the state that `text_of` has written."""
     kept = b64decode(text)
     count = int.from_bytes(kept[:4], sys.byteorder)
     start = 4 + -(-count // 8)
@@ -258,7 +173,6 @@ def states_of(text: str) -> torch.Tensor:
 
 
 def _source_of(generator: torch.Generator) -> Source:
-    """Return a generator of torch's as a source; its state is a text."""
     return (
         lambda: text_of(generator.get_state()),
         lambda text: generator.set_state(states_of(text)),
@@ -280,34 +194,29 @@ def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[st
 GLOBAL = sources_in(random, np.random, torch.default_generator)
 
 
-def look(sources: dict[str, Source] = GLOBAL) -> State:
+def read_sources(sources: dict[str, Source] = GLOBAL) -> State:
     """Return the states of what is drawn from: numbers and texts."""
     return {name: source[0]() for name, source in sources.items()}
 
 
-def put(states: State, sources: dict[str, Source] = GLOBAL) -> None:
+def set_sources(states: State, sources: dict[str, Source] = GLOBAL) -> None:
     """Set each source that has a state."""
     for name in sources.keys() & states.keys():
         sources[name][1](states[name])
 
 
-def int_in(thing: object, name: str) -> int:
-    """Return an attribute that is an integer."""
-    return int(getattr(thing, name))
-
-
-def sources_of(index_sampler: Iterable[object]) -> dict[str, Source]:
+def sources_of(layers: Layers) -> dict[str, Source]:
     """Return what determines the keys of a sampler, and is not its own.
 
     ==============================  ===========================================================
     a generator that it has         torch's samplers that draw (`DRAWING`) draw from that alone
-    its ``epoch``                   if it has ``set_epoch``; alone where `seed_of` knows the seed
+    its ``epoch``                   if it has ``set_epoch``; alone where its seed is known
     torch's global generator        torch's samplers that draw, without one of their own
     all global generators           any other
     ==============================  ===========================================================
     """
-    inner, generator = inner_of(index_sampler), generator_of(index_sampler)
-    sources: dict[str, Source] = {}
+    inner, generator = layers.inner, layers.generator
+    sources = {} if layers.is_known else dict(GLOBAL)
     if generator is not None:
         sources["generator"] = _source_of(generator)
     elif type(inner) in DRAWING:
@@ -318,17 +227,16 @@ def sources_of(index_sampler: Iterable[object]) -> dict[str, Source]:
             (lambda: int(getattr(inner, "epoch", 0))),
             lambda epoch: set_epoch(Ahead(epoch)),
         )
-    is_known = type(inner) in OWN or seed_of(inner) is not None
-    return sources if is_known else {**GLOBAL, **sources}
+    return sources
 
 
 # -- orders
 
 
-TOGETHER = 2048  # keys, or about as many, that become a list together
+# About as many samples become a list together.
+TOGETHER = 2048
 
-
-# torch's samplers whose keys are slices of a permutation, and what each of them calls its samples.
+# torch's samplers whose samples are a permutation, or its beginning; and what they permute.
 PERMUTED = {
     RandomSampler: "data_source",
     SubsetRandomSampler: "indices",
@@ -336,67 +244,88 @@ PERMUTED = {
 }
 
 
-def is_permuted(index_sampler: Iterable[object]) -> TypeGuard[BatchSampler]:
-    """Whether it is torch's own, whose keys are slices of a permutation."""
-    inner = inner_of(index_sampler)
-    is_torchs = type(index_sampler) is BatchSampler and type(inner) in PERMUTED
-    return is_torchs and not getattr(inner, "replacement", False)
+def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
+    """Yield the keys after the first `skip` ones; from the first key on, draw as the sampler does.
 
-
-def permuted(index_sampler: BatchSampler, skip: int = 0) -> Iterator[list[Any]]:
-    """Yield the keys of such a sampler that follow the first `skip` ones, and draw as it does.
+    The first key is the one after `start` samples of all ranks together. A DistributedSampler pads
+    what is left as it pads an epoch: with the epoch's first samples.
 
     torch makes a list of a whole epoch, and every key goes through two iterators. Here the epoch
-    stays a tensor.
+    of a sampler of torch's stays a tensor.
     """
-    sampler, size = index_sampler.sampler, index_sampler.batch_size
-    samples: Sequence[object] = getattr(sampler, PERMUTED[type(sampler)])
-    order = order_of(sampler, len(samples))
-    if order is None:
-        yield from islice(index_sampler, skip, None)
+    outer, inner, size = layers.outer, layers.inner, layers.size
+    order = order_of(inner, start) if start or layers.is_sliced else None
+    samples = inner.indices if type(inner) is SubsetRandomSampler else None
+
+    def listed(part: torch.Tensor) -> list[object]:
+        numbers: list[int] = part.tolist()
+        return [*numbers] if samples is None else [samples[number] for number in numbers]
+
+    if order is None or type(outer) is not BatchSampler:
+        if start:
+            left = islice(iter(inner), start, None) if order is None else listed(order)
+            outer = _with_samples(outer, [*left])
+        yield from islice(iter(outer), skip, None)
         return
-    count, is_subset = _length(sampler), type(sampler) is SubsetRandomSampler
+    count = len(order)
     end = count - count % size
-
-    def batch_of(keys: list[int]) -> list[Any]:
-        return [samples[key] for key in keys] if is_subset else keys
-
-    for start in range(skip * size, end, together := max(1, TOGETHER // size) * size):
-        keys = order[start : min(start + together, end)].tolist()
-        for first in range(0, len(keys), size):
-            yield batch_of(keys[first : first + size])
-    if type(sampler) is RandomSampler and count == len(order) and sampler.generator is not None:
-        torch.randperm(count, generator=sampler.generator, dtype=order.dtype)  # as torch's does
-    if end < count and skip * size <= end and not index_sampler.drop_last:
-        yield batch_of(order[end:count].tolist())
+    for first in range(skip * size, end, together := max(1, TOGETHER // size) * size):
+        keys = listed(order[first : min(first + together, end)])
+        for k in range(0, len(keys), size):
+            yield keys[k : k + size]
+    n = len(inner.data_source) if type(inner) is RandomSampler else 0
+    if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
+        # torch's draws whole permutations, then the beginning of another one.
+        torch.randperm(n, generator=inner.generator, dtype=order.dtype)
+    if end < count and skip * size <= end and not outer.drop_last:
+        yield listed(order[end:])
 
 
-def order_of(sampler: Any, n: int) -> torch.Tensor | None:
-    """Draw an epoch of `n` samples as such a sampler does; None: it is more than a permutation."""
-    kind = torch.int32 if n < 2**31 else torch.int64  # torch draws the same with both
-    if type(sampler) is not DistributedSampler:
-        generator = sampler.generator
-        if type(sampler) is RandomSampler and sampler.num_samples > n:
+def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
+    """Draw the samples of this rank in an epoch of which `start` are over, as the sampler does.
+
+    Returns None if they are not a permutation, or its beginning. Nothing is drawn then.
+    """
+    if type(inner) not in PERMUTED:
+        return None
+    samples: Sized = getattr(inner, PERMUTED[type(inner)])
+    n = len(samples)
+    # torch draws the same with both.
+    kind = torch.int32 if n < 2**31 else torch.int64
+    if type(inner) is DistributedSampler:
+        total, ranks, first = inner.total_size, inner.num_replicas, start + inner.rank
+        if total != n and inner.drop_last != (total < n):
+            # The length of the data set has changed: torch raises.
             return None
-        if type(sampler) is RandomSampler and generator is None:
+        order = torch.arange(n, dtype=kind)
+        if inner.shuffle:
+            drawing = torch.Generator().manual_seed(inner.seed + inner.epoch)
+            order = torch.randperm(n, generator=drawing, dtype=kind)
+        left = max(0, n - start)
+        count = left // ranks if inner.drop_last else -(-left // ranks)
+        own = order[first::ranks][:count]
+        padding = (torch.arange(len(own), count) * ranks + first) % n
+        return torch.cat((own, order[padding]))
+    generator: torch.Generator | None = getattr(inner, "generator", None)
+    count = n
+    if type(inner) is RandomSampler:
+        count = inner.num_samples
+        if inner.replacement or count > n:
+            return None
+        if generator is None:
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
             generator = torch.Generator().manual_seed(seed)
-        return torch.randperm(n, generator=generator, dtype=kind)
-    rank, end, step = sampler.rank, sampler.total_size, sampler.num_replicas
-    if end != n and sampler.drop_last != (end < n):
-        return None  # the length of the data set has changed: torch raises
-    order = _epoch_of(sampler, n)
-    own = order[rank:end:step]
-    padding = (torch.arange(len(own), len(sampler)) * step + rank) % n  # it repeats the order
-    return torch.cat((own, order[padding]))
+    return torch.randperm(n, generator=generator, dtype=kind)[start:count]
 
 
-def _epoch_of(sampler: DistributedSampler[Any], n: int) -> torch.Tensor:
-    kind = torch.int32 if n < 2**31 else torch.int64
-    if not sampler.shuffle:
-        return torch.arange(n, dtype=kind)
-    generator = torch.Generator().manual_seed(sampler.seed + sampler.epoch)
-    return torch.randperm(n, generator=generator, dtype=kind)
+def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]:
+    """Return an index sampler with these samples instead of its inner sampler's."""
+    if type(index_sampler) is BatchSampler:
+        return BatchSampler(samples, index_sampler.batch_size, index_sampler.drop_last)
+    shard: Any = copy.copy(_of_accelerate(index_sampler, "BatchSamplerShard"))
+    if shard is not None:
+        shard.batch_sampler = _with_samples(shard.batch_sampler, samples)
+    return samples if shard is None else shard
 
 
 class Ahead(int):
@@ -404,44 +333,39 @@ class Ahead(int):
 
 
 class Epochs:
-    """The epoch that a sampler is told, in a run that goes on from a state.
+    """The epochs' numbers that a sampler with `set_epoch` gets, in a run that is resumed.
 
-    A framework may count epochs from 0 again behind a resume, as accelerate does where the loop
-    does not call its `set_epoch`. Then its numbers are `ahead` too low, and the sampler is told the
-    right ones. Numbers that go on from the state's are left as they are. Which of them it is shows
-    with the first epoch behind the resumed one.
-
-    Parameters
-    ----------
-    loader, sampler : object
-        The sampler has `epoch` and `set_epoch`, and was told the epoch that begins.
-    resume : dict, optional
-        The state of the run that is resumed.
+    A framework may then count epochs from 0 again, as accelerate does where the loop does not call
+    its `set_epoch`. Its numbers are `ahead` too low, and the sampler gets the right ones. Numbers
+    that go on from the state's are left as they are. The first epoch after the resumed one shows
+    which of the two it is.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
-        kept: dict[str, Any] = loader.__dict__
-        self._sampler, told = sampler, sampler.epoch
+        kept: dict[str, tuple[int | None, int]] = loader.__dict__
+        self._sampler = sampler
+        number: int = sampler.epoch
         resumed, ahead = kept.get("_epochs", (None, 0))
         if resume is not None:
-            there = resume["sampler"].get("epoch")  # behind an epoch that is over
-            if there is None:  # in the middle of one, whose number `Keys` puts back
+            saved: int | None = resume["sampler"].get("epoch")
+            # In the middle of an epoch, `Keys` sets its number.
+            if saved is None:
                 first = resume["sampler"].get("generators", {}).get("first", {})
-                there, resumed = first.get("epoch", told), told
-            ahead = there - told
-        elif resumed is not None and type(told) is not Ahead:
-            ahead = ahead if told in (resumed, resumed + 1) and told != resumed + ahead + 1 else 0
-            resumed = None
+                saved, resumed = int(first.get("epoch", number)), number
+            ahead = saved - number
+        elif resumed is not None and type(number) is not Ahead:
+            goes_on = number not in (resumed, resumed + 1) or number == resumed + ahead + 1
+            resumed, ahead = None, 0 if goes_on else ahead
         kept["_epochs"] = resumed, ahead
-        self.begun = told
-        if ahead and type(told) is not Ahead:
-            self.begun = Ahead(told + ahead)
-            sampler.set_epoch(self.begun)
+        self._number = number
+        if ahead and type(number) is not Ahead:
+            self._number = Ahead(number + ahead)
+            sampler.set_epoch(self._number)
 
-    def ended(self) -> State:
+    def after(self) -> State:
         """Return the number of the next epoch, if the sampler has counted on by itself."""
-        now = self._sampler.epoch
-        return {"epoch": int(now)} if now == self.begun + 1 else {}
+        number: int = self._sampler.epoch
+        return {"epoch": int(number)} if number == self._number + 1 else {}
 
 
 class Keys:
@@ -453,56 +377,42 @@ class Keys:
     generators back to what they were, since they are the trainer's. What a sampler draws from these
     with later keys cannot be drawn again: the trainer may have drawn in between.
 
-    The epoch's number of a state goes before what the sampler was told: Lightning tells a loader
-    that goes on the epoch when its first keys are drawn.
+    The epoch's number in a state takes precedence over the sampler's: Lightning tells it to a
+    loader that goes on only when its first keys are drawn.
 
-    Parameters
-    ----------
-    loader : torch.utils.data.DataLoader
-        The `iter` of its index sampler comes next, and its seed.
-    keeps_state : bool
-        Whether states may be asked for.
-    resume : dict, optional
-        The state of the run that is resumed: its generators are put back.
-
-    Attributes
-    ----------
-    start : tuple of int
-        Samples that were over, and batches, where the epoch was cut anew.
-    omitted : int
-        Batches that accelerate's SkipBatchSampler leaves out.
+    The `iter` of the loader's index sampler comes next, and its seed. `keeps_state` says whether
+    states may be asked for. `start` is how many samples were over, and batches, where batches of
+    another size, or for other ranks, began.
     """
 
     def __init__(
         self, loader: DataLoader[Any], *, keeps_state: bool, resume: State | None = None
     ) -> None:
-        index_sampler, self.omitted = unskipped(loader._index_sampler)
-        inner = inner_of(index_sampler)
+        layers = self.layers = Layers(loader._index_sampler)
         self._generator: torch.Generator | None = loader.generator
-        self._index_sampler = index_sampler
-        self._keeps_state = keeps_state and type(inner) is not SequentialSampler
-        divided: object = index_sampler.batch_sampler if _is_shard(index_sampler) else None
-        known: tuple[object, ...] = index_sampler, inner, divided
+        self._keeps_state = keeps_state and type(layers.inner) is not SequentialSampler
+        known: tuple[object, ...] = layers.outer, layers.inner, layers.batches
         self._sampler = next(filter(is_stateful, known), None)
-        # Its place is not that of a rank's keys, so an epoch is always drawn from its beginning.
-        self._is_divided = divided is not None and self._sampler is divided
+        # The state of what a shard divides says nothing of a rank's keys: they are all drawn again.
+        self._is_divided = layers.shard is not None and self._sampler is known[-1]
         # Of cseq's BatchSampler.
         self._after: Callable[[State, int], State] | None
-        self._after = getattr(index_sampler, "state_after", None)
+        self._after = getattr(layers.outer, "state_after", None)
         has_sources = self._keeps_state and self._after is None
-        self._sources = sources_of(index_sampler) if has_sources else {}
-        self.start = 0, 0
+        self._sources = sources_of(layers) if has_sources else {}
+        self.start, self._options = (0, 0), dict[str, bool]()
         if resume is not None:
-            self._put_back(resume)
+            self._set_generators(resume)
             self.start = tuple(resume["start"])
-        self._strict = resume is None or resume["strict"] or self._after is None
-        self._epochs = Epochs(loader, inner, resume) if "epoch" in self._sources else None
+            if self._after is not None and not resume["strict"]:
+                self._options = {"strict": False}
+        self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        self._state: State | None = None  # before the first key
-        self._base = 0  # keys before that
-        self._own: State = {}  # of a sampler that has a state, after the first key
-        self._size = index_sampler.batch_size if type(index_sampler) is BatchSampler else 0
+        # Before the first key, which `_base` keys come before; and of the sampler, after that key.
+        self._state: State | None = None
+        self._base = 0
+        self._own: State = {}
 
     def look_again(self, resume: State | None = None) -> None:
         """Note the states before another `iter` of the sampler.
@@ -510,26 +420,25 @@ class Keys:
         `resume`: of an epoch that draws no seed, unless it is the first one.
         """
         if resume is not None and resume["_iterator_finished"]:
-            self._put_back(resume)
-        is_torchs = type(self._index_sampler) in (BatchSampler, *OWN)  # whose `iter` draws nothing
-        self._before: State = {} if is_torchs else look(self._sources)
+            self._set_generators(resume)
+        # The `iter` of torch's own draws nothing.
+        draws_nothing = type(self.layers.outer) in (BatchSampler, *OWN)
+        self._before: State = {} if draws_nothing else read_sources(self._sources)
 
-    def _put_back(self, resume: State) -> None:
-        """Put the generators back to where the epoch that is resumed, or the next one, began."""
+    def _set_generators(self, resume: State) -> None:
+        """Set the generators to where the epoch that is resumed, or the next one, began."""
         if self._generator is not None and resume.get("generator") is not None:
             _source_of(self._generator)[1](resume["generator"])
         generator = resume["sampler"].get("generator")
-        put({} if generator is None else {"generator": generator}, self._sources)
+        set_sources({} if generator is None else {"generator": generator}, self._sources)
 
     def seed(self) -> int | None:
         """Return a seed for the draws of an epoch of accelerate's sampler, which has one itself.
 
         A run that skips batches cannot draw it again, as accelerate keeps no state of generators.
         """
-        inner = inner_of(self._index_sampler)
-        if not _is_seedable(inner):
-            return None
-        return seed_from(inner.initial_seed, inner.epoch)
+        inner = self.layers.seedable
+        return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
         """Return the state of the loader's own generator: now, or before the epoch's seed."""
@@ -540,49 +449,56 @@ class Keys:
     def draw(self, iterator: Iterator[object], yielded: int, state: State) -> Iterator[object]:
         """Return the keys that follow the first `yielded` ones.
 
-        `iterator` is ``iter(index_sampler)``, `state` that of the run that is resumed.
+        `iterator` is ``iter(index_sampler)``, `state` the resumed run's.
         """
-        if self.start[0] and not self._keeps_state:  # it needs no state of its own
-            iterator, yielded = tail(self._index_sampler, self.start[0]), yielded - self.start[1]
-        elif is_permuted(self._index_sampler):
-            iterator = permuted(self._index_sampler)
-        elif self.omitted:
-            iterator = iter(self._index_sampler)
+        layers = self.layers
         if "generators" in state and self._keeps_state:
-            kept = "generator" in state["generators"]["first"]
-            if kept != ("generator" in self._sources):
-                its, ours = ("with", "has none") if kept else ("without", "has one")
-                raise ValueError(
-                    f"the state is of a sampler {its} a generator, and this loader's {ours}, so "
-                    f"its order is another; make it {its} one, or do not load this state"
-                )
+            self._check_sources(state)
             self._state, self._base = state, state.get("base", 0) or self.start[1]
             return chain.from_iterable(self._again(yielded - self._base, state))
+        if self.start[0] and not self._keeps_state:
+            iterator, yielded = drawn_keys(layers, 0, self.start[0]), yielded - self.start[1]
+        elif layers.is_sliced:
+            iterator = drawn_keys(layers)
+        elif layers.omitted:
+            iterator = iter(layers.outer)
         if "sampler" in state and self._sampler is not None:
-            options = {} if self._strict else {"strict": False}
             own = state["sampler"]
-            begun, base, there = state.get("begun", (own, 0, 0))
-            if self._after is not None and yielded < there:  # accelerate has taken some back
-                self._sampler.load_state_dict(begun, **options)
+            begun, base, noted_at = state.get("begun", (own, 0, 0))
+            # accelerate has taken some back.
+            if self._after is not None and yielded < noted_at:
+                self._sampler.load_state_dict(begun, **self._options)
                 own = self._after(begun, yielded - base)
-            self._sampler.load_state_dict(copy.deepcopy(own), **options)
-            iterator = iter(self._index_sampler)
-            if self._after is not None:  # it goes on at the place
+            self._sampler.load_state_dict(copy.deepcopy(own), **self._options)
+            iterator = iter(layers.outer)
+            # It goes on at the position of its state.
+            if self._after is not None:
                 self._base, yielded = yielded, 0
-        if self._keeps_state:  # what the first key raises does not end the iterator
+        # What the first key raises does not end the iterator.
+        if self._keeps_state:
             iterator = chain(map(self._first_of, (iterator,)), iterator)
         return islice(iterator, yielded, None) if yielded else iterator
+
+    def _check_sources(self, state: State) -> None:
+        kept = "generator" in state["generators"]["first"]
+        if kept != ("generator" in self._sources):
+            its, ours = ("with", "has none") if kept else ("without", "has one")
+            raise ValueError(
+                f"the state is of a sampler {its} a generator, and this loader's {ours}, so its "
+                f"order is another; make it {its} one, or do not load this state"
+            )
 
     def _first_of(self, iterator: Iterator[Any]) -> object:
         self._state = self._noted()
         key = next(iterator)
         # Many draw their order with it. At a short batch a sampler has come to its end.
-        if (not self._size or len(key) == self._size) and not self._is_divided:
+        size = 0 if self.layers.shard else self.layers.size
+        if (not size or len(key) == size) and not self._is_divided:
             self._own = self._own_state()
         return key
 
     def _noted(self) -> State:
-        generators = {"iter": self._before, "first": look(self._sources)}
+        generators = {"iter": self._before, "first": read_sources(self._sources)}
         return {"generators": generators, **self._own_state()}
 
     def _own_state(self) -> State:
@@ -590,52 +506,54 @@ class Keys:
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
-        """Yield the key after so many that begin from a state, and the iterator."""
-        trainers, generators, sampler = look(), state["generators"], self._index_sampler
+        """Yield the key after the `skip` first ones that begin from a state, and the iterator."""
+        trainers, generators = read_sources(), state["generators"]
+        layers, start, is_sliced = self.layers, self.start[0], self.layers.is_sliced
         try:
-            put(generators["first"] | generators["iter"], self._sources)
+            set_sources(generators["first"] | generators["iter"], self._sources)
             if self._sampler is not None and "sampler" in state:
                 self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
-            is_slices = is_permuted(sampler) and not self.start[0]
-            if self.start[0]:
-                iterator = tail(sampler, self.start[0])
+            if start or is_sliced:
+                iterator = drawn_keys(layers, skip if is_sliced else 0, start)
             else:
-                iterator = permuted(sampler, skip) if is_permuted(sampler) else iter(sampler)
-            put(generators["first"], self._sources)
+                iterator = iter(layers.outer)
+            set_sources(generators["first"], self._sources)
             key = list(islice(iterator, 1))
-            if skip and not is_slices:
-                before = look(self._sources)
+            if skip and not is_sliced:
+                before = read_sources(self._sources)
                 key = list(islice(iterator, skip - 1, skip))
                 self._compare(before)
         finally:
-            put(trainers)
-            if not skip and not self.start[0] and type(inner_of(sampler)) is RandomSampler:
-                torch.empty((), dtype=torch.int64).random_()  # as its first key does
+            set_sources(trainers)
+            # As its first key does.
+            if not skip and not start and type(layers.inner) is RandomSampler:
+                torch.empty((), dtype=torch.int64).random_()
         yield key
         yield iterator
 
     def _compare(self, before: State) -> None:
         """Say that a resume is not exact, if keys were drawn from global generators since."""
-        after = look({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
+        after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
                 "%s draws from a global generator (%s) with later keys than its first: a resume in "
                 "the middle of an epoch cannot draw the same again, so samples may come twice or "
                 "not at all; have it draw all at once, or from a generator of its own",
-                type(inner_of(self._index_sampler)).__name__,
+                type(self.layers.inner).__name__,
                 ", ".join(late),
             )
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return what has to be kept, when so many batches of this epoch have been delivered.
+        """Return what a state keeps after `yielded` batches of this epoch have been delivered.
 
-        `finished`: and the loop was told that the epoch is over.
+        `finished`: the loop has also seen that the epoch is over.
         """
         if finished:
             if self._keeps_state and self._sampler is not None:
                 return self._own_state()
-            generator = generator_of(self._index_sampler)  # the next epoch draws from it
-            state = {} if self._epochs is None else self._epochs.ended()
+            # The next epoch draws from it.
+            generator = self.layers.generator
+            state = {} if self._epochs is None else self._epochs.after()
             if generator is not None:
                 state["generator"] = text_of(generator.get_state())
             return state
@@ -651,6 +569,7 @@ class Keys:
             when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
             for when, states in state["generators"].items()
         }
-        if len(state) > 1:  # a sampler's state may refer to one thing twice
+        # A sampler's state may refer to one thing twice.
+        if len(state) > 1:
             state = copy.deepcopy({**state, "generators": {}})
         return {**state, "generators": generators}

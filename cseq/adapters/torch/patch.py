@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cseq.adapters.torch.fallback import make_iterator, note
 from cseq.adapters.torch.loader import DataLoader
-from cseq.adapters.torch.options import defaults
+from cseq.adapters.torch.options import Options, defaults
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,21 +26,21 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
 
     A loader of cseq's comes here if its own way cannot be: for torch's.
     """
-    own = _original
+    own, reason = _original, None
     assert own is not None
     if isinstance(self, DataLoader):
         return own(self)
-    rng, on_error = defaults.rng, defaults.on_error
+    rng, on_error, method = defaults.rng, defaults.on_error, defaults.worker_method
     if self.num_workers == 0 and (rng, on_error) == ("worker", "raise"):
-        self._progress = None
-        note(self, "with num_workers=0 the loop makes the batches")
-        return own(self)
-    if getattr(self, "worker_method", None) == "thread":  # of a torch that has threads itself
-        self._progress = None
-        note(self, "torch's worker threads are its own")
-        return own(self)
-    method = defaults.worker_method
-    return make_iterator(self, lambda: own(self), rng=rng, on_error=on_error, worker_method=method)
+        reason = "with num_workers=0 the loop makes the batches"
+    # Of a torch that has threads itself.
+    elif getattr(self, "worker_method", None) == "thread":
+        reason = "torch's worker threads are its own"
+    if reason is None:
+        return make_iterator(self, lambda: own(self), Options(rng, on_error, method))
+    self._progress = None
+    note(self, reason)
+    return own(self)
 
 
 def install() -> None:
@@ -57,13 +57,13 @@ def install() -> None:
     global _original
     if is_installed():
         return
-    found: Callable[[Any], object] = _class._get_iterator
-    if getattr(found, "__module__", None) != "torch.utils.data.dataloader":
+    present: Callable[[Any], object] = _class._get_iterator
+    if getattr(present, "__module__", None) != "torch.utils.data.dataloader":
         raise RuntimeError(
-            f"DataLoader._get_iterator is not torch's own any more, but {found!r}: install cseq "
+            f"DataLoader._get_iterator is not torch's own any more, but {present!r}: install cseq "
             "first, or leave out the other one"
         )
-    _original = found
+    _original = present
     _class._get_iterator = _get_iterator
     _class.stats = DataLoader.stats
 
@@ -73,9 +73,9 @@ def uninstall() -> None:
     global _original
     if not is_installed():
         return
-    found = _class._get_iterator
-    if found is not _get_iterator:
-        raise RuntimeError(f"DataLoader._get_iterator is {found!r}: undo that first")
+    present = _class._get_iterator
+    if present is not _get_iterator:
+        raise RuntimeError(f"DataLoader._get_iterator is {present!r}: undo that first")
     _class._get_iterator = _original
     del _class.stats
     _original = None

@@ -15,18 +15,14 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-EXIT_SECONDS = 15.0  # how long the end, and a fork, wait for a batch that is being pinned
+# How long the end of the program, and a fork, wait for a batch that is being pinned.
+EXIT_SECONDS = 15.0
 
 
 class Pinner:
-    """Pins batches. Its thread, one at a time, runs from the first `begin` to `close`.
+    """Pins batches for a device, the next one on a thread from the first `pin_ahead` to `close`.
 
     A signal handler may raise in any method: a batch may then be pinned twice.
-
-    Parameters
-    ----------
-    device : str or None
-        See `DataLoader`.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -34,8 +30,9 @@ class Pinner:
         self._pid = os.getpid()
         self._jobs: SimpleQueue[PinJob | None] = SimpleQueue()
         self._threads = Threads()
-        self._job: PinJob | None = None  # that was begun last, unless it is forgotten
-        self._done: Latch | None = None  # of the job that was begun last
+        self._job: PinJob | None = None
+        # Of the latest job, even if that is forgotten.
+        self._done: Latch | None = None
         _pinners.add(self)
 
     def in_threads(self) -> tuple[Any, str | None]:
@@ -49,26 +46,28 @@ class Pinner:
             return job.batch
         return names.pin(batch, self._device)
 
-    def begin(self, item: Any, batch: Any) -> None:
+    def pin_ahead(self, item: Any, batch: Any) -> None:
         """Have the thread pin the batch of an item."""
         if not self._threads.begun:
             try:
-                work = partial(_work, self._jobs, names.settle_pinning(self._device))
+                work = partial(_work, self._jobs, self._device, names.settle_pinning(self._device))
                 self._threads.add("cseq-pin", work)
                 self._threads.start()
-            except RuntimeError:  # the system has no more threads, or the interpreter is ending
+            # The system has no more threads, or the interpreter is ending.
+            except RuntimeError:
                 self._threads = Threads()
                 return
-        self._job = PinJob(item, batch, self._device)
+        self._job = PinJob(item, batch)
+        # No handler runs between these two lines.
         self._done = self._job.done
-        self._jobs.put(self._job)  # no handler runs between this and the line before
+        self._jobs.put(self._job)
 
     def forget(self) -> None:
         """Keep no batch."""
         self._job = None
 
     def wait(self, seconds: float = -1.0) -> bool:
-        """Wait until nothing is being pinned. False: not by then, or not in this process."""
+        """Wait until nothing is being pinned; return whether that is so, in this process."""
         done = self._done
         return done is None or (self._pid == os.getpid() and done.wait(seconds))
 
@@ -77,27 +76,24 @@ class Pinner:
         self._jobs.put(None)
         self._job = None
 
-    def __del__(self) -> None:
-        self._jobs.put(None)
+    __del__ = close
 
 
 class PinJob:
     """A batch that is pinned on the thread."""
 
-    def __init__(self, item: Any, batch: Any, device: str | None) -> None:
-        self.item = item
-        self.batch = batch
-        self.device = device
-        self.is_pinned = False
-        self.done = Latch()
+    def __init__(self, item: Any, batch: Any) -> None:
+        self.item, self.batch = item, batch
+        self.is_pinned, self.done = False, Latch()
 
 
-def _work(jobs: SimpleQueue[PinJob | None], settle: Any) -> None:
+def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
     """Run the thread; it keeps no batch while it waits for the next one."""
     settle()
     while (job := jobs.get()) is not None:
-        with contextlib.suppress(BaseException):  # the loop pins it again, which raises it there
-            job.batch = names.pin(job.batch, job.device)
+        # The loop pins it again, which raises the exception there.
+        with contextlib.suppress(BaseException):
+            job.batch = names.pin(job.batch, device)
             job.is_pinned = True
         job.done.set()
         del job

@@ -16,20 +16,23 @@ import torch
 if TYPE_CHECKING:
     from cseq.order.base import Order
 
-__all__ = ["agreed", "divider", "divisions", "number_of", "place_of"]
+__all__ = ["agreed", "divider", "divisions", "number_of", "rank_of"]
 
 log = logging.getLogger("cseq")
 
-PATIENCE = 10.0  # seconds after which the log says what is waited for
+# Seconds after which the log says what is waited for.
+PATIENCE = 10.0
 # What samplers call their part: accelerate's, and torch's DistributedSampler.
 NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
-MOST = 4  # samplers inside one another
+# The most samplers that may be inside one another.
+MOST = 4
 
-_made: Counter[tuple[str, int | None]] = Counter()  # orders, by name and samples
+# Orders that were made, by name and samples.
+_made: Counter[tuple[str, int | None]] = Counter()
 
 
 def number_of(order: Order) -> int:
-    """Count an order among those of its kind that this process has made: ranks make the same."""
+    """Count an order among the ones like it that this process has made: ranks make the same."""
     _made[order.name, order.samples] += 1
     return _made[order.name, order.samples]
 
@@ -45,13 +48,9 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
     """Return rank 0's seed of an order, where there are several ranks.
 
     It goes through the store of the process group, not through a collective: rank 0 waits for
-    nobody, so it may iterate alone, and no tensor is sent. The numbers are another question's on
-    all ranks.
-
-    Raises
-    ------
-    RuntimeError
-        The process group has no store, or rank 0 has set no seed within the group's timeout.
+    nobody, so it may iterate alone, and no tensor is sent. All ranks give the same numbers, which
+    tell one question from others. Raises RuntimeError if the process group has no store, or rank 0
+    sets no seed within the group's timeout.
     """
     distributed = group()
     if distributed is None or not order.is_seeded:
@@ -68,14 +67,14 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
     if rank == 0:
         store.set(key, str(seed))
         return seed
-    begun, nap, is_told = time.monotonic(), 0.001, False
+    began, nap, has_warned = time.monotonic(), 0.001, False
     while not store.check([key]):
-        waited = time.monotonic() - begun
+        waited = time.monotonic() - began
         text = f"rank {rank} has waited {waited:.0f} s for rank 0 to begin order={order!r}"
         if waited > store.timeout.total_seconds():
             raise RuntimeError(f"{text}, whose seed both need; {remedy}")
-        if waited > PATIENCE and not is_told:
-            is_told = True
+        if waited > PATIENCE and not has_warned:
+            has_warned = True
             log.warning("%s, whose seed both need; if it does not, %s", text, remedy)
         time.sleep(nap)
         nap = min(1.0, 2 * nap)
@@ -83,10 +82,7 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
 
 
 def divider(sampler: Any) -> Any:
-    """Return what accelerate takes the batches of a sampler by: that itself, or what divides it.
-
-    None: it does not iterate over them now.
-    """
+    """Return what accelerate iterates over now, if that is the sampler or what divides it."""
     state: Any = sys.modules.get("accelerate.state")
     loader = None if state is None else getattr(state.GradientState(), "active_dataloader", None)
     outer = getattr(loader, "batch_sampler", None)
@@ -97,8 +93,9 @@ def divisions(sampler: Any) -> list[tuple[int, int]]:
     """Return which part of how many a sampler gives, and those inside it, from the outermost on."""
     parts: list[tuple[int, int]] = []
     for _ in range(MOST):
-        own = getattr(sampler, "__dict__", {})  # what a wrapper passes on is not its own
-        shard: Any = own.get("_shard")  # of cseq's BatchSampler
+        # What a wrapper passes on is not its own. cseq's BatchSampler has a `_shard`.
+        own = getattr(sampler, "__dict__", {})
+        shard: Any = own.get("_shard")
         if getattr(shard, "source", ""):
             parts.append(shard[:2])
         for rank, ranks in NAMES:
@@ -121,8 +118,8 @@ def warn_twice(*ranks: int) -> None:
     )
 
 
-def place_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return by which number, below which, this rank's batches differ from those of other ranks.
+def rank_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
+    """Return which rank this is, and of how many, of those that read different batches.
 
     The parts that samplers give say so: `divisions`. Without them, ranks read data of their own,
     unless they seem to share a model.

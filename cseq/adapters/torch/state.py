@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import random
 import reprlib
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from cseq.adapters.torch import names
-from cseq.adapters.torch.order import put, sources_in, text_of
+from cseq.adapters.torch.order import set_sources, sources_in, text_of
 from cseq.adapters.torch.stateful import left_by
 from cseq.check import integer
 from cseq.encoding.pickling import dumps
@@ -30,14 +29,13 @@ if TYPE_CHECKING:
     from cseq.indexing.leaving import Skipped
     from cseq.measure.stats import Stats
 
-__all__ = ["VERSION", "LoaderProgress", "read"]
-
-log = logging.getLogger("cseq")
+__all__ = ["LoaderProgress", "resumed"]
 
 VERSION = 4
-NUMBERS = ("_num_yielded", "_sampler_iter_yielded")  # one thing; accelerate lowers both
+# The same number twice; accelerate lowers both.
+NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
-# What a loader says of its epochs: what their order depends on, and their batches; and `Shares`.
+# What a loader says of its epochs: what their order depends on, their batches, and `Shares`.
 ORDER, BATCHES = ("sampler_type", "shuffle", "seed", "samples"), ("batch_size", "batches")
 SHARES = ("step", "world_size", "rank")
 
@@ -47,42 +45,48 @@ State = dict[str, Any]
 class LoaderProgress:
     """How far an epoch is, as of the last batch delivered.
 
-    A loader that is pickled, or copied, begins anew: it has none.
+    A loader that is pickled or copied has none, so its copy begins an epoch.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Keys, *, rng: str) -> None:
+    def __init__(self, loader: DataLoader[Any], keys: Keys, *, rng: str) -> None:
         self.iterable = loader._dataset_kind == names.ITERABLE
         self.num_workers, self.rng = loader.num_workers, rng
-        self.iterator: Callable[[], Any] = _none  # a weak reference, if there are workers
-        self.stats: Stats | None = None  # of workers that have ended
-        # Of the data set in each worker, pickled; also what an earlier epoch has left it in.
+        # A weak reference to the iterator, if there are workers.
+        self.iterator: Callable[[], Any] = _none
+        # Of workers that have ended.
+        self.stats: Stats | None = None
+        # Of the data set in each worker, pickled; an epoch begins with what the last one left.
         self.states: list[bytes | None] = []
-        self.begin(order, None)
+        self.begin_epoch(keys, None)
 
     def __reduce__(self) -> tuple[object, ...]:
         return _none, ()
 
-    def begin(self, order: Keys, base_seed: int | None, resume: State | None = None) -> None:
-        """Begin an epoch, or go on with one."""
+    def begin_epoch(self, keys: Keys, base_seed: int | None, resume: State | None = None) -> None:
+        """Begin an epoch, or go on with one. Without a `base_seed`, none has begun."""
         several = max(1, self.num_workers)
-        self.order, self.base_seed = order, base_seed  # None: no epoch has begun
+        self.keys, self.base_seed = keys, base_seed
         self.finished = False
-        self.batching: State | None = None  # what the loader says of it, once a state is asked for
+        # What the loader says of the epoch, once a state is asked for.
+        self.batching: State | None = None
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        self.inline: DatasetState | None = None  # where the trainer makes the batches
+        # Where the trainer makes the batches.
+        self.inline: DatasetState | None = None
         # Of an IterableDataset, for each worker: batches delivered, whether there are no more.
+        self.counts, self.ended = [0] * several, [False] * several
+        self.yielded = keys.layers.omitted
         if resume is None:
-            self.yielded = order.omitted
-            self.counts, self.ended = [0] * several, [False] * several
-            states = [each and left_by(pickle.loads(each)) for each in self.states]
+            states = [state and left_by(pickle.loads(state)) for state in self.states]
         else:
-            self.yielded = resume["_num_yielded"]
+            self.yielded, states = resume["_num_yielded"], resume["workers"]
             self.counts, self.ended = list(resume["counts"]), list(resume["ended"])
-            states = resume["workers"]
-        self.states = [None if each is None else dumps(each) for each in states or [None] * several]
+        self.states = [
+            None if state is None else dumps(state) for state in states or [None] * several
+        ]
         # The worker that is next: batch k of the keys of this loader is made by worker k mod N.
-        self.turn = (self.yielded - order.omitted) % several
-        if self.iterable:  # they take turns: the last with the most batches was the latest
+        self.turn = (self.yielded - keys.layers.omitted) % several
+        # Workers of an IterableDataset take turns: the last with the most batches was the latest.
+        if self.iterable:
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
     def as_dict(self, *, next_epoch: bool) -> State:
@@ -94,23 +98,22 @@ class LoaderProgress:
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
         is_between = is_over or self.base_seed is None
-        generator = self.order.loaders_generator(now=is_between)
         if self.inline:
-            states: list[State | None] = [copy.deepcopy(self.inline.take(self.yielded))]
+            states: list[State | None] = [copy.deepcopy(self.inline.after(self.yielded))]
         else:
-            states = [None if each is None else pickle.loads(each) for each in self.states]
+            states = [None if state is None else pickle.loads(state) for state in self.states]
         return {
             "version": VERSION,
             "kind": "iterable" if self.iterable else "map",
             "rng": self.rng,
-            "generator": generator,
+            "generator": self.keys.loaders_generator(now=is_between),
             "num_workers": self.num_workers,
             "base_seed": self.base_seed,
             "_num_yielded": self.yielded,
             "_sampler_iter_yielded": self.yielded,
             "_iterator_finished": is_over,
-            "sampler": (self.order.state(self.yielded, finished=is_between),),
-            "start": list(self.order.start),
+            "sampler": (self.keys.state(self.yielded, finished=is_between),),
+            "start": list(self.keys.start),
             "counts": list(self.counts),
             "ended": list(self.ended),
             "workers": tuple(states),
@@ -138,36 +141,16 @@ def _from_3(state: State) -> State:
 LIFTS = {3: _from_3}
 
 
-def read(
-    state: State,
-    *,
-    iterable: bool,
-    num_workers: int,
-    keeps: bool,
-    batching: State,
-    strict: bool = True,
+def resumed(
+    state: State, *, keeps: bool, kind: str, num_workers: int, batching: State, strict: bool
 ) -> State | None:
-    """Return a state as an iterator goes on from it; None: the next epoch begins anew.
+    """Return a state as an iterator goes on from it, or None if the next epoch just begins.
 
     Of an epoch that is over, or has not begun, ``base_seed`` is None, and the rest as for an epoch
-    that begins. `keeps`: the data set is the same object in all epochs. `strict`: see
-    `DataLoader.load_state_dict`.
-
-    Raises
-    ------
-    ValueError
-        It is of another kind of data set, of another order, of another number of workers where
-        that matters, or of a format that is not known.
+    that begins. `keeps`: the data set is the same object in all epochs. Raises ValueError if the
+    state does not fit.
     """
-    if "_snapshot" in state or "fetcher_state" in state:
-        raise ValueError(
-            "the state is of torchdata's StatefulDataLoader, whose format is not read here: finish "
-            "its epoch with that loader, then begin the next one with this loader, without a state"
-        )
-    if "order" in state:
-        raise ValueError("the state is of a manager, such as MPSequence; load it into one")
     state = _lifted(state)
-    kind = "iterable" if iterable else "map"
     if state["kind"] != kind:
         raise ValueError(
             f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
@@ -176,8 +159,9 @@ def read(
     # Between epochs: that is over, or none has begun.
     is_between = state["_iterator_finished"] or state["base_seed"] is None
     (sampler,), workers, start = state["sampler"], list(state["workers"]), state["start"]
-    has_states = any(each is not None for each in workers) and (keeps or not is_between)
-    if is_between:  # a sampler that has a state goes on from its own
+    has_states = any(workers) and (keeps or not is_between)
+    # A sampler that has a state goes on from its own.
+    if is_between:
         sampler = {
             name: sampler[name]
             for name in ("sampler", "generator", "epoch")
@@ -187,32 +171,41 @@ def read(
             return None
     else:
         start, yielded = _cut(state, yielded, batching, strict=strict)
-    if ((iterable and not is_between) or has_states) and state["num_workers"] != num_workers:
-        what = "an IterableDataset" if iterable else "a data set that has a state"
+    is_divided = kind == "iterable" and not is_between
+    if (is_divided or has_states) and state["num_workers"] != num_workers:
+        what = "an IterableDataset" if kind == "iterable" else "a data set that has a state"
         raise ValueError(
             f"the state is of num_workers={state['num_workers']} and this loader has "
             f"num_workers={num_workers}: with {what} both must be the same, since every worker "
             "has a share of its own"
         )
     several = max(1, num_workers)
-    counts, ended = state["counts"], state["ended"]
-    if is_between or not iterable:
+    counts, ended, base_seed = state["counts"], state["ended"], state["base_seed"]
+    if not is_divided:
         counts, ended = [0] * several, [False] * several
-    elif sum(counts) != yielded:  # the caller has changed the number
+    # The caller has changed the number.
+    elif sum(counts) != yielded:
         counts = [len(range(number, yielded, several)) for number in range(several)]
     workers = workers if has_states else [None] * several
-    resume = {**state, "sampler": sampler, "start": start, "counts": counts}
-    resume |= {"ended": ended, "strict": strict}
-    if state["rng"] == "worker" and state.get("rank") != batching["rank"] and not is_between:
-        resume["base_seed"] = (state["base_seed"] + (batching["rank"] or 0)) % MOST
     if is_between:
-        left = [each and left_by(each) for each in workers]
-        return resume | {"_num_yielded": 0, "base_seed": None, "workers": left}
-    return resume | {"_num_yielded": yielded, "workers": workers}
+        yielded, base_seed = 0, None
+        workers = [state and left_by(state) for state in workers]
+    elif state["rng"] == "worker" and state.get("rank") != batching["rank"]:
+        base_seed = (base_seed + (batching["rank"] or 0)) % MOST
+    parts = {"sampler": sampler, "start": start, "counts": counts, "ended": ended}
+    parts |= {"workers": workers, "base_seed": base_seed, "_num_yielded": yielded}
+    return {**state, **parts, "strict": strict}
 
 
 def _lifted(state: State) -> State:
     """Return a state as this version writes it, or raise ValueError if it is malformed."""
+    if "_snapshot" in state or "fetcher_state" in state:
+        raise ValueError(
+            "the state is of torchdata's StatefulDataLoader, whose format is not read here: finish "
+            "its epoch with that loader, then begin the next one with this loader, without a state"
+        )
+    if "order" in state:
+        raise ValueError("the state is of a manager, such as MPSequence; load it into one")
     version = state.get("version")
     try:
         lifted = LIFTS[version](state) if version in LIFTS else state
@@ -222,63 +215,61 @@ def _lifted(state: State) -> State:
         raise ValueError(
             f"the state has version {version!r}; a DataLoader's have {min(LIFTS)} to {VERSION}"
         )
-    _check_form(lifted)
+    for name, fits in FORM.items():
+        try:
+            is_fine = fits(lifted[name], lifted) is not False
+        except Exception:  # noqa: BLE001 - whatever a malformed value raises
+            is_fine = False
+        if not is_fine:
+            raise ValueError(
+                f"the state is malformed, with {name}={reprlib.repr(lifted.get(name))}; give what "
+                "state_dict() of a DataLoader returned"
+            )
     return lifted
 
 
+def _is_number(value: object, _: State, least: int = 0) -> bool:
+    return integer("a number", value, least, MOST) >= least
+
+
 def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
-    """Tell whether a value is a list of these, one for each worker, and no number below 0."""
+    """Whether a value is a list of these, one for each worker, and no number below 0."""
     return len(value) == max(1, state["num_workers"]) and all(
-        type(each) in kinds and (type(each) is not int or 0 <= each <= MOST) for each in value
+        type(part) in kinds and (type(part) is not int or 0 <= part <= MOST) for part in value
     )
 
 
 def _is_sampler(kept: list[State]) -> bool:
-    """Tell whether this is what orders keep of a sampler, but for the sampler's own state."""
+    """Whether this is what `Keys` keep of a sampler, except for the sampler's own state."""
     (value,) = kept
     both: dict[str, State] = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
     trial["generator"] = trial["torch"]
     trial["epoch"] = trial["torch"][0], lambda epoch: integer("epoch", epoch, 0, MOST)
     for states in (value, *both.values()):
-        put(states, trial)
+        set_sources(states, trial)
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
 
 
 # What each part of a state looks like: False, or an exception, where it does not.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
-    "num_workers": lambda number, _: integer("num_workers", number, 0, MOST),
-    "base_seed": lambda seed, _: seed is None or integer("base_seed", seed, -MOST - 1, MOST),
-    **dict.fromkeys(NUMBERS, lambda number, _: integer("batches", number, 0, MOST)),
+    **dict.fromkeys(("num_workers", *NUMBERS), _is_number),
+    "base_seed": lambda seed, state: seed is None or _is_number(seed, state, -MOST - 1),
     "_iterator_finished": lambda value, _: type(value) is bool,
     "counts": lambda counts, state: _is_list(counts, state, int),
     "ended": lambda ended, state: _is_list(ended, state, bool),
     "workers": lambda states, state: _is_list(states, state, dict, type(None)),
     "sampler": lambda sampler, _: _is_sampler(sampler),
     "generator": lambda states, _: states is None or _is_sampler([{"generator": states}]),
-    "start": lambda start, _: len([integer("start", n, 0, MOST) for n in start]) == 2,
-    "epoch": lambda epoch, _: epoch is None or integer("epoch", epoch, 0, MOST),
+    "start": lambda start, state: [_is_number(n, state) for n in start] == [True, True],
+    **dict.fromkeys(
+        ("epoch", *SHARES), lambda value, state: value is None or _is_number(value, state)
+    ),
     **dict.fromkeys(
         (*ORDER, *BATCHES), lambda value, _: type(value) in (int, bool, str, type(None))
     ),
-    **dict.fromkeys(
-        SHARES, lambda value, _: value is None or integer("a share", value, 0, MOST) or not value
-    ),
 }
-
-
-def _check_form(state: State) -> None:
-    for name, look in FORM.items():
-        try:
-            is_fine = look(state[name], state) is not False
-        except Exception:  # noqa: BLE001 - of any type
-            is_fine = False
-        if not is_fine:
-            raise ValueError(
-                f"the state is malformed, with {name}={reprlib.repr(state.get(name))}; give what "
-                "state_dict() of a DataLoader returned"
-            )
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
@@ -289,10 +280,9 @@ def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[
     """
     steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]
     is_shared = None not in (*steps[0], *steps[1])
-    names = [*ORDER, *(() if is_shared else BATCHES)]
-    for name in names if strict else ():
-        there, value = state.get(name), batching[name]
-        if there is not None and value is not None and there != value:
+    for name in (*ORDER, *(() if is_shared else BATCHES)) if strict else ():
+        saved, value = state.get(name), batching[name]
+        if saved is not None and value is not None and saved != value:
             way = "make it with the same"
             if name == "samples":
                 way += (
@@ -300,7 +290,7 @@ def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[
                     "position of this one"
                 )
             raise ValueError(
-                f"the state is of an epoch with {name}={there!r}, and this loader has "
+                f"the state is of an epoch with {name}={saved!r}, and this loader has "
                 f"{name}={value!r}, so its batches differ; {way}, or do not load this state"
             )
     start: list[int] = list(state["start"])

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from typing import TypeGuard
 
-__all__ = ["DatasetState", "Stateful", "is_stateful", "left_by"]
+    class Stateful(Protocol):
+        """What has a state."""
+
+        def state_dict(self) -> State: ...
+        def load_state_dict(self, state: State, /, **options: bool) -> object: ...
+
+
+__all__ = ["DatasetState", "is_stateful", "left_by"]
 
 State = dict[str, Any]
-
-
-class Stateful(Protocol):
-    """What has a state."""
-
-    def state_dict(self) -> State:
-        """Return it."""
-
-    def load_state_dict(self, state: State, /, **options: bool) -> object:
-        """Set it."""
 
 
 def is_stateful(thing: object) -> TypeGuard[Stateful]:
@@ -30,9 +27,10 @@ def is_stateful(thing: object) -> TypeGuard[Stateful]:
         return False
     try:
         inspect.signature(ask).bind()
-    except TypeError:  # it is for those who know what to give
+    except TypeError:
         return False
-    except ValueError:  # of C, which does not tell
+    # Code in C does not say what arguments it takes.
+    except ValueError:
         pass
     return True
 
@@ -43,29 +41,21 @@ def left_by(state: State) -> State:
 
 
 class DatasetState:
-    """What has a state in a data set that is being read: itself, and its iterator.
-
-    Parameters
-    ----------
-    dataset : object
-    fetcher : object
-        torch's fetcher of it.
-    """
+    """What has a state in a data set that torch's `fetcher` reads: itself, and its iterator."""
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)
-        # One that is both is set as an iterator: `iter` may begin it anew.
+        # One that is both is set as an iterator: `iter` may begin it again.
         self._is_own = iterator is dataset
-        own = None if self._is_own else dataset
-        found = {"dataset": own, "iterator": iterator}
+        parts = {"dataset": None if self._is_own else dataset, "iterator": iterator}
         self._fetcher = fetcher
-        self._stateful = {name: each for name, each in found.items() if is_stateful(each)}
+        self._stateful = {name: part for name, part in parts.items() if is_stateful(part)}
 
     def __bool__(self) -> bool:
         return bool(self._stateful)
 
-    def take(self, made: int) -> State:
-        """Return the present state, after so many batches."""
-        state = {name: each.state_dict() for name, each in self._stateful.items()}
+    def after(self, made: int) -> State:
+        """Return the present state, after `made` batches."""
+        state = {name: part.state_dict() for name, part in self._stateful.items()}
         ended: bool = getattr(self._fetcher, "ended", False)
         return {**state, "made": made, "ended": ended, "is_own": self._is_own}

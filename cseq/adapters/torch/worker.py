@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from cseq._lock import check_depth
 from cseq._memory import fork_depth
 from cseq.adapters.torch import names
-from cseq.adapters.torch.collate import collating, stack_in_slots, stack_in_threads
+from cseq.adapters.torch.collate import collating, stack_in_slots
 from cseq.adapters.torch.stateful import DatasetState
 from cseq.encoding import failure
 from cseq.encoding.pickling import dumps
@@ -37,42 +37,42 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     Left = tuple[tuple[object, str], ...]
-__all__ = [
-    "Fetcher",
-    "FetcherEpoch",
-    "FetcherHere",
-    "Fetching",
-    "Item",
-    "ThreadFetcher",
-    "count",
-    "modes_here",
-]
+
+__all__ = ["FetcherEpoch", "FetcherHere", "Fetching", "Item", "modes_here", "samples_of"]
 
 END = object()
 
 
 class Item(NamedTuple):
-    """What comes in place of a batch where that alone does not say enough."""
+    """A batch that more has to be said of, or what is there instead.
+
+    `state` is the data set's after it, and `left` are samples that are left out (see `Partial`).
+    If `is_over`, the worker's data set has come to its end. An `error`, packed by a worker, is
+    raised instead of the batch that `name` and `key` identify; if `is_setup`, there is no data set
+    to fetch batches from, so the next ones will raise, too.
+    """
 
     batch: object = None
-    state: bytes | None = None  # of the data set after it, if that is wanted
-    is_over: bool = False  # there is no batch: this worker's data set has come to its end
-    left: Left = ()  # samples that are left out: see `Partial`
-    error: bytes | BaseException | None = None  # raised instead of it; packed by a worker
-    place: str = ""  # names that batch
-    is_setup: bool = False  # there is no data set to fetch it from: the next ones will raise, too
-    key: object = None  # of that batch, if the data set is map-style
+    state: bytes | None = None
+    is_over: bool = False
+    left: Left = ()
+    error: bytes | BaseException | None = None
+    name: str = ""
+    is_setup: bool = False
+    key: object = None
 
 
-def count(key: Any) -> int:
-    """Count the samples of the batch of a key."""
+def samples_of(key: Any) -> int:
+    """Return how many samples the batch of a key has."""
     try:
         return len(key)
-    except TypeError:  # a number, also as a tensor
+    # A number, or a tensor that is one.
+    except TypeError:
         return 1
 
 
-_entered = contextlib.ExitStack()  # of this process, for as long as it lives
+# Left when the process ends.
+_entered = contextlib.ExitStack()
 
 
 def _infer(mode: bool) -> None:  # noqa: FBT001 - as torch's own
@@ -85,49 +85,50 @@ def _push_all(modes: list[Any]) -> None:
         names.push_mode(mode)
 
 
-def _autocasts() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
+def _modes() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
+    """Yield how each mode of torch that a thread is in is read, and set."""
+    autocast: tuple[tuple[Callable[[str], object], Callable[[str, Any], object]], ...] = (
+        (torch.is_autocast_enabled, torch.set_autocast_enabled),
+        (torch.get_autocast_dtype, torch.set_autocast_dtype),
+    )
+    yield torch.is_inference_mode_enabled, _infer
+    yield torch.is_grad_enabled, torch.set_grad_enabled
+    yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
+    # A default device is one, too.
+    yield names.function_modes, _push_all
     for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone"):
-        with contextlib.suppress(RuntimeError):  # an older torch does not know it
+        # An older torch does not know all of them.
+        with contextlib.suppress(RuntimeError):
             torch.is_autocast_enabled(device)
-            yield (
-                partial(torch.is_autocast_enabled, device),
-                partial(torch.set_autocast_enabled, device),
-            )
-            yield (
-                partial(torch.get_autocast_dtype, device),
-                partial(torch.set_autocast_dtype, device),
-            )
+            for ask, enter in autocast:
+                yield partial(ask, device), partial(enter, device)
 
 
-# Modes of torch that a thread is in: how one is read, and set. A default device is a function mode.
-MODES: tuple[tuple[Callable[[], object], Callable[[Any], object]], ...] = (
-    (torch.is_inference_mode_enabled, _infer),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    *_autocasts(),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (names.function_modes, _push_all),
-)
+MODES = tuple(_modes())
 
 
 def modes_here() -> list[Any]:
     """Return the modes of this thread, for a worker that another thread forks."""
-    return [read() for read, _ in MODES]
+    return [ask() for ask, _ in MODES]
 
 
 class Fetching(NamedTuple):
-    """What a worker needs of a loader; makes its producer, in its process."""
+    """What a worker needs of a loader, to make its producer.
+
+    `skips`: what raises is left out. `modes` are the trainer's, for forked workers. `pins` says how
+    a thread settles that pins its batches, and for which device.
+    """
 
     kind: int
     dataset: Any
     auto_collation: bool
     collate_fn: Callable[[Any], object]
     drop_last: bool
-    skips: bool  # leaves out what raises
+    skips: bool
     batch_seeds: bool
     init_fn: Callable[[int], object] | None
-    modes: list[Any]  # of the trainer, if the worker is forked
+    modes: list[Any]
     is_thread: bool = False
-    # A thread pins its batches: how it settles, and the device.
     pins: tuple[Callable[[], object], str | None] | None = None
 
     def __call__(self, number: int, num_workers: int) -> Fetcher:
@@ -137,15 +138,21 @@ class Fetching(NamedTuple):
 
 
 class FetcherEpoch(NamedTuple):
-    """What a worker has to know of an epoch."""
+    """What a worker has to know of an epoch.
+
+    `first` batches were delivered before; of an IterableDataset, by this worker, which may have no
+    more (`is_over`). Such a data set is asked with `index`: None for each sample of a batch. The
+    data set of a new process begins at `state`, and its state is sent after `snapshot_every`
+    batches each; 0 for never. `rank` is which rank, of how many, has draws of its own.
+    """
 
     base_seed: int
-    index: Any = None  # what an IterableDataset is asked with: None for each sample of a batch
-    first: int = 0  # batches that were delivered before: of an IterableDataset, by this worker
-    state: bytes | None = None  # where the data set of a new process is to begin, from `Item`
-    snapshot_every: int = 0  # send the data set's state after every so many batches; 0: never
-    is_over: bool = False  # an IterableDataset has no more batches for this worker
-    rank: tuple[int, int] = (0, 1)  # whose batches draw their own numbers, of how many; see `ranks`
+    index: Any = None
+    first: int = 0
+    state: bytes | None = None
+    snapshot_every: int = 0
+    is_over: bool = False
+    rank: tuple[int, int] = (0, 1)
 
 
 class Fetcher:
@@ -154,20 +161,20 @@ class Fetcher:
     IN_WORKER = True
 
     def __init__(self, setup: Fetching, number: int, num_workers: int, batch_context: Any) -> None:
-        self._setup = setup
-        self._number = number
-        self._num_workers = num_workers
+        self._setup, self._number, self._num_workers = setup, number, num_workers
         self._is_stream = setup.kind == names.ITERABLE
         self._collate = setup.collate_fn
         self._context: context.BatchContext = batch_context
         self._seeds = Seeds(batch_context) if setup.batch_seeds else None
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
-        self._key: Any = ()  # of the present batch
-        self._broken: bytes | None = None  # the exception that kept it from getting ready
-        self._is_set_up = False
-        self._is_open = False  # this epoch's fetcher is made, or something keeps it from that
-        self._made = 0  # batches of the epoch
+        self._key: Any = ()
+        # The exception that kept it from getting ready.
+        self._broken: bytes | None = None
+        # Whether the worker is set up; whether this epoch's fetcher is made, or is broken.
+        self._is_set_up = self._is_open = False
+        # Batches of the epoch.
+        self._made = 0
         self._state: DatasetState | None = None
         self._depth = fork_depth()
 
@@ -181,7 +188,7 @@ class Fetcher:
             self._fetcher = self._state = None
 
     def begin(self, epoch: FetcherEpoch) -> None:
-        """Begin an epoch. What the user has written is called with the first batch of it."""
+        """Begin an epoch. The user's code is called with its first batch."""
         self._epoch = epoch
         self._is_open = False
 
@@ -200,21 +207,19 @@ class Fetcher:
             return
         while (item := self._next_item()) is not END:
             yield item
-            del item  # or it would be there while the next one is made
+            # Or it would be there while the next one is made.
+            del item
         if self._state:
             yield self._stated(is_over=True)
 
     def _drop(self, count: int) -> bool:
-        """Make the first batches of an iterable data set again; False: it has less."""
-        while self._made < count:
-            if self._next_item() is END:
-                return False
-        return True
+        """Make the first batches of an iterable data set again; return whether it has them."""
+        return all(self._next_item() is not END for _ in range(self._made, count))
 
     # -- getting ready
 
     def get_ready(self) -> None:
-        """Make the fetcher of this epoch, unless it is there; in a new process, set that up."""
+        """Make the fetcher of this epoch, unless it is there; set a new process up."""
         if self._is_open:
             return
         self._is_open = True
@@ -245,21 +250,21 @@ class Fetcher:
         finally:
             sys.tracebacklimit = limit
         np.random.seed(names.numpy_seed(base_seed, self._number))  # noqa: NPY002 - the global one
-        self._tell(seed)
+        self._set_info(seed)
         stack_in_slots()
         if setup.init_fn is not None:
             setup.init_fn(self._number)
 
-    def _tell(self, seed: int) -> None:
-        """Set what `torch.utils.data.get_worker_info` returns in a worker."""
+    def _set_info(self, seed: int) -> None:
         if self.IN_WORKER:
             names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
 
     def _open(self, *, is_new: bool) -> None:
         """Make the fetcher, in a new process where the data set is to begin."""
         epoch = self._epoch
+        # An IterableDataset may draw in `iter`.
         if self._seeds is not None:
-            self._seed(self._number)  # an IterableDataset may draw in `iter`
+            self._seed(self._number)
         state = {} if epoch.state is None or not is_new else pickle.loads(epoch.state)
         self._made = state.get("made", 0)
         self._fetcher = self._fetcher_from(state)
@@ -269,20 +274,17 @@ class Fetcher:
     def _seed(self, number: int) -> int:
         """Seed the generators for a batch, or for `iter`; return torch's seed."""
         assert self._seeds is not None
-        self._count(number)
+        self._set_ticket(number)
         self._seeds.seed_present()
         return torch.default_generator.initial_seed()
 
-    def _count(self, number: int) -> None:
+    def _set_ticket(self, number: int) -> None:
         """Set which batch `cseq.rng` and `cseq.worker_info` are for. Its samples are not known."""
         rank, ranks = self._epoch.rank
         self._context.set_ticket(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
-        """Make what fetches batches, beginning at a state of the data set (`DatasetState`).
-
-        For an IterableDataset that calls `iter`.
-        """
+        """Make what fetches batches, beginning at a state of the data set (`DatasetState`)."""
         kind, dataset, auto_collation, function, drop_last, skips, *_ = self._setup
         if state.get("dataset") is not None:
             dataset.load_state_dict(state["dataset"])
@@ -316,24 +318,25 @@ class Fetcher:
         return self._next(self._epoch.index, self._made * self._num_workers + self._number)
 
     def _next(self, key: object, number: int) -> object:
-        """Return the next batch, which is this one of all; as `Item`, if it is time; or END."""
+        """Return the next batch, `number` of all, as `Item` if there is more to say; or END."""
         if self._broken is not None:
             return self._raised()
         if self._seeds is not None:
-            self._tell(self._seed(number))
+            self._set_info(self._seed(number))
         self._made += 1
         self._key = key
         try:
             batch = self._fetcher.fetch(key)
         except BaseException as error:
-            is_copy = fork_depth() != self._depth  # which the data set has forked
+            # The data set has forked this process.
+            is_copy = fork_depth() != self._depth
             if is_copy or not (self.IN_WORKER or isinstance(error, Exception)):
                 raise
             if self._is_stream and isinstance(error, StopIteration):
                 return END
             packed = _packed(error) if self.IN_WORKER else failure.ordinary(error)
-            key, place = None if self._is_stream else key, self._place(key)
-            return Item(error=packed, place=place, key=key)
+            key, name = None if self._is_stream else key, self._name(key)
+            return Item(error=packed, name=name, key=key)
         left: Left = ()
         if type(batch) is Partial:
             batch, left = batch
@@ -343,14 +346,14 @@ class Fetcher:
 
     def _stated(self, batch: object = None, *, is_over: bool = False, left: Left = ()) -> Item:
         assert self._state is not None
-        return Item(batch, dumps(self._state.take(self._made)), is_over, left)
+        return Item(batch, dumps(self._state.after(self._made)), is_over, left)
 
     def _raised(self) -> Item:
-        """Return what kept the worker from getting ready, in place of a batch."""
-        place = f"its data set ready in worker {self._number}"
-        return Item(error=self._broken, place=place, is_setup=True)
+        """Return what kept the worker from getting ready."""
+        name = f"its data set ready in worker {self._number}"
+        return Item(error=self._broken, name=name, is_setup=True)
 
-    def _place(self, key: object) -> str:
+    def _name(self, key: object) -> str:
         of = f"batch {self._made - 1}" if self._is_stream else f"the batch of {failure.listed(key)}"
         return f"{of} in worker {self._number}" if self.IN_WORKER else of
 
@@ -366,7 +369,7 @@ class ThreadFetcher(Fetcher):
     def _set_up(self) -> None:
         setup = self._setup
         torch.set_num_threads(1)
-        stack_in_threads()
+        stack_in_slots(tensors=False)
         if setup.pins is not None:
             settle, device = setup.pins
             settle()
@@ -378,11 +381,11 @@ class ThreadFetcher(Fetcher):
         if setup.init_fn is not None:
             setup.init_fn(self._number)
 
-    def _tell(self, seed: int) -> None:
-        """Tell `get_worker_info` nothing: it has one answer for all threads of a process."""
+    def _set_info(self, seed: int) -> None:
+        """Leave `get_worker_info` as it is: it has one answer for all threads of a process."""
 
     def _seed(self, number: int) -> int:
-        self._count(number)
+        self._set_ticket(number)
         return 0
 
 
@@ -390,7 +393,7 @@ class FetcherHere(Fetcher):
     """A producer in the trainer, and its stream: a key is drawn when its batch is asked for."""
 
     IN_WORKER = False
-    latest = 0  # as `Streams` has it
+    latest = 0
 
     def __init__(self, setup: Fetching) -> None:
         super().__init__(setup, 0, 1, context.BatchContext(0, 0))
@@ -403,14 +406,16 @@ class FetcherHere(Fetcher):
         self._call(partial(self._open, is_new=True))
         if keys is None:
             self._call(self._drop, epoch.first)
-        state, self._state = self._state, None  # the trainer asks when it wants to
+        # The trainer asks it when it wants to.
+        state, self._state = self._state, None
         return state
 
     def __iter__(self) -> FetcherHere:
         return self
 
     def __next__(self) -> object:
-        check_depth()  # or an exception could end the sampler
+        # Or an exception could end the sampler.
+        check_depth()
         if self._keys is not None:
             self._context.item, key = next(self._keys)
             return self._call(self.make, key)

@@ -73,7 +73,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     num_workers : int
         Worker processes; 0 runs the graph in this process.
     multiprocessing_context : {None, 'forkserver', 'spawn', 'fork'}
-        How processes are started; None: forkserver where it exists.
+        How processes are started, by default by a fork server where there is one.
     worker_prefetch_cnt : int
         Items that each worker may make ahead of the loop.
     main_prefetch_cnt : int
@@ -102,11 +102,12 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         `multiprocessing_context` is not a start method of this system.
     """
 
-    # Of the class: `__del__` may come before `__init__`.
-    _streams: Streams | None = None  # the workers
-    _relay: Relay | None = None  # of the dispatching process
+    # The workers, the relay of the dispatching process, and the process that has them. They are
+    # the class's, too: `__del__` may come before `__init__`.
+    _streams: Streams | None = None
+    _relay: Relay | None = None
     _outlet: Outlet | None = None
-    _pid = 0  # of the process that has them
+    _pid = 0
 
     def __init__(
         self,
@@ -139,9 +140,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        self._end_datapipe: DataPipe = None  # the last of the user's datapipes in this process
-        self._number = 0  # of the epoch
-        self._epoch: dict[str, Any] = {}  # the epoch's part of a state, but for the position
+        # The last of the user's datapipes in this process.
+        self._end_datapipe: DataPipe = None
+        # The epoch's number, and its part of a state, except for the position.
+        self._number = 0
+        self._epoch: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
     # -- what DataLoader2 calls
@@ -204,7 +207,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
     ) -> GraphFn | None:
-        """Begin an epoch, also if the last one is not over.
+        """Begin an epoch, even if the last one is not over.
 
         Parameters
         ----------
@@ -238,15 +241,15 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             ]
             with telling(self._relay):
                 if self._relay is not None:
-                    self._relay.begin(epochs[0])
+                    self._relay.begin_epoch(epochs[0])
                 self._streams.begin(epochs)
             if not self.repeat_epochs:
                 seeds.seed(seeds.generate_shared_seed())
-        self._outlet.begin(skip)
+        self._outlet.begin_epoch(skip)
         return None
 
     def finalize(self) -> None:
-        """Stop everything, in any state, also twice; another thread waits until it has ended."""
+        """Stop everything, in any state, even twice; another thread waits until it has ended."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -309,7 +312,6 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         """Do nothing: a DataLoader2 counts itself, and warns where there is no such method."""
 
     def _needs_workers(self, verb: str) -> Streams:
-        """Return the workers; there are none for ``num_workers=0``."""
         if self._streams is None:
             raise RuntimeError(
                 f"cannot {verb}: there are no worker processes (num_workers={self.num_workers}); "
@@ -330,7 +332,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
 
 def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
-    """End an epoch in all processes, also for threads that wait for an item of it."""
+    """End an epoch in all processes, even for threads that wait for one of its items."""
     if relay is not None:
         relay.stop()
     if streams is not None:

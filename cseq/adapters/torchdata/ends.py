@@ -58,7 +58,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._skip = 0
         self._running: Iterator[object] | None = None
 
-    def begin(self, skip: int) -> None:
+    def begin_epoch(self, skip: int) -> None:
         """Begin an epoch, of which `skip` items were returned before."""
         self.position = self._skip = skip
 
@@ -69,14 +69,15 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
     def _items(self, skip: int) -> Iterator[object]:
         """Return the items of an epoch, without the first `skip`."""
         items = iter(self.source_datapipe)
-        found = sum(1 for _ in itertools.islice(items, skip))
-        if found < skip:
+        skipped = sum(1 for _ in itertools.islice(items, skip))
+        if skipped < skip:
             raise RuntimeError(
-                f"the state was taken after {skip} items of the epoch, which now has only {found}: "
-                "this graph gives other items for the same seeds, or its data has changed"
+                f"the state was taken after {skip} items of the epoch, which now has only "
+                f"{skipped}: this graph gives other items for the same seeds, or its data has "
+                "changed"
             )
-        for place, item in enumerate(items, skip + 1):
-            self.position = place
+        for position, item in enumerate(items, skip + 1):
+            self.position = position
             yield item
         self.position = None
 
@@ -85,5 +86,6 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         running, self._running = self._running, None
         self.position = None
         if isinstance(running, GeneratorType):
-            with contextlib.suppress(ValueError):  # another thread is in it, and was interrupted
+            # Another thread may be in it, and was interrupted.
+            with contextlib.suppress(ValueError):
                 running.close()

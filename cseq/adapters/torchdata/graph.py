@@ -15,14 +15,15 @@ from torchdata.datapipes.map import MapDataPipe
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-DataPipe: TypeAlias = Any  # an IterDataPipe or a MapDataPipe
+# An IterDataPipe or a MapDataPipe.
+DataPipe: TypeAlias = Any
 InitFn: TypeAlias = "Callable[[DataPipe, Any], DataPipe]"
 ResetFn: TypeAlias = "Callable[[DataPipe, Any, Any], DataPipe]"
 GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Put one datapipe in the place of another, if that is there; return the end of the graph."""
+    """Replace a datapipe, if it is there, with another; return the end of the graph."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)
@@ -61,8 +62,8 @@ def pause_all(end: DataPipe) -> None:
 def _hold(pipe: DataPipe) -> None:
     """Pause a prefetching datapipe.
 
-    Its own method waits for ever if its thread is about to end, which happens in the last items of
-    an epoch; that of `PinMemory` always waits for ever.
+    Its own method waits forever if its thread is about to end, as in the last items of an epoch;
+    `PinMemory`'s always waits forever.
     """
     thread, shared = pipe.thread, pipe.prefetch_data
     if thread is None or shared is None:

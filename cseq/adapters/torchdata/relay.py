@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
     from cseq.stream import Streams
 
-    Address = tuple[Any, bytes]  # of the relay, and the secret that its callers know
+    # Of the relay, and the secret that its callers know.
+    Address = tuple[Any, bytes]
 
-ENDING = 10.0  # seconds that the relay's thread may take to end
+# Seconds that the relay's thread may take to end.
+ENDING = 10.0
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
@@ -69,11 +71,15 @@ class Relay:
     def __init__(self, streams: Streams, num_workers: int) -> None:
         self._streams = streams
         self._num_workers = num_workers
-        self._lock = Lock()  # around the stream and the next four
-        self._epoch = 0  # that is under way; 0: none
-        self._items: Iterator[tuple[int, bytes]] = iter(())  # numbered
-        self._waiting: list[deque[bytes]] = []  # of each worker: items not yet sent
-        self.error: Exception | None = None  # what has ended the items
+        # Around the stream and the next four.
+        self._lock = Lock()
+        # The one under way, or 0.
+        self._epoch = 0
+        self._items: Iterator[tuple[int, bytes]] = iter(())
+        # Of each worker: items not yet sent.
+        self._waiting: list[deque[bytes]] = []
+        # What has ended the items.
+        self.error: Exception | None = None
         self._is_closed = False
         self._thread = Threads()
         # An abstract name leaves no file.
@@ -109,7 +115,8 @@ class Relay:
                 with naming_dispatching():
                     while not waiting:
                         self._pull()
-                    for _ in range(self._streams.stats().depths[-1]):  # those that are ready
+                    # Those that are ready.
+                    for _ in range(self._streams.stats().depths[-1]):
                         self._pull()
             except InterruptedError:
                 return [], False
@@ -126,7 +133,7 @@ class Relay:
         number, item = next(self._items)
         self._waiting[number % self._num_workers].append(item)
 
-    def begin(self, epoch: Any) -> None:
+    def begin_epoch(self, epoch: Any) -> None:
         """Begin an epoch in the dispatching process."""
         self.stop()
         with self._lock.hold(), naming_dispatching():
@@ -142,21 +149,23 @@ class Relay:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
-        """End the epoch: a worker that waits or asks for an item of it gets none."""
+        """End the epoch: a worker that waits or asks for an item gets none."""
         self._epoch = 0
         self._streams.interrupt()
 
     def close(self) -> None:
         """End the dispatching process and the thread; the workers have ended before.
 
-        Calling it twice is fine, also if the first call was interrupted.
+        Calling it twice is fine, even if the first call was interrupted.
         """
         self.stop()
-        if not self._streams._run.is_ours:  # they belong to the parent process
+        # They may belong to the parent process.
+        if not self._streams._run.is_ours:
             return
         self._is_closed = True
-        with contextlib.suppress(OSError, EOFError):  # it was closed
-            Client(self.address[0]).close()  # which ends `accept`
+        # This ends `accept`, unless the listener was closed.
+        with contextlib.suppress(OSError, EOFError):
+            Client(self.address[0]).close()
         self._thread.join(time.monotonic() + ENDING)
         self._listener.close()
         self._streams.close()

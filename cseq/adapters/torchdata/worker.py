@@ -58,12 +58,14 @@ class _Pipeline:
             kind.set_reduce_ex_hook(None)
             kind.set_getstate_hook(None)
         self._pipe = pipe
-        self._running = pipe  # as this epoch's reset functions left it
+        # As this epoch's reset functions left it.
+        self._running = pipe
         self._iterator: Iterator[object] | None = None
 
     def begin(self, epoch: PipeEpoch) -> None:
         """Begin an epoch."""
-        self.close()  # before anything is seeded: it may have threads that draw
+        # Before anything is seeded: it may have threads that draw.
+        self.close()
         self._running = self._reset(epoch)
 
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
@@ -71,7 +73,7 @@ class _Pipeline:
         raise NotImplementedError
 
     def items(self, start: int) -> Iterator[object]:
-        """Make this epoch's items but for the first `start`, which were delivered before."""
+        """Make this epoch's items after the first `start`, which were delivered before."""
         self._iterator = iter(self._running)
         return itertools.islice(self._iterator, start, None)
 

@@ -249,10 +249,6 @@ def test_states_that_do_not_fit():
         loader(Sharded(9), 1, batch_size=2).load_state_dict(state)
     with pytest.raises(ValueError, match="iterable-style"):
         loader(Plain()).load_state_dict(state)
-    with pytest.raises(ValueError, match="version 9"):
-        loader(Plain()).load_state_dict({**state, "version": 9})
-    with pytest.raises(ValueError, match="version None"):
-        loader(Plain()).load_state_dict({"epoch": 3})
 
 
 @pytest.mark.parametrize(
@@ -280,22 +276,25 @@ def test_states_of_another_order(options, text):
     assert len(list(other)) == len(other)
 
 
-@pytest.mark.parametrize("state", [None, 3, [1]], ids=str)
-def test_what_is_no_state(state):
-    with pytest.raises(TypeError, match="give the dict that state_dict"):
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        *((state, TypeError, "give the dict that state_dict") for state in (None, 3, [1])),
+        ({"_snapshot": {}}, ValueError, "torchdata's StatefulDataLoader, .* finish its epoch"),
+        ({"fetcher_state": None}, ValueError, "torchdata's StatefulDataLoader, "),
+        (
+            cseq.MTSequence(np.arange(9), 3, seed=1).state_dict(),
+            ValueError,
+            "the state is of a manager",
+        ),
+        ({"epoch": 3}, ValueError, "version None"),
+        ({"version": 9}, ValueError, "version 9"),
+    ],
+    ids=str,
+)
+def test_what_is_no_state(state, error, text):
+    with pytest.raises(error, match=text):
         loader(Plain()).load_state_dict(state)
-
-
-@pytest.mark.parametrize("state", [{"_snapshot": {}}, {"fetcher_state": None}], ids=str)
-def test_a_state_of_torchdatas_loader_is_refused(state):
-    with pytest.raises(ValueError, match=r"torchdata's StatefulDataLoader, .* finish its epoch"):
-        loader(Plain()).load_state_dict(state)
-
-
-def test_a_managers_state():
-    manager = cseq.MTSequence(np.arange(9), 3)
-    with pytest.raises(ValueError, match="the state is of a manager"):
-        loader(Plain()).load_state_dict(manager.state_dict())
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -289,7 +289,9 @@ def test_what_threads_cannot_share_is_refused():
 
 
 def test_arguments_that_cannot_be():
-    with pytest.raises(ValueError, match=r"should be 'multiprocessing' or 'thread'.*'fibre'"):
+    with pytest.raises(
+        ValueError, match=r"worker_method='fibre' is .* 'multiprocessing', 'thread'"
+    ):
         cseq.DataLoader(Plain(3), worker_method="fibre")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="multiprocessing_context says how processes are started"):
         threads(Plain(3), multiprocessing_context="spawn")

@@ -14,9 +14,7 @@ torch = pytest.importorskip("torch")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils import data  # noqa: E402
-from torch_data import (  # noqa: E402
-    Plain,
-)
+from torch_data import Plain, as_is  # noqa: E402
 from torch_loaders import FORK, check, forked, loader  # noqa: E402
 
 import cseq.testing  # noqa: E402
@@ -142,30 +140,26 @@ def test_what_the_calling_thread_has_is_inherited():
 
 
 @forked
-def test_no_grad_is_inherited():
-    class Graded(Plain):
+def test_modes_of_the_calling_thread_are_inherited():
+    """Gradients, and autocast of every device."""
+
+    class Modes(Plain):
         def __getitem__(self, index):
-            return torch.is_grad_enabled()
+            cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+            return torch.is_grad_enabled(), cast
 
-    with torch.no_grad():
-        assert list(loader(Graded(2), batch_size=None)) == [False, False]
-    assert list(loader(Graded(2), batch_size=None)) == [True, True]
-
-
-@forked
-def test_autocast_of_every_device_is_inherited():
-    class Cast(Plain):
-        def __getitem__(self, index):
-            return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-
-    before = torch.get_autocast_dtype("cuda")
+    options = {"batch_size": None, "collate_fn": as_is}
+    [usual] = loader(Modes(1), **options)
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.float32)
     try:
-        check(Cast(2), batch_size=None, collate_fn=str)
+        with torch.no_grad():
+            [[changed]] = check(Modes(1), 1, **options)
     finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", before)
+        torch.set_autocast_enabled("cuda", usual[1][0])
+        torch.set_autocast_dtype("cuda", usual[1][1])
+    assert usual[0] is True
+    assert changed == (False, (True, torch.float32))
 
 
 class Elsewhere(TorchFunctionMode):

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from torch.utils import data  # noqa: E402
 from torch_data import Plain  # noqa: E402
 
-from cseq.adapters.torch.order import leaves_no_trace, permuted  # noqa: E402
+from cseq.adapters.torch.order import Layers, drawn_keys  # noqa: E402
 
 
 class Own(data.Sampler[int]):
@@ -32,7 +32,7 @@ class Own(data.Sampler[int]):
 @pytest.mark.parametrize("batched", [True, False])
 def test_keys_that_may_be_drawn_before_a_fork(sampler, expected, batched):
     index_sampler = data.BatchSampler(sampler, 2, drop_last=False) if batched else sampler
-    assert leaves_no_trace(index_sampler) is expected
+    assert Layers(index_sampler).leaves_no_trace is expected
 
 
 def drawn(keys, generator):
@@ -62,7 +62,7 @@ def test_slices_of_a_permutation_are_torchs_keys(kind, n, size, drop_last, own):
             count = eval(kind, {"n": n})
             sampler = data.RandomSampler(range(n), num_samples=count, generator=generator)
         batches = data.BatchSampler(sampler, size, drop_last)
-        return drawn(permuted(batches, skip) if slices else iter(batches), generator)
+        return drawn(drawn_keys(Layers(batches), skip) if slices else iter(batches), generator)
 
     expected = keys(slices=False)
     assert keys(slices=True) == expected
@@ -84,8 +84,8 @@ def test_slices_are_a_ranks_keys(n, ranks, short, shuffle):
         for epoch in (0, 9):
             sampler.set_epoch(epoch)
             expected = [*batches]
-            assert [*permuted(batches)] == expected
-            assert [*permuted(batches, 3)] == expected[3:]
+            assert [*drawn_keys(Layers(batches))] == expected
+            assert [*drawn_keys(Layers(batches), 3)] == expected[3:]
 
 
 @pytest.mark.parametrize(("length", "short"), [(9, False), (7, True)])
@@ -94,4 +94,4 @@ def test_a_data_set_whose_length_has_changed_is_torchs_to_refuse(length, short):
     sampler = data.DistributedSampler(dataset, 2, 0, drop_last=short)
     dataset[:] = range(length)
     with pytest.raises(AssertionError, match="does not match total_size"):
-        next(permuted(data.BatchSampler(sampler, 2, drop_last=False)))
+        next(drawn_keys(Layers(data.BatchSampler(sampler, 2, drop_last=False))))
