@@ -39,7 +39,7 @@ class Parquet(Shards):
     ----------
     urls : str, path, or list of these
     columns : list of str, optional
-        The columns that are fetched. None: all.
+        The columns that are fetched, by default all.
     **options
         As of `Shards`.
 
