@@ -524,8 +524,8 @@ cdef class Ring:
 
     cdef void wait(self, uint32_t seen, int cell) noexcept:
         """Sleep until the ticket in a cell (-1: any) can be taken, or `notify_all` is called, for `PARK` at
-        most. The caller holds the run's lock, and has read `cseq_ring_notices` (`seen`) before it looked for
-        news (failures, interruptions)."""
+        most. The caller has read `cseq_ring_notices` (`seen`) before it looked for news (failures,
+        interruptions). `unwoken` is written with the run's lock held."""
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake
         if self.unwoken:

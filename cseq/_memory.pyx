@@ -368,8 +368,8 @@ cdef class Descriptor:
 
 
 cpdef int lift(int fd) except -1:
-    """Return a descriptor above 2, the last standard stream: `fd`, or a copy. `fd` is then closed, even
-    if there can be no more descriptors (OSError)."""
+    """Return a descriptor above 2, the last standard stream: `fd`, or a copy, and `fd` is closed, even if
+    there can be no more descriptors (OSError)."""
     fd = cseq_lift(fd)
     if fd < 0:
         raise OSError(errno, os.strerror(errno))

@@ -94,7 +94,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row,
     }
 }
 
-/* The sample that a value leads to, which may be too large. */
+/* The sample that a value leads to, while values of n or more go through the rounds again. */
 static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
 {
     while (value >= f->n) {

@@ -1,7 +1,7 @@
 /* Meters: what each party of a ring has done, and what time that took.
  *
  * The trainer and each runner have a record in the ring's memory, alike for processes, threads and
- * streams. A party alone writes its record, by relaxed stores. Readers take what they see: each number is
+ * streams. Only the party writes its record, by relaxed stores. Readers take what they see: each number is
  * valid alone, and none is used as a pointer or an index. A runner that dies leaves what it has counted,
  * and the next one with its number goes on from there.
  *

@@ -417,8 +417,8 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
 
 /* Post the tickets of `owner` again, which has certainly ended and is not yet replaced. Write their
  * cells into `held`; return how many. Runners look at the oldest one first; a queue has one at most.
- * With a `status`, publish them with that instead, without a slot: the owner may have died just before
- * it published one. A second repost of the owner, or its lost last notification, does no harm.
+ * With a `status`, publish them with that instead. An indexer's ticket gets no slot: the owner may have
+ * died just before it published one. A second repost, or a lost last notification, does no harm.
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held,
                                       uint32_t status) {

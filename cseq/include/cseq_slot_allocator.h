@@ -20,8 +20,8 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* Smaller allocations are not numbered (bytes), nor are more of a ticket than a word has bits. A slot's
- * are aligned to a cache line, which is also the widest vector register. */
+/* Smaller allocations (bytes) are not numbered, nor more of them in a ticket than a word has bits. In a
+ * slot, they are aligned to a cache line, which is as wide as the widest vector register. */
 #define CSEQ_SLOT_LEAST 65536u
 #define CSEQ_SLOT_NUMBERED 64u
 #define CSEQ_SLOT_ALIGN 64u
@@ -111,7 +111,7 @@ CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     return cseq_slot_note(p, made, count * size);
 }
 
-/* The slot's last allocation is a temporary, whose memory the next one can have. */
+/* If this is the slot's last allocation, it was a temporary, and the next one can have its memory. */
 CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);

@@ -76,9 +76,9 @@ class EitherProducer(Producer, KeyProducer, Protocol):
 class Making(Work):
     """The work on a ticket: it calls the producer. `work` is in C.
 
-    `_epoch` is the producer's epoch, which the trainer counts from 1. `_reply` is of its `begin`,
-    until that is asked for. No item of `_ended_epoch` follows. `_failing` is the status of an
-    exception that comes now: an item of a key, or one that cannot be sent, ends nothing.
+    `_epoch` is the producer's epoch, counted from 1. `_reply` is what `begin` returned, until a
+    ticket asks for it. No item of `_ended_epoch` follows. `_failing` is the status of an exception
+    that comes now: for the item of a key, or an item that cannot be sent, nothing ends.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)

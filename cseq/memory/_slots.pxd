@@ -11,8 +11,8 @@ cdef enum:
     CHUNK = 1024
     PAGE = 4096
 
-# A slot's `owner` is FREE, a worker's number, or TRAINER. It writes `nbytes`, how many are committed.
-# `uses` are the trainer's: LEASED, PINNED.
+# A slot's `owner` is FREE, a worker's number, or TRAINER. The owner writes how many `nbytes` are
+# committed. `uses` are the trainer's: LEASED, PINNED.
 cdef struct slot_chunk:
     uint32_t owner[CHUNK]
     uint32_t uses[CHUNK]

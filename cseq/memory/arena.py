@@ -166,7 +166,7 @@ class Arena:
         return owner, location, self.width, self.most if has_slots else 0
 
     def held(self, runner_number: int) -> list[tuple[int, int]]:
-        """Return each ticket's cell that a worker works on, and since when (ns of `now_ns`)."""
+        """Return the cell of each ticket that a runner has, and since when (ns of `now_ns`)."""
         ring_number, owner = self._locate(runner_number)
         ring = self.rings[ring_number]
         return [(cell, ring.holder(cell)[1]) for cell in ring.held(owner)]
