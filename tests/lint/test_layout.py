@@ -333,7 +333,7 @@ BUDGET = {
     "cseq without adapters, fleet, orders, tokens, store": 21_491,
     "what users look with": 3_897,
     "of these compiled: C, Cython": 7_780,
-    "adapters": 5_960,
+    "adapters": 5_951,
     "tokens": 1_270,
     "store": 2_350,
     "fleet": 622,

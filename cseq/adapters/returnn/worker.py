@@ -194,7 +194,6 @@ class SequenceProducer:
             number += 1
 
     def _load(self, number: int, length: float | None) -> bool:
-        """Load a sequence, if there is one of this number."""
         was_finished = self._serial is None
         if was_finished or (length is not None and number >= length):
             return False

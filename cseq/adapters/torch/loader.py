@@ -232,7 +232,6 @@ class DataLoader(Torchs[T_co]):
         return number + is_over
 
     def _get_iterator(self) -> Any:
-        """Make an iterator, or go on where the state that was loaded says."""
         options = Options(
             self.rng or defaults.rng,
             self.on_error or defaults.on_error,

@@ -349,7 +349,6 @@ class Fetcher:
         return Item(batch, dumps(self._state.after(self._made)), is_over, left)
 
     def _raised(self) -> Item:
-        """Return what kept the worker from getting ready."""
         name = f"its data set ready in worker {self._number}"
         return Item(error=self._broken, name=name, is_setup=True)
 

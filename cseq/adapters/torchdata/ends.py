@@ -67,7 +67,6 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         return self._running
 
     def _items(self, skip: int) -> Iterator[object]:
-        """Return the items of an epoch, without the first `skip`."""
         items = iter(self.source_datapipe)
         skipped = sum(1 for _ in itertools.islice(items, skip))
         if skipped < skip:

@@ -129,7 +129,6 @@ class Relay:
             return items, self.error is not None
 
     def _pull(self) -> None:
-        """Take an item from the stream and queue it for its worker."""
         number, item = next(self._items)
         self._waiting[number % self._num_workers].append(item)
 

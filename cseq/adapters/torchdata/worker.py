@@ -88,7 +88,6 @@ class _Pipeline:
         resume_all(self._running)
 
     def _apply(self, function: GraphFn | None) -> None:
-        """Call another reading service's function with the graph."""
         if function is not None:
             self._running = as_pipe(function(self._running), "the function")
 
