@@ -86,7 +86,7 @@ class Buckets(Recipes):
         most = None if most is None else integer("most", most)
         sizes = np.minimum(budget // self.bounds, min(budget, most or budget))
         classes = checked.classes(self.bounds)
-        self._cut(checked.count, classes, sizes, together, longest_first=longest_first)
+        self._cut(checked.samples, classes, sizes, together, longest_first=longest_first)
         padded = float(classes.sizes.astype(np.float64) @ self.bounds)
         self._padding = f", at most {100 * (1 - checked.total / padded):.3g} % padding"
         self.left_out = checked.left_out()

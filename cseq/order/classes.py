@@ -53,7 +53,7 @@ class Classes:
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
         """Return what reads members of classes in an epoch's order."""
-        return Members(self, seed, epoch).read
+        return Members(self, seed, epoch).samples_of
 
 
 class Members:
@@ -66,7 +66,7 @@ class Members:
         self.samples = np.empty(len(classes.table), np.uint32)
         self.computed: dict[int, Permutation] = {}
 
-    def read(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
+    def samples_of(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
         """Return some samples of each of these classes, beginning at a rank."""
         table, offsets = self.classes.table, self.classes.offsets
         for c in set(classes[~self.made[classes]].tolist()):
@@ -95,7 +95,7 @@ class Lengths:
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
         remedy = "give integers of at least 1, such as numpy.ceil(lengths).astype(int)"
         self.values = integers("lengths", lengths, remedy)
-        self.count, self.budget = len(self.values), budget
+        self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         self.shortest, self.longest, self.dropped = budget, 0, 0
         # Tokens of the samples that are kept, and of the others.
@@ -120,18 +120,20 @@ class Lengths:
                 high = int(kept.max(initial=0))
             self.shortest, self.longest = min(self.shortest, low), max(self.longest, high)
             self.total += float(kept.sum(dtype=np.float64))
-        if self.dropped == self.count:
-            raise ValueError(f"all {self.count} lengths exceed budget={budget}; give a larger one")
+        if self.dropped == self.samples:
+            raise ValueError(
+                f"all {self.samples} lengths exceed budget={budget}; give a larger one"
+            )
         self.fingerprint = fingerprint(self.values)
 
     def left_out(self) -> str:
         """Say what is dropped, for `describe`; warn of more than a little."""
         if not self.dropped:
             return ""
-        samples, tokens = self.dropped / self.count, self.lost / (self.lost + self.total)
+        samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
         said = (
-            f"{self.dropped:,} of {self.count:,} samples, with {100 * tokens:.4g} % of all tokens, "
-            "are left out as too long"
+            f"{self.dropped:,} of {self.samples:,} samples, with {100 * tokens:.4g} % of all "
+            "tokens, are left out as too long"
         )
         if max(samples, tokens) > LITTLE:
             warnings.warn(
@@ -142,7 +144,7 @@ class Lengths:
 
     def distinct(self) -> Ints:
         """Return each length once, ascending, without those that are left out."""
-        if self.longest - self.shortest > self.count + DENSE:
+        if self.longest - self.shortest > self.samples + DENSE:
             return np.unique(self.values[self.values <= self.longest]).astype(np.int64)
         seen = np.zeros(self.longest - self.shortest + 1, np.bool_)
         for _, chunk in _chunks(self.values):
@@ -151,7 +153,7 @@ class Lengths:
 
     def classes(self, bounds: Ints) -> Classes:
         """Sort the samples by class: the first bound that is not below their length."""
-        classes = np.empty(self.count, np.uint32)
+        classes = np.empty(self.samples, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest
             numbers = bounds.searchsorted(np.where(inside, chunk, 0).astype(np.int64))

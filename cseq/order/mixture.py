@@ -218,15 +218,14 @@ class Mixture(Composed):
                 f"the state is at unit {consumed} of an epoch, and epochs of this mixture have "
                 f"{self.units} units; give epoch_size={facts['units']}"
             )
-        taken = before.drawn(seed, epoch * facts["units"] + consumed)
+        taken = before.taken_before(seed, epoch * facts["units"] + consumed)
         order = copy.copy(self)
         order.sources = {
             name: self._source(name, source_facts.get(name), seed, taken.get(name, 0))
             for name in self.sources
         }
-        if all(facts[key] == ours[key] for key in ("units", "block", "weights")) and [
-            *source_facts
-        ] == [*self.sources]:
+        same = all(facts[key] == ours[key] for key in ("units", "block", "weights"))
+        if same and [*source_facts] == [*self.sources]:
             order._plan, order._reweighed = before, facts["reweighed"]
             order._meant = facts.get("meant", self._meant)
         else:
@@ -246,7 +245,7 @@ class Mixture(Composed):
         order, given = copy.copy(self), _weights(weights, names)
         order._reweighed = self._rates(given)
         order._meant = self._meant | {"reweighed": given}
-        taken = plan.drawn(seed, unit)
+        taken = plan.taken_before(seed, unit)
         order._plan = _Plan(names, [(0, order._reweighed)], plan.block, unit & WORD, taken)
         return order
 
@@ -442,13 +441,12 @@ class _Plan:
         quotas = before(block + 1) - first
         sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))
         unit_sources = sources[shuffle(self.block, seed, 0, MIXTURE, block)]
-        draws = np.empty(self.block, np.uint64)
-        draws[unit_sources.argsort(kind="stable")] = (first - quotas.cumsum() + quotas)[
-            sources
-        ] + np.arange(self.block, dtype=np.uint64)
+        offsets, draws = first - quotas.cumsum() + quotas, np.empty(self.block, np.uint64)
+        numbers = offsets[sources] + np.arange(self.block, dtype=np.uint64)
+        draws[unit_sources.argsort(kind="stable")] = numbers
         return unit_sources, draws
 
-    def drawn(self, seed: int, unit: int) -> dict[str, int]:
+    def taken_before(self, seed: int, unit: int) -> dict[str, int]:
         """Return how often each source was drawn before a unit of all epochs."""
         block, position = divmod(unit - self.since & WORD, self.block)
         unit_sources, _ = self.block_of(seed, self.before, block)

@@ -123,7 +123,7 @@ class Packed(Recipes, CachedOrder):
             bounds = lengths_of * quantum
             bounds[-1] = max(bounds[-1], checked.longest)
             classes = checked.classes(bounds)
-            super().__init__(checked.count, classes, *best_fit(lengths_of, classes.sizes, rooms))
+            super().__init__(checked.samples, classes, *best_fit(lengths_of, classes.sizes, rooms))
             self.left_out = checked.left_out()
             total, said = checked.total, checked.fingerprint
         whole = np.minimum(lengths_of * quantum, budget)
