@@ -201,37 +201,32 @@ cdef class DocumentEnds:
         self.values, self.data = values, <const char*>cnp.PyArray_DATA(values)
         self.kind = values.itemsize * (-1 if values.dtype.kind == "u" else 1)
         self.unit, self.count = unit, len(values)
-        blocks = (len(values) + BLOCK - 1) // BLOCK
-        self.ends = numpy.empty(blocks, numpy.int64) if ends is None else ends
-        if unit < 1 or len(self.ends) != blocks:
+        self.ends = self.add_up() if ends is None else ends
+        if unit < 1 or len(self.ends) != (self.count + BLOCK - 1) // BLOCK:
             raise ValueError(f"{len(self.ends)} sums do not fit {values!r} in units of {unit}")
         self.sums = int64s(self.ends)
-        if ends is None:
-            self.add_up(<int64_t*>self.sums)
-        self.total = self.sums[blocks - 1]
+        self.total = self.sums[(self.count - 1) // BLOCK]
 
     def __reduce__(self):
         return DocumentEnds, (self.lengths, self.unit, self.ends)
 
-    cdef int add_up(self, int64_t* sums) except -1:
-        """Check the lengths and add them up."""
-        cdef int64_t k = 0, length = 0, total = 0
-        cdef double tokens = 0
-        with nogil:
-            for k in range(self.count):
-                length = self.length_of(k)
-                if not 0 <= length < MOST_TOKENS:
-                    break
-                total += length
-                tokens += <double>length
-                sums[k // BLOCK] = total
-        if not 0 <= length < MOST_TOKENS:
-            raise ValueError(f"lengths[{k}]={self.lengths[k]} is not in [0, {MOST_TOKENS}); correct it: an "
-                             "empty document has 0")
-        if tokens >= MOST_TOKENS:
-            raise ValueError(f"lengths has {tokens:.4g} tokens in all, not below {MOST_TOKENS}; divide the "
-                             "documents into several sources")
-        return 0
+    cdef object add_up(self):
+        """Check the lengths, piece by piece, and add them up."""
+        sums = numpy.empty((self.count + BLOCK - 1) // BLOCK, numpy.int64)
+        for start in range(0, self.count, CHUNK):
+            chunk = self.lengths[start:start + CHUNK]
+            low, high = int(chunk.min()), int(chunk.max())
+            if low < 0 or high >= MOST_TOKENS:
+                at = start + int(chunk.argmin() if low < 0 else chunk.argmax())
+                raise ValueError(f"lengths[{at}]={self.lengths[at]} is not in [0, {MOST_TOKENS}); correct it: "
+                                 "an empty document has 0")
+            units = (chunk if self.unit == 1 else chunk // self.unit).astype(numpy.int64, copy=False)
+            blocks = numpy.add.reduceat(units, numpy.arange(0, len(units), BLOCK))
+            sums[start // BLOCK:start // BLOCK + len(blocks)] = blocks
+        if sums.sum(dtype=numpy.float64) >= MOST_TOKENS:
+            raise ValueError(f"lengths has {sums.sum(dtype=numpy.float64):.4g} tokens in all, not below "
+                             f"{MOST_TOKENS}; divide the documents into several sources")
+        return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
         """The length of a document; it may lie at any address."""

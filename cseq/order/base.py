@@ -223,7 +223,9 @@ def by_epoch(
 
 def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
     """Return the start and the stop of each run of units that have equal keys."""
-    changes = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    changes = keys[0][1:] != keys[0][:-1]
+    for key in keys[1:]:
+        changes |= key[1:] != key[:-1]
     return itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(keys[0])])
 
 
