@@ -44,8 +44,8 @@ cdef enum:
     PLAIN = 2
 
 # `rows`: the axes are in order; `axes`: in memory order, the outermost first. `words`: the length of the
-# layout, which is offset, bytes and shape. `dtype` is the type in the slot; `source` that of the written
-# array (NULL in a reader), and `casts` says whether they differ. For a tensor whose type numpy lacks,
+# layout, which is offset, bytes and shape. `dtype` is the type in the slot; `source` the type of the
+# written array (NULL in a reader), and `casts` says whether they differ. For a tensor whose type numpy lacks,
 # `torch_dtype` is that type, and `bits` an integer type of its size; else they are NULL.
 cdef struct Leaf:
     int kind, nd

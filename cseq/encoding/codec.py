@@ -24,7 +24,7 @@ Arrays and tensors without gaps keep the order of their axes (C, Fortran, channe
 as two arrays, and so does a container of arrays; in objects, identity is kept. A tensor arrives
 without its graph, as a leaf that requires gradients if it did before.
 
-The trainer copies leaves of up to 64 KiB (`COPIED`), including those of objects, and all `bytes`.
+The trainer copies leaves of up to 64 KiB (`COPIED`), inside objects too, and all `bytes`.
 Larger leaves stay in the slot.
 """
 

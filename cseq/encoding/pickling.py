@@ -47,12 +47,16 @@ __all__ = [
     "unpicklable",
 ]
 
-Reduced: TypeAlias = "str | tuple[Any, ...]"  # what a reducer returns: a name, or a tuple
+# What a reducer returns: a name, or a tuple.
+Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-MAIN = ("__main__", "__mp_main__")  # the user's script, here and in multiprocessing's children
-IN_BAND = 512  # bytes; buffers below this stay inside the pickle
-FILENAME = 10  # which argument of `types.CodeType` is the file's name
+# The user's script, here and in multiprocessing's children.
+MAIN = ("__main__", "__mp_main__")
+# Bytes: smaller buffers stay inside the pickle.
+IN_BAND = 512
+# The index of the file's name among the arguments of `types.CodeType`.
+FILENAME = 10
 
 # What pickle raises for classes and functions that it cannot find by their names.
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
@@ -81,11 +85,12 @@ class Pickled(NamedTuple):
     """An object as bytes: the pickle of a list that begins with it, and its large buffers.
 
     The buffers are views of the object's own memory, not copies: write them before it changes.
+    `modules` are those that it refers to by name, as far as is known.
     """
 
     data: bytes
     buffers: list[memoryview]
-    modules: tuple[str, ...] = ()  # that it refers to by name, as far as is known
+    modules: tuple[str, ...] = ()
 
 
 def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None) -> Pickled:
@@ -145,9 +150,9 @@ def dumps(
 ) -> bytes:
     """Pickle something for a process at the other end of a pool; `pickle.loads` reads it.
 
-    Large buffers of arrays and CPU tensors, in whatever objects these are, are appended to
-    `buffers`, if that is given; `reducers` says how, in place of `data_reducers`. Without them, the
-    pickle is one that needs no cseq to be read. Raises what pickling raises.
+    If `buffers` is given, large buffers of arrays and CPU tensors, inside any objects, are appended
+    to it. `reducers` replaces `data_reducers`, which say how. Without `buffers`, the pickle can be
+    read without cseq. An exception of pickling is raised as it is.
     """
     keep = None if buffers is None else _keep_in(buffers)
     reducers = reducers or (dict if buffers is None else data_reducers)
@@ -179,7 +184,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a pickler's `buffer_callback` that appends large buffers; None: drops all of them."""
+    """Return a pickler's `buffer_callback`: it appends large buffers; without a list, drops all."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -363,7 +368,8 @@ def _dump_by_value(
         return False
 
     pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
-    pickler.dump([obj, classes])  # in this order: the classes are known at the end
+    # In this order, since all classes are known only at the end.
+    pickler.dump([obj, classes])
     return file.getvalue()
 
 
@@ -455,12 +461,14 @@ def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
     if mapped is None or array.filename is None or array.size == 0:
         return None
     if array.mode not in ("r", "r+", "w+") or not array.flags.c_contiguous:
-        return None  # mode 'c' has private changes that are not in the file
+        # In mode 'c', the array has private changes that are not in the file.
+        return None
     begin = np.frombuffer(mapped, np.uint8).ctypes.data
     skipped = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     at = array.ctypes.data - begin + skipped
     with contextlib.suppress(OSError):
         if os.path.getsize(array.filename) >= at + array.nbytes:
-            mode = "r" if array.mode == "r" else "c"  # a worker's changes are its own
+            # A worker's changes are its own.
+            mode = "r" if array.mode == "r" else "c"
             return str(array.filename), array.dtype, mode, at, array.shape
     return None

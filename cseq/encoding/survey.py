@@ -64,10 +64,10 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 
 @functools.lru_cache(maxsize=1024)
 def opened(cls: type) -> str | tuple[str, ...] | None:
-    """Return how values of a type are opened: for dataclasses, their slots; None: they are leaves.
+    """Return how values of a type are opened: for dataclasses, their slots. Leaves are not: None.
 
-    Those that define how they are pickled may be more than their parts; what dataclass() writes for
-    slots does not count.
+    Types that define how they are pickled may be more than their parts. The methods that
+    dataclass() writes for slots do not count.
     """
     if cls in (tuple, list):
         return "sequence"
@@ -96,9 +96,10 @@ class TooDeepError(ValueError):
 
 # A leaf in the tree is (token, dtype, axes: `axes_of`), or OBJECT; a container, which
 # stands before its children, is (class, keys or None, number of children). A dtype that `==` does
-# not tell from others is there as its pickle.
+# not tell from others is there as its pickle. The token of a tensor whose type numpy lacks is the
+# name of that type.
 ARRAY = "array"
-TENSOR = "tensor"  # or the name of its type, which numpy lacks
+TENSOR = "tensor"
 BYTES = "bytes"
 OBJECT = "object"
 Node: TypeAlias = "str | tuple[object, ...]"
@@ -115,7 +116,7 @@ class _Survey:
         self.cast = cast
         self.nodes: list[Node] = []
         self.arrays: list[Array] = []
-        self.objects: list[object] = []  # for pickle
+        self.objects: list[object] = []
 
     def visit(self, value: Any, depth: int) -> None:
         """Describe a value and what is below it, and collect the leaves."""
@@ -127,7 +128,8 @@ class _Survey:
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
-            if {*map(type, value)} <= TEXT:  # other keys may be equal, and yet differ (1 == True)
+            # Other keys may be equal although they differ (1 == True).
+            if {*map(type, value)} <= TEXT:
                 return self._container(value, tuple(value), value.values(), depth)
         elif opened(cls) == "named":
             if not getattr(value, "__dict__", None):
@@ -224,7 +226,8 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
         survey = _Survey(encoder.cast)
         survey.nodes, survey.objects = [OBJECT], [batch]
     nodes, sources = tuple(survey.nodes), [array.dtype for array in survey.arrays]
-    for plan in encoder.plans:  # `match` does not recognise it where tensors are cast
+    # `match` does not recognise a plan whose tensors are cast.
+    for plan in encoder.plans:
         if plan.nodes == nodes and plan.sources == sources:
             return plan, survey.arrays, survey.objects
     plan = Plan(_dumps(nodes), nodes, sources)

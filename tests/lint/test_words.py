@@ -26,16 +26,16 @@ PATTERNS = {
 # Figures there were when each was last set: lower them when a count falls, never raise
 # them. The goal is 15 % of trailing comments and none of the patterns.
 BOUNDS = {
-    TRAILING: 2,
+    TRAILING: 0,
     "so many/long/much": 0,
     "also if/where/in/that/when": 0,
-    "in (the) place of": 1,
+    "in (the) place of": 0,
     "anew": 0,
     "for ever": 0,
     "of it, at an end": 1,
-    "that of": 1,
-    "those of": 4,
-    "X; None: Y": 5,
+    "that of": 0,
+    "those of": 3,
+    "X; None: Y": 2,
 }
 
 
