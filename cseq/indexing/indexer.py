@@ -153,13 +153,17 @@ def advised(indexer: object, error: BaseException) -> BaseException:
     `isinstance` could run the exception's code.
     """
     cls = type(error)
-    # A ValueError of a `raise` statement has a reason of its own.
-    is_sign = not issubclass(cls, ValueError) or not failure.is_stated(error)
     if isinstance(indexer, DatasetIndexer):
-        is_sign &= issubclass(cls, (TypeError, ValueError, AttributeError))
+        # A ValueError of a `raise` statement has a reason of its own.
+        is_own = issubclass(cls, ValueError) and failure.is_stated(error)
+        is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    elif is_sign and issubclass(cls, (TypeError, ValueError)) and is_likely_dataset(indexer):
+    # An array where a number is expected: a TypeError, or a ValueError of ``if index > 3:``.
+    elif is_likely_dataset(indexer) and (
+        issubclass(cls, TypeError)
+        or (issubclass(cls, ValueError) and "ambiguous" in failure.str_of(error))
+    ):
         failure.annotate(error, f"cseq: {DATASET_HINT}")
     return error
 

@@ -7,6 +7,7 @@ the folder's socket starts the process that fetches, and has the first connectio
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -78,16 +79,21 @@ class Client(Folder):
             What the process met as it did what the message asks for.
         """
         for _ in range(STARTS):
-            line = self._free.pop() if self._free else self._connection(start)
+            try:
+                line = self._free.pop()
+            except IndexError:
+                line = self._connection(start)
             is_whole = False
             try:
                 line.send(json.dumps(message).encode() + b"\n")
                 answer = line.receive() if answers else None
                 is_whole = True
             except ConnectionError:
+                # The process has ended, so the other connections are of no use, either.
+                self.reset()
                 continue
             finally:
-                # One that is in the middle of a message is of no use.
+                # Nor is one that is in the middle of a message.
                 if is_whole:
                     self._free.append(line)
                 else:
@@ -146,5 +152,6 @@ def _checked(answer: Any) -> Any:
 
 
 def _close(lines: list[Line]) -> None:
-    while lines:
-        lines.pop().close()
+    with contextlib.suppress(IndexError):
+        while True:
+            lines.pop().close()

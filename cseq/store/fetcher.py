@@ -119,7 +119,9 @@ class Fetcher:
             self._given.pop(writer, None)
             writer.close()
             self._users -= 1
-            if not self._users:
+            if self._users:
+                self._schedule()
+            else:
                 self._over.set()
 
     async def _await(self, writer: asyncio.StreamWriter, missing: list[int]) -> Any:
@@ -226,6 +228,9 @@ class Fetcher:
         who wait for it have opened it.
         """
         nbytes = self.reader.nbytes
+        # It is fetched in vain, with an error that says so.
+        if nbytes[number] > self.reader.limit:
+            return True
         busy = {*needed}.union(*self._given.values())
         coming = [*{*self.running, number}]
         while self.held + int(nbytes[coming].sum()) > self.reader.limit:

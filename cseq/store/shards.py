@@ -241,7 +241,7 @@ class Shards(Reader):
             if nbytes > self.limit:
                 raise ValueError(
                     f"limit={self.limit} is too small: the {len(shards)} shards of this batch take "
-                    f"{nbytes} bytes; give a larger limit, or read by order=photos.order()"
+                    f"{nbytes} bytes; give a larger limit, or read in the order of order()"
                 )
         while missing := [number for number in shards if number not in mapped]:
             self._map_there(self._ask("need", missing), mapped)

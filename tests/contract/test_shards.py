@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import threading
 
 import numpy as np
 import pytest
@@ -236,6 +238,25 @@ def test_a_shard_that_somebody_removed_is_fetched_again(server, tmp_path):
     assert whole(server) == len(SIZES) + 2
 
 
+@pytest.mark.parametrize("ahead", [1, 4])
+def test_from_the_second_epoch_on_hits_are_limit_by_data(ahead, tmp_path):
+    """With room for half of the shards, half of them are fetched in each later epoch."""
+    shards = npy_shards([20] * 40)
+    limit = 20 * max(map(len, shards.values()))
+    with S3Server(shards) as many:
+        arrays = store.Npy("train/", store=s3(many), cache=tmp_path, limit=limit, ahead=ahead)
+        order = arrays.order(window=2)
+        counts = []
+        with cseq.MPSequence(
+            arrays, batch_size=10, num_workers=2, buffer=4, order=order, seed=1, out_type="null"
+        ).start() as batches:
+            for epoch in range(5):
+                assert numbers(batches) == flat(order, 10, seed=1, epoch=epoch)
+                counts.append(whole(many))
+        # At the end of an epoch, shards of two windows and those ahead may be there for the next.
+        assert counts[-1] - counts[0] <= 4 * (40 - 0.98 * 20) + 2 * 2 + ahead
+
+
 def test_what_a_window_needs_must_fit(folder, tmp_path):
     """A limit that is too small is an error at once, with the bytes that are needed."""
     largest = max(map(len, SHARDS.values()))
@@ -311,6 +332,60 @@ def test_a_killed_fetching_process_is_replaced(kind, server, tmp_path):
         assert 30 <= whole(many) <= 30 + 2 * 4 + 4  # what was in flight, and ahead of the end
 
 
+class Dying(store.Npy):
+    """Kills the process that fetches at one step of two shards, once each."""
+
+    settings = ("step",)
+
+    def __init__(self, urls, step, **options):
+        self.step = step
+        super().__init__(urls, **options)
+
+    def spans(self, objects, number):
+        """Say where a shard's bytes are; from now on, this process dies as it renames one."""
+        self.die(number, "asked")
+        real = os.replace
+
+        def replace(source, target):
+            number = int(os.path.basename(target)) if target.startswith(f"{self.folder}/s") else -1
+            self.die(number, "written")
+            real(source, target)
+            self.die(number, "renamed")
+
+        os.replace = replace
+        return super().spans(objects, number)
+
+    def finish(self, number, path):
+        """Die when half of a shard is written."""
+        self.die(number, "half", path)
+
+    def die(self, number, step, path=None):
+        """Kill this process, if it is at the step for the first time."""
+        mark = f"{self.folder}/{step}-{number}"
+        if number in (2, 5) and step == self.step and not os.path.exists(mark):
+            os.close(os.open(mark, os.O_CREAT))
+            if path is not None:
+                os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("step", ["asked", "half", "written", "renamed"])
+def test_a_kill_at_any_step_of_a_shard_leaves_it_whole_or_absent(step, server, tmp_path):
+    """The process that fetches is killed between any two writes: the stream is the same."""
+    cache = tmp_path / "cache"
+    arrays = Dying("train/", step, store=s3(server), cache=cache, limit="1 MB")
+    order = arrays.order(window=2)
+    with cseq.MPSequence(
+        arrays, batch_size=5, num_workers=2, order=order, seed=1, out_type="null"
+    ).start() as batches:
+        for epoch in range(2):
+            assert numbers(batches) == flat(order, 5, seed=1, epoch=epoch)
+    assert {path.name for path in cache.glob(f"{step}-*")} == {f"{step}-2", f"{step}-5"}
+    assert {path.name for path in (cache / "shards").iterdir()} == {*map(str, range(len(SIZES)))}
+    for path, data in zip(sorted((cache / "shards").iterdir()), SHARDS.values(), strict=True):
+        assert path.read_bytes() == data
+
+
 def test_the_fetching_process_ends_with_the_last_reader(folder, tmp_path):
     """It does not outlive the readers of its folder, and is started again for another one."""
     cache = tmp_path / "cache"
@@ -359,3 +434,27 @@ def test_connections_that_come_at_its_end_break_nothing(run_anew, folder):
     """Processes that connect while the fetching process ends get none of its errors, nor a text."""
     done = run_anew(ENDS, folder, "cache")
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_many_idle_connections_survive_the_fetching_process(server, tmp_path):
+    """Threads have left more connections than a process may be started in a row."""
+    arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
+    for _ in range(2):
+        together = threading.Barrier(8)
+        found = []
+
+        def read(number, together=together, found=found):
+            together.wait()
+            found.append(int(arrays[number][0]))
+            arrays.stats()
+
+        server.slow(0.2)
+        threads = [threading.Thread(target=read, args=(9 * k,)) for k in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(found) == [9 * k for k in range(8)]
+        kill_fetching(tmp_path / "cache")
+        for path in (tmp_path / "cache" / "shards").iterdir():
+            path.unlink()

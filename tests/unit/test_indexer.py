@@ -98,6 +98,7 @@ def test_a_data_set_as_worker(kind):
         assert "cseq.from_dataset(dataset)" in hint_of(kind, OneByOne(call))
     for error in (OSError, ValueError, KeyError, IndexError):
         assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(error)))
+    assert "cseq.from_dataset" not in hint_of(kind, OneByOne(lambda index: np.frombuffer(b"123")))
     assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(TypeError), good=1))
     assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))  # an index out of range
 
