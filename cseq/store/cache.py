@@ -15,7 +15,7 @@ import numpy as np
 from cseq.check import integer
 from cseq.encoding.pickling import dump, dumps
 from cseq.encoding.survey import batch_reducers
-from cseq.store.entries import HEAD, LINE, Entries
+from cseq.store.entries import LINE, Entries
 from cseq.store.folder import shared_folder
 from cseq.system import memory_limit_of
 
@@ -213,8 +213,7 @@ def _entry_of(sample: object) -> list[Any]:
     data = dumps(sample, buffers, REDUCERS)
     words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)
     parts: list[Any] = [words.tobytes(), data]
-    # Counted from the entry's beginning, which is aligned.
-    end = HEAD + words.nbytes + len(data)
+    end = words.nbytes + len(data)
     for buffer in buffers:
         parts += [bytes(-end % LINE), buffer]
         end += -end % LINE + buffer.nbytes
@@ -229,7 +228,7 @@ def _parts_of(entry: memoryview) -> tuple[memoryview, list[memoryview]]:
     end += nbytes
     buffers = []
     for size in sizes:
-        end += -(HEAD + end) % LINE
+        end += -end % LINE
         buffers.append(entry[end : end + size])
         end += size
     return data, buffers
@@ -275,7 +274,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
 
 
 def _source_of(name: str) -> str | None:
-    """Return the file of a module of the user's; None: it is installed, or it has no source."""
+    """Return the file of a module of the user's, or None if it is installed or has no source."""
     path: str = getattr(sys.modules.get(name), "__file__", None) or ""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     is_source = path.endswith(".py") and os.path.exists(path)

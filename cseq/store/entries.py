@@ -12,7 +12,7 @@ an entry's      its claim: where the entry begins (plus 1) once it is whole, els
 counters        the process that holds their row
 ==============  ================================================================================
 
-Locks are `fcntl`'s, of single bytes of ``claims``: the system frees those of a process that ends.
+Locks are `fcntl`'s, of single bytes of ``claims``: the system frees them when their process ends.
 A kill between any two writes leaves each entry whole or absent. ``used`` grows before an entry is
 written, so no room is given away twice: a kill loses the room of one entry at most. An entry's word
 is written last. A reader gets the position of an entry from this word alone, so it cannot read the
@@ -41,15 +41,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["HEAD", "LINE", "Entries"]
+__all__ = ["LINE", "Entries"]
 
 log = logging.getLogger("cseq")
 
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# An entry begins at a multiple of it.
+# Entries begin at its multiples.
 LINE = 64
-# Bytes of an entry that say how many follow.
-HEAD = 8
 # The header's only word.
 USED = 0
 # Words of the header; rows of counters.
@@ -58,7 +56,7 @@ HEADER, COUNTERS = 8, 512
 HITS, MADE, REFUSED = range(3)
 # The first entry's word.
 FIRST = HEADER + 4 * COUNTERS
-# Bytes of `claims` that are locked, behind those of the entries.
+# Bytes of `claims` that are locked, behind the entries' bytes.
 ROOM, COUNTING = 2**40, 2**41
 
 
@@ -112,20 +110,19 @@ class Entries(Folder):
         # Private: what a user's code writes into a view changes no entry. Not reserved: `limit` may
         # exceed the machine's memory, and hardly any page is ever written.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        self._bytes = memoryview(mmap.mmap(self._data, self.limit, flags=flags, prot=access))
+        data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
+        self._bytes = memoryview(data).toreadonly()
         CACHES.add(self)
 
     # -- entries
 
     def find(self, number: int) -> memoryview | None:
-        """Return an entry, which must not be changed; None: it is absent."""
+        """Return an entry with all that follows it, or None if it is absent."""
         start = int(self._starts[number]) - 1
         if start < 0:
             return None
         self._note(HITS)
-        begin = start + HEAD
-        nbytes = int.from_bytes(self._bytes[start:begin], "little")
-        return self._bytes[begin : begin + nbytes].toreadonly()
+        return self._bytes[start:]
 
     def claim(self, number: int) -> bool:
         """Claim an absent entry, to `keep` it; False: it is there, or is claimed already.
@@ -133,16 +130,14 @@ class Entries(Folder):
         Then the sample is counted as one that is made and not kept.
         """
         with self._own:
-            is_ours = number not in self._claimed and self._lock(number, wait=False)
-            # Whoever had the claim before may have kept the entry.
-            if is_ours and self._starts[number]:
+            if number not in self._claimed and self._lock(number, wait=False):
+                # Whoever had the claim before may have kept the entry.
+                if not self._starts[number]:
+                    self._claimed.add(number)
+                    return True
                 self._unlock(number)
-                is_ours = False
-            if is_ours:
-                self._claimed.add(number)
-        if not is_ours:
-            self._note(REFUSED)
-        return is_ours
+        self._note(REFUSED)
+        return False
 
     def release(self, number: int) -> None:
         """Give a claim back."""
@@ -161,12 +156,12 @@ class Entries(Folder):
             )
         with self._own, self._locked(ROOM):
             start = int(self._words[USED])
-            end = start + -(-(HEAD + nbytes) // LINE) * LINE
+            end = start + -(-nbytes // LINE) * LINE
             if end <= room:
                 self._set(USED, end)
         try:
             if end <= room:
-                write(self._data, b"".join([nbytes.to_bytes(HEAD, "little"), *parts]), start)
+                write(self._data, b"".join(parts), start)
                 self._set(FIRST + number, start + 1)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):

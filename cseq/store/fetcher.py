@@ -101,13 +101,14 @@ class Fetcher:
                 self._given.pop(writer, None)
                 await asyncio.wait([self._opening])
                 if error := self._opening.exception():
-                    writer.write(_line(_plain(error)))
+                    writer.write(_line(error))
                     await writer.drain()
                     return
                 if verb == "need":
                     writer.write(_line(await self._await(writer, *given)))
                 elif verb == "stats":
-                    writer.write(_line(self._stats()))
+                    amounts = len(self.have), self.held, self.reader.limit
+                    writer.write(_line([*amounts, self.fetched, self.fetched_nbytes]))
                 elif verb == "plan":
                     self._read_at(*given)
                 else:
@@ -143,9 +144,6 @@ class Fetcher:
                 return self.errors[number]
         self._given[writer] = [number for number in missing if number in self.have]
         return self._given[writer]
-
-    def _stats(self) -> tuple[int, ...]:
-        return len(self.have), self.held, self.reader.limit, self.fetched, self.fetched_nbytes
 
     def _read_at(self, *place: int) -> None:
         """Note where a trainer reads the order."""
@@ -262,7 +260,7 @@ class Fetcher:
         try:
             await self.put(number)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
-            self.errors[number] = _plain(error)
+            self.errors[number] = error
         finally:
             del self.running[number]
         self._changed.set()
@@ -312,17 +310,13 @@ class Fetcher:
             os.fsync(file.fileno())
 
 
-def _plain(error: BaseException) -> OSError | ValueError:
-    """Return an exception as one of the two kinds that a loop raises."""
-    kind = ValueError if isinstance(error, ValueError) else OSError
-    is_clear = type(error) is ValueError or isinstance(error, OSError)
-    return kind(str(error) if is_clear else f"{type(error).__name__}: {error}")
-
-
 def _line(answer: object) -> bytes:
-    """Return an answer as a line; an error as two parts, its kind and its text."""
-    is_error = isinstance(answer, Exception)
-    parts = [type(answer).__name__, str(answer)] if is_error else [answer]
+    """Return an answer as a line; an error as one of the two kinds that a loop raises."""
+    parts = [answer]
+    if isinstance(answer, BaseException):
+        kind = "ValueError" if isinstance(answer, ValueError) else "OSError"
+        is_clear = type(answer) is ValueError or isinstance(answer, OSError)
+        parts = [kind, str(answer) if is_clear else f"{type(answer).__name__}: {answer}"]
     return json.dumps(parts).encode() + b"\n"
 
 
@@ -355,7 +349,7 @@ def begin_process(start: Start) -> NoReturn:
         fetcher = Fetcher(reader)
     except BaseException as error:  # noqa: BLE001
         with contextlib.suppress(OSError):
-            first.sendall(_line(_plain(error)))
+            first.sendall(_line(error))
         os._exit(1)
     first.sendall(_line("it listens"))
     asyncio.run(_serve(fetcher, first, listening, users))

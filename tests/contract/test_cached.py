@@ -81,7 +81,8 @@ def test_each_sample_is_made_once_for_all_workers_and_epochs(kind, tmp_path):
     assert have.kept == have.made == 40
     assert sorted(set(lines(log))) == [*range(40)]
     assert len(lines(log)) <= 40 + have.others + checks
-    assert have.hits >= 80 - 40 - have.others  # and those of batches that were made ahead
+    # Batches that were made ahead count, too.
+    assert have.hits >= 80 - 40 - have.others
 
 
 def test_a_managers_figures_have_hits_and_misses(tmp_path):
@@ -141,7 +142,7 @@ def test_torch_tensors_come_back_as_tensors():
     ("index", "error"), [(20, IndexError), (-21, IndexError), (1.0, TypeError)]
 )
 def test_an_index_that_is_none_is_an_error(index, error):
-    """Indices are checked as those of a list."""
+    """Indices are checked as a list's are."""
     samples = cseq.cached(Decoded(), "2 MB")
     with pytest.raises(error):
         samples[index]

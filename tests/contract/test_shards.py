@@ -120,7 +120,8 @@ def test_shards_come_before_a_batch_needs_them(kind, server, tmp_path):
         with kind.start(arrays, None, batch_size=4, buffer=2, order=order) as batches:
             first = next(iter(batches))
             wait_until(lambda: whole(many) >= 2 + 2 + 4)
-            assert whole(many) <= 2 + 2 + 2 + 4  # a worker may be a window ahead
+            # A worker may be a window ahead.
+            assert whole(many) <= 2 + 2 + 2 + 4
             assert first[:, 0].tolist() == order.batches(4, seed=42, stop=1)[0]
 
 
@@ -329,7 +330,8 @@ def test_a_killed_fetching_process_is_replaced(kind, server, tmp_path):
                 if number in (3, 30):
                     kill_fetching(cache)
         assert numbers(got) == flat(order, 10, seed=42)
-        assert 30 <= whole(many) <= 30 + 2 * 4 + 4  # what was in flight, and ahead of the end
+        # Some were in flight, and some are ahead of the end.
+        assert 30 <= whole(many) <= 30 + 2 * 4 + 4
 
 
 class Dying(store.Npy):

@@ -207,7 +207,7 @@ def test_next_run_with_a_changed_shard(server, tmp_path, run_anew):
 
 
 def test_one_fetch_for_ranks_of_a_machine(server, tmp_path):
-    """Two ranks over one folder: each shard is fetched once, also in the second epoch."""
+    """Two ranks over one folder: each shard is fetched once in two epochs."""
     server.forget()
     got = {}
 

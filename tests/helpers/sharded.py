@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PATIENCE = 60.0  # seconds
+# Seconds.
+PATIENCE = 60.0
 
 
 def npy(first, rows, width=150):
@@ -99,7 +100,7 @@ def s3(server):
 
 
 def fetching(cache):
-    """Give the number of the process that fetches into a folder; None: there is none."""
+    """Give the number of the process that fetches into a folder, or None if there is none."""
     wanted = Path(cache, "fetcher").stat().st_ino
     for line in Path("/proc/locks").read_text().splitlines():
         words = line.split()

@@ -56,7 +56,7 @@ def test_shards_come_in_the_order_of_their_windows():
 
 
 def test_a_batch_of_another_order_moves_nothing():
-    """Shards of many windows at once are those of another order."""
+    """Shards of many windows at once belong to another order."""
     plan = plan_at(np.full(40, 5), 2, 1)
     plan.advance([*range(0, 40, 7)])
     plan.advance([plan.coming(0)[0], int(np.argmax(plan.uses()))])
