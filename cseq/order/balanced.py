@@ -27,17 +27,16 @@ from cseq.order.tables import cache_of, tables
 if TYPE_CHECKING:
     import os
 
-    from numpy.typing import NDArray
     from typing_extensions import Self
 
     from cseq._core import Reader
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.mixture import Weights
-    from cseq.order.tables import New
+    from cseq.order.tables import New, Tables
 
 # A message with the same numbers is logged once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# Rows whose order is kept, 4 bytes each.
+# Rows whose order is kept, 4 bytes each, with their work unless a window is an epoch.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
@@ -189,17 +188,17 @@ class Balanced(Order):
             first = w * self._window
             if not is_sum or number < min(self._window, self.units - first):
                 ours = np.flatnonzero(windows == w)
-                rows[ours] = window(epoch, w).take(units[ours] - first)
+                rows[ours] = window(epoch, w)["rows"].take(units[ours] - first)
         return rows
 
-    def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> NDArray[np.integer[Any]]:
-        """Return the rows of the order for each position of a window."""
+    def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> Tables:
+        """Return the rows of the order for each position of a window, and what is kept of them."""
         name, folder = "", None
         if self._over == "epoch" and number == 0 and self._cache is not None:
             facts = np.frombuffer(json.dumps(self.facts()).encode(), np.uint8)
             name, folder = f"{self.name}-{fingerprint(facts):016x}-{seed:x}", self._cache
         make = partial(self._sort, seed, works, epoch, number)
-        return tables(folder, name, make, epoch)["rows"]
+        return tables(folder, name, make, epoch)
 
     def _sort(self, seed: int, works: Works, epoch: int, number: int, new: New) -> None:
         """Exchange the rows of a window."""
@@ -221,6 +220,9 @@ class Balanced(Order):
             order = alike.swapaxes(0, 1).ravel()
         rows[: len(order)] = rows.take(order)
         new("rows", len(rows), np.uint32 if self.units <= 2**32 else np.int64)[:] = rows
+        if self._over != "epoch":
+            work[: len(order)] = work.take(order)
+            new("work", len(rows), work.dtype)[:] = work
 
     def _dealt(
         self,
@@ -235,7 +237,12 @@ class Balanced(Order):
         """Return the units of each rank in each global batch of a step, from a phase on."""
         number, at = divmod(step * self.step + phase, self._window)
         batches, ranks = (self.step - phase) // together, together // size
-        work = works(epoch, window(epoch, number)[at : at + batches * together].astype(np.int64))
+        span, kept = slice(at, at + batches * together), window(epoch, number)
+        work = (
+            kept["work"][span]
+            if "work" in kept
+            else works(epoch, kept["rows"][span].astype(np.int64))
+        )
         order = np.argsort(-work, kind="stable")
         ours, turns = deal(work.take(order), order // together, ranks, batches, size)
         units = np.empty((batches, ranks, size), np.int64)
