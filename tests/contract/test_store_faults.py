@@ -229,25 +229,3 @@ def test_one_fetch_for_ranks_of_a_machine(server, tmp_path):
         options = {"batch_size": BATCH, "shard": (number, 2), "order": cseq.Blocks(SIZES, 2)}
         with INLINE.start(table(), TOTAL, **options) as batches:
             assert is_right(got[number], [each for _ in range(2) for each in batches])
-
-
-def test_resume_fetches_no_skipped_shard(server, tmp_path):
-    """A loop that goes on near its end asks for the shards of the rest alone."""
-    batches = truth()
-    stop = len(batches) - 4
-    rest = np.concatenate(batches[stop:])
-    numbers = {int(np.flatnonzero((table() == row).all(1))[0]) for row in rest}
-    ends = np.cumsum(SIZES)
-    needed = {int(ends.searchsorted(each, "right")) for each in numbers}
-    assert 0 < len(needed) < SHARDS - 2
-    rows = read(server, tmp_path, ahead=1)
-    server.forget()
-    options = {"batch_size": BATCH, "order": rows.order(window=2)}
-    manager = FEW[-1].make(rows, len(rows), **options)
-    with FEW[-1].begin(manager) as running:
-        running.load_state_dict({**running.state_dict(), "consumed": stop * BATCH})
-        assert is_right([batch.copy() for batch in running], batches[stop:])
-    asked = {number for number in range(SHARDS) if server.count(KEY.format(number))}
-    # A shard of the next epoch may be under way by the end of this one.
-    assert needed <= asked
-    assert len(asked - needed) <= 3
