@@ -1,4 +1,4 @@
-"""Documents of tokens in, training rows out, for language models.
+"""Build training rows for language models from tokenized documents.
 
 ::
 
@@ -16,16 +16,16 @@
     rows.locate(12, seed=7)    # the pieces (source, document, start, stop) of a row
 
 =================  =================================================================
-`Documents`        what a source is: ``lengths``, ``read``, ``name``, ``fingerprint``
-`Megatron`         a pair of files of Megatron-LM
-`Flat`             an array in a file, documents by offsets or by an end-of-text token
-`Arrow`            a column of lists: a table, Parquet files, a Hugging Face data set
-`Rows`             an indexer with an order of its own: the batches
-`split_context`    one rank's tokens of a batch, for context parallelism
+`Documents`        the source protocol: ``lengths``, ``read``, ``name``, ``fingerprint``
+`Megatron`         a Megatron-LM file pair
+`Flat`             a flat token array in a file, split by offsets or an end-of-text token
+`Arrow`            a list column of a table, Parquet files or a Hugging Face data set
+`Rows`             an indexer that builds the batches and has its own order
+`split_context`    one rank's part of a batch, for context parallelism
 =================  =================================================================
 
-A sample's index is the position of a piece's first token in all documents, laid end to end; the
-piece ends with its document, or with its row.
+A sample index is the position of a piece's first token in the concatenation of all documents. The
+piece ends where its document or its row ends, whichever is first.
 """
 
 from cseq.tokens.arrow import Arrow

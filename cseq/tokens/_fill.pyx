@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The arrays of a batch of rows, piece by piece."""
+"""Fill the arrays of a batch of rows, piece by piece."""
 
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
@@ -30,7 +30,7 @@ cdef struct Piece:
     const char* tokens
     # NULL if all labels count.
     const uint8_t* mask
-    # Bytes of a token, negative if it has no sign.
+    # The size of a token in bytes, negated for unsigned types.
     int kind
 
 cdef enum:
@@ -44,7 +44,7 @@ cdef void convert(const Token* tokens, Out* out, Py_ssize_t count) noexcept nogi
 
 
 cdef void copy(const Piece* piece, Py_ssize_t first, Out* out, Py_ssize_t count) noexcept nogil:
-    """Copy the tokens of a piece, from one on."""
+    """Copy `count` tokens of a piece, starting at token `first`."""
     cdef const char* tokens = piece.tokens + first * (piece.kind if piece.kind > 0 else -piece.kind)
     if piece.kind == -2:
         convert(<const uint16_t*>tokens, out, count)
@@ -65,7 +65,7 @@ cdef void copy(const Piece* piece, Py_ssize_t first, Out* out, Py_ssize_t count)
 cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
                  const int64_t* numbers, Out pad, Out* ids, Out* labels, Out* positions,
                  int32_t* documents) noexcept nogil:
-    """Fill arrays, those that are not NULL; return how many labels a loss counts."""
+    """Fill the arrays that are not NULL; return the number of labels that count in the loss."""
     cdef Py_ssize_t k, i, n, labeled
     cdef int64_t valid = 0
     for k in range(count):
@@ -104,11 +104,11 @@ cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, co
 
 
 def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint by_row):
-    """Cut the pieces of rows where their row is full, and put padding behind the others.
+    """Cut pieces at the end of their row, and pad rows that are not full.
 
-    `left` says how many tokens each piece's document has from its begin on, and gets how many the piece has.
-    `sizes` says how many pieces each row has. Returns for each piece and each padding: its tokens; 1 if its
-    document goes on, else 0; and its number in the row if `by_row`, else in the batch, or -1 for padding.
+    `left` holds the tokens from each piece's start to the end of its document, and is set to the piece
+    lengths. `sizes` holds the number of pieces in each row. Return for each piece or padding: its length; 1 if
+    its document continues, else 0; and its number in the row if `by_row`, else in the batch, or -1 for padding.
     """
     cdef int64_t* there = <int64_t*>int64s(left)
     cdef const int64_t* pieces = int64s(sizes)
@@ -142,7 +142,7 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
 
 
 cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
-    """The memory of an array to fill, or NULL."""
+    """Return the memory of an array to fill, or NULL for None."""
     if array is None:
         return NULL
     if array.descr.itemsize != kind or array.size != size or not cnp.PyArray_ISCARRAY(array):
@@ -153,7 +153,7 @@ cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
 cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners, cnp.ndarray starts,
                      Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
                      const int64_t* numbers, list kept, int most) except -1:
-    """Find the memory of pieces, in an order of bytes that can be read; `kept` owns copies."""
+    """Find the memory of the pieces. Arrays that cannot be read in place are copied into `kept`."""
     cdef Py_ssize_t k, stop, n = 0, there = len(owners)
     cdef const int64_t* owner = int64s(owners)
     cdef const int64_t* start = int64s(starts)
@@ -192,10 +192,10 @@ cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners,
 def fill(list arrays not None, list masks not None, cnp.ndarray owners not None, cnp.ndarray starts not None,
          cnp.ndarray cuts not None, int64_t pad, cnp.ndarray ids not None, cnp.ndarray labels,
          cnp.ndarray positions, cnp.ndarray documents):
-    """Fill the arrays of a batch that are not None; return how many labels a loss counts.
+    """Fill the arrays of a batch that are not None; return the number of labels that count in the loss.
 
-    `arrays` has tokens, `masks` a mask of each or None. `owners` has the array of each piece, and `starts`
-    where the piece begins in it. `cuts` is what `cut` returned.
+    `arrays` holds tokens, and `masks` each array's mask or None. `owners` holds the array number of each piece,
+    and `starts` its position in that array. `cuts` is the result of `cut`.
     """
     cdef Py_ssize_t count = cuts.shape[1], size = ids.size
     cdef int kind = ids.descr.itemsize

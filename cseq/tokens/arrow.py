@@ -1,4 +1,4 @@
-"""A column of lists of tokens: of a table, of Parquet files, or of a data set."""
+"""Documents from a list column of a table, Parquet files or a data set."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 
 class Arrow(Corpus):
-    """The documents of a column of lists, a document in a row.
+    """The documents in a list column, one document per row.
 
-    The tokens of a table, and of a Hugging Face data set's mapped files, are not copied. Parquet
-    files are decoded in each worker process; with threads, once.
+    The tokens of a table and of a Hugging Face data set's mapped files are not copied. Each worker
+    process decodes Parquet files for itself; worker threads share one decoded copy.
 
     Parameters
     ----------
     data : pyarrow.Table, datasets.Dataset, str, path, or list of these paths
-        A table, which processes get a copy of; a data set; or Parquet files.
+        A table (each worker process receives a copy), a data set, or Parquet files.
     column : str
-        Lists of integers.
+        The name of a column of integer lists.
     mask : str, optional
-        Lists as long as the documents: a loss counts the tokens where it is not 0.
+        A column with lists as long as the documents. Where it is 0, the loss ignores the token.
     name : str, optional
-        By default the name of the first file without its ending, or of the column.
+        Defaults to the name of the first file without its extension, or of the column.
 
     Raises
     ------
     ImportError
         pyarrow is not installed.
     TypeError, ValueError
-        A column is not there, is no list of integers, or has a null; or `mask` has other lengths.
-        The message names the row and the remedy.
+        A column is missing, does not hold integer lists, or has a null; or the lists of `mask`
+        have other lengths. The message names the row and the remedy.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Arrow(Corpus):
 
 
 def read_all(paths: list[str], columns: list[str]) -> Any:
-    """Read columns of Parquet files, which all have the same ones of these."""
+    """Read columns of Parquet files, which must all have the same types."""
     import pyarrow as pa
 
     tables = [read(path, columns) for path in paths]
@@ -101,7 +101,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
 
 
 def read(path: str, columns: list[str]) -> Any:
-    """Read those columns of a Parquet file that it has."""
+    """Read columns of a Parquet file, except those that it lacks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -109,7 +109,7 @@ def read(path: str, columns: list[str]) -> Any:
         there = pq.read_schema(path).names
         return pq.read_table(path, columns=[name for name in columns if name in there])
     except (pa.ArrowInvalid, OSError) as error:
-        # A file that is not there has a number, and the system's message names it.
+        # The system's own errors, such as a missing file, have an errno and name the file.
         if getattr(error, "errno", None) is not None:
             raise
         remedy = "give a Parquet file, or write this one again"
@@ -117,13 +117,13 @@ def read(path: str, columns: list[str]) -> Any:
 
 
 def columns_of(table: Any) -> str:
-    """Name the columns of a table and their types."""
+    """Describe the columns of a table and their types."""
     named = [f"{field.name!r} of {field.type}" for field in table.schema]
     return " and ".join(named) or "no such column"
 
 
 def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-    """Return the length of each list of a column, and the values, chunk by chunk."""
+    """Return the list lengths of a column, and its values as one array per chunk."""
     import pyarrow as pa
 
     if column not in table.column_names:

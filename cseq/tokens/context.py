@@ -1,4 +1,4 @@
-"""Context parallelism: the tokens of a batch that are one rank's."""
+"""Context parallelism: split the tokens of a batch among ranks."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ ALONG = ("input_ids", "labels", "position_ids", "document_ids")
 def split_context(
     batch: Mapping[str, Any], shard: Given, *, balanced: bool = False
 ) -> dict[str, Any]:
-    """Return a batch of `Rows` with this rank's part of each row.
+    """Reduce a batch of `Rows` to this rank's part of each row.
 
     Parameters
     ----------
     batch : dict
-        Of arrays, or of tensors on any device. Labels are shifted already, so parts need no more.
+        Arrays, or tensors on any device. Labels are already shifted, so no overlap is needed.
     shard : (rank, world_size), process group, or DeviceMesh of one dimension
-        This rank's place among those that share the batch, such as ``mesh["cp"]``.
+        This rank's position among the ranks that share the batch, such as ``mesh["cp"]``.
     balanced : bool
-        False: consecutive tokens. True: of 2n equal parts, rank r of n has r and 2n - 1 - r, which
-        is equal work under a causal mask.
+        If False, a rank gets consecutive tokens. If True, each row is split into 2n equal parts,
+        and rank r of n gets parts r and 2n - 1 - r, which is equal work under a causal mask.
 
     Returns
     -------
     dict
-        Arrays with a value for each token are cut. The rest stays the whole batch's: `cu_seqlens`
-        and `valid_tokens`, too.
+        Arrays with one value per token are split. All other values, including `cu_seqlens` and
+        `valid_tokens`, still describe the whole batch.
 
     Raises
     ------
     TypeError, ValueError
-        `shard` is no place; or the parts would not be equal.
+        `shard` is invalid, or a row cannot be split into equal parts.
 
     Examples
     --------

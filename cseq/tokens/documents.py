@@ -1,4 +1,4 @@
-"""Documents of tokens: what a source of rows is, and what the readers share."""
+"""Document sources for `Rows`: the protocol, and the readers' base class."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# Tokens that stand for a corpus in its fingerprint.
+# The number of tokens that a fingerprint samples.
 PROBES = 64
 
 
 class Documents(Protocol):
-    """A source of `Rows`: an object of your own may be one.
+    """The protocol of a source for `Rows`, which your own objects can implement.
 
-    Worker processes get pickled copies; threads share it. It may have another method,
-    ``mask(document, start, stop)``, which returns 0 for tokens that a loss does not count.
+    Worker processes receive pickled copies; threads share one object. An optional method,
+    ``mask(document, start, stop)``, returns 0 for each token that the loss ignores.
 
     Attributes
     ----------
     name : str
-        What errors call it.
+        The source's name in error messages.
     lengths : array of int
-        The tokens in each document, from 0 on. It may be a memory map.
+        The number of tokens in each document, at least 0. It may be a memory map.
     fingerprint : int
-        A number that differs for other tokens.
+        A number that identifies the tokens and changes with them.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Documents(Protocol):
 
 
 class Corpus:
-    """Documents that lie end to end in arrays, which are `parts`; none lies in two of them.
+    """Documents stored end to end in the arrays `parts`; no document spans two arrays.
 
     In `__init__`, a subclass sets `given`, its arguments in another process, and calls `lay`.
     """
 
-    # Whether another process has checked the files before.
+    # True if another process has already checked the files.
     is_copy = False
     given: dict[str, Any]
     name: str
@@ -63,7 +63,7 @@ class Corpus:
     def lay(
         self, name: str, lengths: Any, parts: Sequence[Any], masks: Sequence[Any] | None = None
     ) -> None:
-        """Set the lengths of documents, the arrays of their tokens, and masks if there are any."""
+        """Set the document lengths, the token arrays and any masks."""
         self.name, self.lengths = name, lengths
         self.parts, self.masks = [*parts], [*masks] if masks else [None] * len(parts)
         *firsts, self.tokens = np.cumsum([0, *map(len, parts)]).tolist()
@@ -80,17 +80,17 @@ class Corpus:
         return f"<{kind} {self.name}: {self.tokens:,} tokens in {len(self):,} documents>"
 
     def __reduce__(self) -> Any:
-        """Pickle as what opens the files again."""
+        """Pickle the arguments, with which `again` reopens the files."""
         return again, (type(self), self.given, self.fingerprint)
 
     @cached_property
     def ends(self) -> DocumentEnds:
-        """Where documents end."""
+        """The document boundaries."""
         return DocumentEnds(self.lengths)
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number of the counts, and of some of the tokens."""
+        """A hash of sampled tokens and of the token and document counts."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
         owners = self.firsts.searchsorted(at, "right") - 1
         places = zip(owners.tolist(), (at - self.firsts[owners]).tolist(), strict=True)
@@ -98,7 +98,7 @@ class Corpus:
         return int(fingerprint(np.array([*probes, self.tokens, len(self)])))
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return the tokens [start, stop) of a document, as a view."""
+        """Return a view of the tokens [start, stop) of a document."""
         size = int(self.lengths[document])
         if not 0 <= start <= stop <= size:
             raise IndexError(f"{self.name}: document {document} has no [{start}, {stop}) of {size}")
@@ -110,7 +110,7 @@ class Corpus:
 
 
 def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
-    """Open the files of a corpus in another process."""
+    """Reopen a corpus in another process; raise if its tokens have changed."""
     corpus = kind.__new__(kind)
     corpus.is_copy = True
     corpus.__init__(**given)  # type: ignore[misc]
@@ -123,7 +123,7 @@ def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
 
 
 class Given(Corpus):
-    """A user's object, whose methods are called for each piece."""
+    """A corpus that calls the methods of a user's object for each piece."""
 
     def __init__(self, documents: Documents) -> None:
         self.given, self.documents = {"documents": documents}, documents
@@ -141,7 +141,7 @@ class Given(Corpus):
     def read(
         self, document: int, start: int, stop: int, method: str = "read"
     ) -> NDArray[np.integer[Any]]:
-        """Call a method for a piece."""
+        """Call a method of the user's object for a piece."""
         found = np.asarray(getattr(self.documents, method)(document, start, stop))
         if found.shape != (stop - start,):
             raise ValueError(
@@ -151,14 +151,14 @@ class Given(Corpus):
         return found
 
     def mask(self, document: int, start: int, stop: int) -> NDArray[Any] | None:
-        """Return which tokens of a piece a loss counts, or None if all."""
+        """Return the loss mask of a piece, or None if the source has no masks."""
         if not hasattr(self.documents, "mask"):
             return None
         return self.read(document, start, stop, "mask")
 
 
 def corpus_of(source: Any) -> Corpus:
-    """Return a source as a corpus."""
+    """Wrap a source in a `Corpus`, unless it is one."""
     if isinstance(source, Corpus):
         return source
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):
@@ -171,7 +171,7 @@ def corpus_of(source: Any) -> Corpus:
 
 
 def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int | None:
-    """Return the number of the first wrong value; `is_wrong` tells which are wrong in a range."""
+    """Return the index of the first wrong value; `is_wrong` returns a mask for a range."""
     for start in range(0, number, CHUNK):
         wrong = is_wrong(start, min(start + CHUNK, number))
         if wrong.any():
@@ -180,7 +180,7 @@ def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int
 
 
 def data_type(dtype: Any) -> np.dtype[Any]:
-    """Check the argument `dtype`."""
+    """Convert the argument `dtype` to a numpy type."""
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
@@ -189,6 +189,6 @@ def data_type(dtype: Any) -> np.dtype[Any]:
 
 
 def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError:
-    """Make the error for a file, at a byte if one is wrong."""
+    """Create the error for a damaged file, with the byte offset if known."""
     at = "" if offset is None else f" at byte {offset}"
     return ValueError(f"{path}{at}: {what}; {remedy}")

@@ -1,4 +1,4 @@
-"""A flat array of tokens; documents by offsets, or by the token that ends them."""
+"""Documents in a flat token array, split by offsets or by an end token."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 
 class Flat(Corpus):
-    """The documents of a flat array of tokens, which is mapped: an ``.npy``, or a raw file.
+    """The documents in a memory-mapped flat array of tokens, an ``.npy`` or a raw file.
 
     Parameters
     ----------
     path : str or path
-        An ``.npy`` of one dimension, or any other file with `dtype`.
+        A one-dimensional ``.npy`` file, or a raw file, which requires `dtype`.
     dtype : data type, optional
-        The type of a raw file's tokens, an integer's.
+        The integer type of the tokens in a raw file.
     offsets : str, path or array of int, optional
-        Where each document begins, and at last where the tokens end: shape (documents + 1,), or an
-        ``.npy`` with that.
+        The start of each document and then the number of tokens: an array of shape
+        (documents + 1,), or an ``.npy`` file that holds one.
     end : int, optional
-        Instead of `offsets`: the token that ends each document, and belongs to it. The documents
-        are found once, in one pass; a file then has their lengths.
+        The token that ends each document and belongs to it, as an alternative to `offsets`. A
+        single pass finds the documents and stores their lengths in a file.
     cache : str or path, optional
-        The folder of that file, by default the one that `path` is in. If `offsets` is a path, too,
-        processes share such a file; without `cache`, each of them computes the lengths.
+        The folder of the lengths file. With `end`, it defaults to the folder of `path`. If
+        `offsets` is a path, each process computes the lengths unless `cache` is set.
     name : str, optional
-        By default the file's name without its ending.
+        Defaults to the file name without its extension.
 
     Raises
     ------
     TypeError, ValueError
-        The file is damaged, or contradicts an argument. The message has the file and both values.
+        The file is damaged or contradicts an argument. The message gives the file and both values.
 
     Examples
     --------
@@ -96,7 +96,7 @@ class Flat(Corpus):
 
 
 def raw(path: str, kind: np.dtype[Any] | None) -> NDArray[Any]:
-    """Map a file without a head."""
+    """Map a raw file, which has no header."""
     if kind is None:
         raise TypeError(f"{path}: give dtype, the type of its tokens, such as dtype='uint16'")
     size, item = os.path.getsize(path), kind.itemsize
@@ -107,7 +107,7 @@ def raw(path: str, kind: np.dtype[Any] | None) -> NDArray[Any]:
 
 
 def npy(path: str) -> NDArray[Any]:
-    """Map an .npy of one dimension, as a plain array."""
+    """Map a one-dimensional .npy file as a plain array."""
     try:
         array = np.asarray(np.load(path, mmap_mode="r"))
     except (EOFError, ValueError) as error:
@@ -118,7 +118,7 @@ def npy(path: str) -> NDArray[Any]:
 
 
 def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
-    """Check the offsets of documents."""
+    """Check document offsets."""
     remedy = "give where each document begins, and at last the number of tokens"
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 2:
         raise damaged(path, None, f"offsets={offsets!r}", remedy)
@@ -137,7 +137,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
 def kept(
     path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return the lengths of documents from a file in a folder; make it, if it is not there."""
+    """Return document lengths from a file in a folder, which is created if missing."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 
@@ -153,7 +153,7 @@ def kept(
 
 
 def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
-    """Find where documents begin, and the last one ends; that one may lack its last token."""
+    """Find all document boundaries. The last document may lack its end token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
@@ -164,6 +164,6 @@ def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
 
 
 def lengths_between(bounds: NDArray[Any]) -> NDArray[Any]:
-    """Return the lengths of documents, in 4 bytes each if they are below 2**32."""
+    """Return document lengths, as uint32 if all are below 2**32."""
     lengths = np.diff(bounds)
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)

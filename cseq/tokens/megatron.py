@@ -1,4 +1,4 @@
-"""Megatron's pair of files: `.idx` says where the sequences are that `.bin` has."""
+"""Megatron-LM file pairs: `.idx` gives the positions of the sequences in `.bin`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAGIC = b"MMIDIDX\0\0"
-# Magic, version, type, sequences, bounds of documents.
+# Magic bytes, version, type code, number of sequences, number of document boundaries.
 HEAD = struct.Struct("<9sQBQQ")
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
@@ -23,19 +23,19 @@ REMEDY = "write the pair again with Megatron's preprocess_data.py, or copy both 
 
 
 class Megatron(Corpus):
-    """The documents of Megatron-LM's pair ``PREFIX.idx`` and ``PREFIX.bin``, which are mapped.
+    """The documents in a memory-mapped Megatron-LM pair, ``PREFIX.idx`` and ``PREFIX.bin``.
 
     Parameters
     ----------
     prefix : str or path
-        The path without its ending.
+        The path without its extension.
     name : str, optional
-        By default the last part of the path.
+        Defaults to the last component of the path.
 
     Raises
     ------
     ValueError
-        A file is damaged, or the index is another file's. The message has the file and the byte.
+        A file is damaged or the index belongs to another file. The message gives file and byte.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class Megatron(Corpus):
             kind = FLOATS.get(code, "unknown")
             raise damaged(path, 17, f"type code {code} ({kind}) is no integer's", REMEDY)
         size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
-        # An index may have a byte more for each sequence, its mode.
+        # An index may have one extra byte per sequence, its mode.
         if size not in (whole, whole + number):
             said = f"{number} sequences and {bounds} bounds need {whole} bytes"
             raise damaged(path, size, said, REMEDY)
@@ -81,7 +81,7 @@ class Megatron(Corpus):
 def check(
     path: str, lengths: NDArray[Any], starts: NDArray[Any], documents: NDArray[Any], size: int
 ) -> None:
-    """Check that sequences lie one after the other, and that documents are made of them."""
+    """Check that the sequences are contiguous and the document boundaries are in order."""
 
     def is_apart(a: int, b: int) -> NDArray[np.bool_]:
         due = starts[a + 1 : b + 1]

@@ -1,4 +1,4 @@
-"""Rows of a training batch: which pieces of documents each has, and its arrays."""
+"""Rows of a training batch: the document pieces in each, and the arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.tokens.documents import Corpus, Documents
 
-# `cu_seqlens` counts in 32 bits.
+# `cu_seqlens` is int32.
 MOST_ROW = 2**30
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
@@ -53,65 +53,65 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """An indexer of rows of tokens, with an order: the first argument of `MPSequence`.
+    """An indexer of token rows with its own order: the first argument of `MPSequence`.
 
-    Each token of each document comes once an epoch; `concatenate` drops the rest that fills no row.
-    A row is a sequence of *pieces*, each from one document. A document is cut only if it is longer
-    than a row, or, with `concatenate`, where a row ends.
+    Each token of each document occurs once per epoch; `concatenate` drops a last row that is not
+    full. A row is a sequence of *pieces*, each from one document. A document is split only if it
+    is longer than a row or, with `concatenate`, at the end of a row.
 
     Parameters
     ----------
     sources : Documents or dict of str to Documents
-        `Megatron`, `Flat`, `Arrow`, or an object like `Documents`. Several are one corpus.
+        `Megatron`, `Flat`, `Arrow`, or an object like `Documents`. Several form one corpus.
     row : int
-        Tokens in a row, 2 or more.
+        The number of tokens in a row, at least 2.
     weights : dict of str to number, or list of (int, dict), optional
-        The share of each source, as `Mixture` takes it, or None if each comes whole, once an epoch.
+        The share of each source, as in `Mixture`. By default, an epoch has each source in full.
     weights_of : 'tokens' or 'units'
-        What the shares count: tokens, or rows.
+        The unit of the shares: tokens, or rows.
     packing : 'best-fit' or 'concatenate'
         The order: `Packed` or `Concatenated`.
     step : int, optional
-        Rows in a step of the optimizer, over all ranks and microbatches, which `Balanced` deals so
-        that ranks have equal work; None deals none. Keep it when the number of ranks changes: the
-        order depends on it.
+        The number of rows in an optimizer step, over all ranks and microbatches. If set, `Balanced`
+        gives ranks equal work. The order depends on it, so keep it when the number of ranks
+        changes.
     balance : 'step', 'window' or 'epoch'
-        Between how many steps rows are exchanged for that: none, 16, or all.
+        The range in which `Balanced` exchanges rows: one step, 16 steps, or the epoch.
     cache : str or path, optional
-        A folder of this machine for tables of the order, which all its processes then share.
+        A folder on this machine for tables of the order, which all its processes then share.
     epoch_size : int, optional
-        Rows in an epoch of a mixture.
+        The number of rows in an epoch of a mixture.
     flat : bool
-        Rows of a batch are one row, of shape (1, rows * row).
+        If True, the rows of a batch are joined into one, of shape (1, rows * row).
     pad : int
-        The token that fills a row's rest.
+        The padding token.
     dtype : 'int64' or 'int32'
         The type of `input_ids`, `labels` and `position_ids`.
     keys : sequence of str
-        What a batch has, of these:
+        The entries of a batch, from this list:
 
         - ``input_ids``: shape (rows, row).
-        - ``labels``: the next token of the document, or -100: at each document's last token, where
-          a loss mask leaves the next token out, and at padding.
-        - ``position_ids``: from 0 in each piece, and in padding.
-        - ``document_ids``: int32, the number of the piece in its row, -1 at padding.
-        - ``cu_seqlens``: int32, shape (pieces + 1,): where the pieces of the batch begin, padding
-          included, and the last one ends. Varlen attention takes it with the batch as one row.
-        - ``max_seqlen``: int, the longest piece.
-        - ``valid_tokens``: int, the labels that are not -100.
-        - ``source_tokens``: int64, the tokens of each source, without padding: shape (sources,).
+        - ``labels``: the next token of the document, or -100 at a document's last token, where a
+          loss mask excludes the next token, and in padding.
+        - ``position_ids``: start at 0 in each piece and in padding.
+        - ``document_ids``: int32, the number of the piece in its row, or -1 in padding.
+        - ``cu_seqlens``: int32, shape (pieces + 1,): the start of each piece of the batch, padding
+          included, and the end of the last. Varlen attention uses it with the batch as one row.
+        - ``max_seqlen``: int, the length of the longest piece.
+        - ``valid_tokens``: int, the number of labels that are not -100.
+        - ``source_tokens``: int64, shape (sources,): the tokens of each source, without padding.
 
     Attributes
     ----------
     names : list of str
-        The sources.
+        The names of the sources.
     fingerprints : dict of str to int
-        One for each source. A state has them, and refuses sources with other tokens.
+        The fingerprint of each source. A state stores them and rejects sources with other tokens.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong, or no loss can be made. The message names it and the remedy.
+        An argument is invalid, or no token can be predicted. The message names the remedy.
 
     Examples
     --------
@@ -175,7 +175,7 @@ class Rows:
 
     @cached_property
     def order(self) -> Order:
-        """The order of ``MPSequence(rows)``: its samples are tokens, its units rows."""
+        """The order of ``MPSequence(rows)``, whose samples are tokens and whose units are rows."""
         over: Callable[[Any], Order] = partial(Concatenated, row=self.row, cache=self._cache)
         if self._packs:
             over = partial(Packed, budget=self.row, too_long="split", cache=self._cache)
@@ -190,7 +190,7 @@ class Rows:
         return order if step is None else Balanced(order, step, over=balance, cache=self._cache)
 
     def _check(self, corpora: list[Corpus]) -> None:
-        """Check that tokens fit in the type, and that there is something to predict."""
+        """Check that the tokens fit the type and that at least one can be predicted."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
             raise TypeError(
                 f"dtype={self._dtype} with pad={self._pad}; give 'int64' or 'int32', and a token "
@@ -218,17 +218,17 @@ class Rows:
         return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without what is made where it is asked for, and the files' arrays."""
+        """Pickle without lazily created attributes and the files' arrays."""
         made = ("order", "_ends", "_arrays")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def locate(self, row: int, *, seed: int, epoch: int = 0) -> list[Piece]:
-        """Say what a row of an epoch has: its pieces, in their order.
+        """Return the pieces of a row of an epoch, in order.
 
         Parameters
         ----------
         row : int
-            Its number in the epoch over all ranks, from 0.
+            The row's number in the epoch over all ranks, from 0.
         seed, epoch : int
             In [0, 2**64).
 
@@ -254,7 +254,7 @@ class Rows:
         return [Piece(self.names[s], k, start, start + n) for s, k, start, n in columns]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that adds up the tokens of each source in units of an epoch."""
+        """Return a function that counts each source's tokens in the given units of an epoch."""
         known, reader = order.token_sums(seed), order.reader(seed)
 
         def sums(epoch: int, units: Ints) -> dict[str, int]:
@@ -268,18 +268,18 @@ class Rows:
         return sums
 
     def _by_source(self, pieces: Ints) -> Ints:
-        """Add up the tokens of each source."""
+        """Count the tokens of each source."""
         sources, *_, counts = pieces
         return np.bincount(sources, counts, len(self.names)).astype(np.int64)
 
     def only(self, keys: Sequence[str]) -> Rows:
-        """Return these rows with other keys."""
+        """Return a copy of these rows with other keys."""
         rows = object.__new__(type(self))
         vars(rows).update(vars(self), keys=tuple(keys))
         return rows
 
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
-        """Return the batch of these positions, of which `cseq.parts` says the rows."""
+        """Return the batch at these positions, which `cseq.parts` groups into rows."""
         sizes = parts()
         pieces, cuts = self._locate(indices, sizes)
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
@@ -310,9 +310,9 @@ class Rows:
         return parts, [mask for corpus in self._corpora for mask in corpus.masks]
 
     def _locate(self, indices: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-        """Find the pieces that begin at some positions: each ends with its document, or its row.
+        """Find the pieces that start at these positions. Each ends with its document or its row.
 
-        Returns each one's source, document, start in it and tokens, and what `cut` returns.
+        Return the source, document, start and length of each piece, and the result of `cut`.
         """
         pieces = locate(self._ends, self._firsts, indices)
         return pieces, cut(pieces[3], sizes, self.row, not self.flat)
@@ -320,9 +320,9 @@ class Rows:
     def _find(
         self, indices: Ints, pieces: Ints, cuts: Ints
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
-        """Return arrays of tokens, the mask of each or None, and where each piece is in them.
+        """Return the token arrays, their masks or None, and each piece's array and position in it.
 
-        A source of the user's is asked for a piece, and for the token behind a cut: it is a label.
+        A user's source reads each piece together with the token after a cut, which is a label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)
