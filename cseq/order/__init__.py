@@ -1,15 +1,15 @@
-"""The order of an epoch, this rank's share, and the loop's place.
+"""The order of an epoch, this rank's share of it and the training loop's position.
 
-``sampler``     ★ which indices, in which order, cut into batches
-``_source``     ★ what an epoch asks for, ticket by ticket
-``shard``       which rank this process is, and of how many
-``place``       the epoch, and how many of its samples are done
-``checkpoint``  `state_dict`, and what it must agree with
-``tally``       how many tokens of each source a run has had
-``_readers``    permutations; readers of orders; `DocumentEnds`: positions of documents end to end
-``tables``      tables of documents that processes share; `pieces` of documents
-``base``        `Order`, for orders of the user's own; `shuffled`, `blocks`, `buckets`, `groups`,
-                `mixture`, `packed`, `concatenated`, `balanced` and `weighted` are cseq's, over what
-                `classes` and `_readers` have; `shares`: how often each source of a mixture comes;
-                `sources`: what orders that are made of others have in common
+``sampler``     ★ the indices of an epoch in order, cut into batches
+``_source``     ★ the contents of an epoch's tickets
+``shard``       this process's rank and the number of ranks
+``place``       the current epoch and the number of samples consumed
+``checkpoint``  the contents and validation of `state_dict`
+``tally``       the tokens of each source that a run has consumed
+``_readers``    permutations; readers of orders; `DocumentEnds`, positions of contiguous documents
+``tables``      document tables that processes share; `pieces` of documents
+``base``        `Order`, the base class of custom orders and of the built-in orders in `shuffled`,
+                `blocks`, `buckets`, `groups`, `mixture`, `packed`, `concatenated`, `balanced` and
+                `weighted`, which build on `classes` and `_readers`; `shares` has the counts of a
+                mixture's sources, `sources` the common base of orders that combine others
 """

@@ -1,4 +1,4 @@
-"""Rows of another order, dealt so that ranks have equal attention to compute."""
+"""Rows of another order, distributed so that all ranks compute equal attention."""
 
 from __future__ import annotations
 
@@ -36,42 +36,43 @@ if TYPE_CHECKING:
 
 # A message with the same numbers is logged once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# Rows whose order is kept, 4 bytes each, with their work unless a window is an epoch.
+# The number of rows whose order is cached, at 4 bytes each, and their work if windows are shorter
+# than an epoch.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
-# Each row of a step is compared with all ranks.
+# Every row of a step is compared with all ranks.
 MOST_STEP = 2**15
 
 
 class Balanced(Order):
     """The rows of another order, in steps in which ranks have nearly equal work.
 
-    The work of a row is its attention: the sum of the squares of its pieces' lengths. Each rank
-    computes it for all ranks, without messages. Which rows a step has, and which come together in
-    it, does not depend on the number of ranks; which rank has which of them does.
+    The work of a row is its attention cost: the sum of the squared lengths of its pieces. Each rank
+    computes the work of all ranks, without communication. The rows of a step and their grouping do
+    not depend on the number of ranks; only the assignment of rows to ranks does.
 
     Parameters
     ----------
     order : Order
         `Packed`, `Concatenated`, or a `Mixture` of them.
     step : int
-        Rows of one optimizer step, over all ranks and microbatches; at most 2**15.
+        The number of rows in an optimizer step, over all ranks and microbatches, at most 2**15.
     over : 'step', 'window' or 'epoch'
-        'step' keeps the rows of a step, and deals them. 'window' exchanges rows between 16 steps,
-        and 'epoch' between all, so that rows come together that are more alike. Each step still has
-        groups of rows with much work and with little.
+        'step' distributes the rows of each step among ranks. 'window' exchanges rows between 16
+        steps, and 'epoch' between all steps, to group rows with more similar work. Each step still
+        contains groups of rows with much work and groups with little.
     together : int, optional
-        Rows of like work that come one after the other: the number of ranks should divide it. By
-        default, a quarter of a step, if that is a whole number.
+        The number of consecutive rows with similar work. The number of ranks should divide it. The
+        default is ``step // gcd(step, 4)``, which is a quarter of a step if possible.
     cache : path, optional
-        A folder of this machine, for over='epoch': its processes share what they would otherwise
-        keep each, 4 bytes for each row of an epoch.
+        A local folder for over='epoch'. Processes on this machine then share one table of 4 bytes
+        per row of an epoch instead of holding a copy each.
 
     Notes
     -----
     The global batch, `batch_size` times the number of ranks, should divide a step. A batch that
-    belongs to two steps is dealt as it comes, and the log says so.
+    spans two steps is not balanced, and a warning is logged.
 
     Examples
     --------
@@ -119,14 +120,14 @@ class Balanced(Order):
         return self._of(order, consumed, is_same=order.facts() == inner)
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return the order of a mixture that goes on with other weights, between windows."""
+        """Return an order whose mixture continues with other weights, starting between windows."""
         if not hasattr(self.order, "reweighed"):
             raise TypeError(f"order={self!r} has no weights; give a Balanced of a cseq.Mixture")
         order = self.order.reweighed(weights, seed, epoch, consumed)
         return self._of(order, consumed, is_same=False)
 
     def _of(self, order: Order, consumed: int, *, is_same: bool) -> Self:
-        """Return this order of another one, which differs from a position on."""
+        """Return this order over another one that may differ from a position onwards."""
         if order is self.order:
             return self
         if not is_same and consumed % self._window and consumed < self.units:
@@ -141,7 +142,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # As many windows are kept as are read ahead.
+        # Keep as many windows as are read ahead.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -181,7 +182,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """Return the rows of the order for units; a sum needs no order within a whole window."""
+        """Return the rows for units. If `is_sum`, the order within whole windows is irrelevant."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -192,7 +193,7 @@ class Balanced(Order):
         return rows
 
     def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> Tables:
-        """Return the rows of the order for each position of a window, and what is kept of them."""
+        """Return the row at each position of a window, and the work of each row if it is kept."""
         name, folder = "", None
         if self._over == "epoch" and number == 0 and self._cache is not None:
             facts = np.frombuffer(json.dumps(self.facts()).encode(), np.uint8)
@@ -212,7 +213,7 @@ class Balanced(Order):
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)
-            # Each step gets one group of the most work, …, one of the least.
+            # Each step gets one group of each level of work, from the highest to the lowest.
             for k in range(groups):
                 key = number * groups + k
                 turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))
@@ -234,7 +235,7 @@ class Balanced(Order):
         together: int,
         size: int,
     ) -> Ints:
-        """Return the units of each rank in each global batch of a step, from a phase on."""
+        """Return the units of each rank in each global batch of a step, starting at a phase."""
         number, at = divmod(step * self.step + phase, self._window)
         batches, ranks = (self.step - phase) // together, together // size
         span, kept = slice(at, at + batches * together), window(epoch, number)

@@ -1,9 +1,9 @@
-"""What an order is: which samples come together, and when.
+"""The base class of orders, which define the sequence of samples in an epoch.
 
-An order is a pure function of (seed, epoch, position). It counts *units*: a sample (`Shuffled`),
-a row of samples (`Packed`), or a whole batch (`Buckets`). Every epoch has the units 0 … ``units -
-1``. A batch has ``batch_size`` units, or is one. Other libraries have samplers and batch samplers
-here, which have a state; an order has none, so ranks, workers and resumes need no special case.
+An order is a pure function of (seed, epoch, position). Positions count *units*: single samples
+(`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains the
+units 0 … ``units - 1``. A batch consists of ``batch_size`` units, or is itself a unit. Samplers in
+other libraries keep state. An order has none, so ranks, workers and resumes need no special cases.
 """
 
 from __future__ import annotations
@@ -33,41 +33,42 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# Both get an epoch and units: they return the work of each unit, the tokens of all by source.
+# Both accept an epoch and units. `Works` returns the work of each unit, `Sums` the total tokens of
+# each source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
-# Samples, and the size of each unit, or None if each is one sample.
+# The samples, and the size of each unit or None if every unit is a single sample.
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"
 
 
 class Order:
-    """Base class of orders, including your own.
+    """Base class of built-in and custom orders.
 
-    A subclass sets the attributes and defines `read`. `cseq.testing.check_order` checks it. An
-    order must not change once it is in use, and must not draw from generators: the result of `read`
-    depends only on its arguments.
+    A subclass sets the attributes and defines `read`; `cseq.testing.check_order` validates it. An
+    order must not change once it is in use and must not draw from shared random generators: the
+    result of `read` depends only on its arguments.
 
     Attributes
     ----------
     name : str
-        The definition's name, with its version. What a name stands for never changes.
+        The definition's name, including a version. The meaning of a name never changes.
     samples : int or None
-        The number of samples: indices are below it. With None, there are as many as the data has.
+        The number of samples; all indices are below it. None stands for the size of the data.
     units : int
-        Units in an epoch, at least 1, the same in every epoch. (0 while `samples` is None.)
+        The number of units in every epoch, at least 1. It is 0 while `samples` is None.
     room : int
-        The most samples in a unit.
+        The maximum number of samples in a unit.
     is_batch : bool
         Whether a unit is a whole batch.
     is_seeded : bool
         Whether the order depends on the seed.
     left_out : str
-        Which samples no epoch has, in words. It is empty if they all come.
+        A description of the samples that are left out, or an empty string if there are none.
     tokens : float or None
-        Tokens of a unit, in the mean over all, or None if the order does not know it.
+        The mean number of tokens per unit, or None if the order does not know it.
     replaced : dict of str to str
-        The names of earlier definitions, and what has changed since each. Their states are refused
-        with these words.
+        The names of earlier definitions, mapped to what has changed since each. States of earlier
+        definitions are rejected with this text.
 
     Examples
     --------
@@ -90,39 +91,39 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
-    # Of an order of cseq: its facts beside name and samples.
+    # The facts of a built-in order besides its name and samples.
     _facts: dict[str, Any] | None = None
 
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
-        """Return the samples of units [start, start + count) of an epoch, and each unit's size.
+        """Return the samples in units [start, start + count) of an epoch and each unit's size.
 
-        The indices have shape (samples of all these units,), the sizes (count,). If every unit is
-        one sample, return None instead of the sizes.
+        The index array has shape (total samples in the units,), the size array (count,). If every
+        unit is a single sample, return None for the sizes.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on besides the seed, as JSON values for a state.
+        """Return everything except the seed that the order depends on, as JSON values for a state.
 
-        Arrays enter as `fingerprint`.
+        Arrays are represented by their `fingerprint`.
         """
         more = {"units": self.units} if self._facts is None else self._facts
         return {"name": self.name, "samples": self.samples} | more
 
     def describe(self) -> str:
-        """Describe an epoch in a sentence."""
+        """Return a one-sentence description of an epoch."""
         return f"{self.units:,} units of at most {self.room:,} samples"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self.describe()}>"
 
     def over(self, samples: int) -> Self:
-        """Return this order for a number of samples: itself, if it has that many already.
+        """Return this order for the given number of samples, unchanged if it already has that many.
 
         Raises
         ------
         ValueError
-            It has a different number of samples.
+            If the order has a different number of samples.
         """
         if self.samples != samples:
             raise ValueError(
@@ -132,13 +133,13 @@ class Order:
         return self
 
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
-        """Return the order that continues where one with `facts` was, in an epoch of a seed.
+        """Return the order that continues from a state with `facts` at a position in an epoch.
 
         Raises
         ------
         ValueError
-            The facts belong to another order, or to an earlier definition of this one. The message
-            names both values.
+            If the facts belong to another order or to an earlier definition of this one. The
+            message names both values.
         """
         ours = self.facts()
         before = str(facts.get("name"))
@@ -157,17 +158,17 @@ class Order:
         return self
 
     def reader(self, seed: int) -> Reader:
-        """Return what reads the order for one seed, on one thread at a time."""
-        # An order of the user's own is read when a batch is due, not ahead.
+        """Return a reader of the order for one seed, for use by one thread at a time."""
+        # A custom order is read only when a batch is due, not ahead of time.
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader, and a function that returns the work of units. See `Balanced`.
+        """Return a reader and a function that computes the work of units. See `Balanced`.
 
         Raises
         ------
         TypeError
-            The order does not know it.
+            If the order does not know the work of its units.
         """
         raise TypeError(
             f"order={self!r} does not know the work of its units; give Packed, Concatenated, or a "
@@ -175,7 +176,7 @@ class Order:
         )
 
     def token_sums(self, seed: int) -> Sums | None:
-        """Return a function that adds up the tokens of units by source, or None if it must read."""
+        """Return a function that sums tokens by source, or None if the units must be read."""
         return None
 
     def batches(
@@ -187,16 +188,16 @@ class Order:
         start: int = 0,
         stop: int | None = None,
     ) -> list[list[int]]:
-        """Return batches [start, stop) of an epoch on one rank, as lists of indices.
+        """Return batches [start, stop) of an epoch on a single rank, as lists of indices.
 
         Parameters
         ----------
         batch_size : int
-            Units in a batch: 1 if a unit is a batch.
+            The number of units in a batch. It must be 1 if a unit is a batch.
         seed, epoch : int
-            In [0, 2**64).
+            Integers in [0, 2**64).
         start, stop : int
-            Numbers of batches. Without `stop`, all are returned that follow.
+            The range of batch numbers. Without `stop`, the range extends to the end of the epoch.
         """
         size = integer("batch_size", batch_size)
         if self.is_batch and size > 1:
@@ -215,14 +216,14 @@ class Order:
 def by_epoch(
     order: Order, seed: int, draw: Callable[[int], Any], **options: Any
 ) -> tuple[Reader, Callable[[int], Any]]:
-    """Return a reader of epochs, each of which is drawn once, and what draws and keeps the last."""
+    """Return a reader that draws each epoch once, and a function that draws and caches an epoch."""
     epoch_of = lru_cache(1)(draw)
     reader = ArrayReader(order, seed, lambda epoch, units: epoch_of(epoch).read(units), **options)
     return reader, epoch_of
 
 
 def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Return the start and the stop of each run of units that have equal keys."""
+    """Return an iterator over the start and stop of each run of units with equal keys."""
     changes = keys[0][1:] != keys[0][:-1]
     for key in keys[1:]:
         changes |= key[1:] != key[:-1]
@@ -230,12 +231,12 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
 
 
 def kind(order: Order) -> str:
-    """Name what the units of an order are."""
+    """Return a name for the kind of units that an order has."""
     return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
 
 
 def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
-    """Call an order of your own for units, range by range; check what it returns."""
+    """Read units from a custom order, range by range, and check the results."""
     samples: list[Ints] = []
     sizes: list[Ints] = []
     for part in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
@@ -262,6 +263,6 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
 
 
 def spans(starts: Ints, counts: Ints) -> Ints:
-    """Return ranges of numbers, one after the other, by their starts and their lengths."""
+    """Return the concatenation of integer ranges with the given starts and lengths."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])

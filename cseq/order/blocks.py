@@ -1,4 +1,4 @@
-"""Samples shuffled within windows of blocks, for data that is stored in chunks."""
+"""Samples shuffled within windows of blocks, for data stored in chunks."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# Samples of a window.
+# The maximum number of samples in a window.
 MOST_ROWS = 2**32
-# Samples of each lane that are worth the way to its window.
+# The number of samples per lane that justifies the lookup of the lane's window.
 FEW = 64
 
 
 class Blocks(Samples):
-    """Every sample once per epoch, shuffled so that few blocks of neighbours are in use at a time.
+    """Every sample once per epoch, shuffled so that only a few blocks are in use at a time.
 
-    A block has `rows` neighbouring samples; the last one may be shorter. The blocks are shuffled
-    and divided into windows of nearly equal size, and the samples of each window are shuffled. An
-    indexer that keeps the chunks of a window reads each chunk once per epoch.
+    A block contains `rows` neighbouring samples; the last block may be shorter. The blocks are
+    shuffled and divided into windows of nearly equal size, and the samples of each window are
+    shuffled. An indexer that caches the chunks of a window reads each chunk once per epoch.
 
     Parameters
     ----------
     rows : int or array of int
-        Samples in a block: one chunk of the data, or several. An array has the samples of each
-        block, such as the row groups of Parquet files or the members of tar shards.
+        The number of samples in a block, which is one or more chunks of the data. An array contains
+        the size of each block, such as a row group of a Parquet file or a member of a tar shard.
     window : int
-        The most blocks that are mixed. 512 are nearly as good as a full shuffle. Each sample of a
-        window takes 4 bytes.
+        The maximum number of blocks that are mixed. 512 blocks are nearly as good as a full
+        shuffle. Each sample of a window takes 4 bytes.
     lanes : int
-        Parts of a window, shuffled separately, that take turns. It must divide `window`. If the
-        number of ranks divides it, and it divides the global batch, each rank reads its own lanes.
-        These are whole blocks, except those that are too few to give one to each lane. Blocks of
-        unequal sizes have one lane.
+        The number of separately shuffled parts of a window, which take turns. It must divide
+        `window`. If the number of ranks divides `lanes`, and `lanes` divides the global batch, each
+        rank reads its own lanes. Lanes consist of whole blocks, except where the remaining blocks
+        are fewer than the lanes. Blocks of unequal sizes have one lane.
     samples : int, optional
-        The number of samples. By default, as many as the data has, or as the blocks of an array
-        have.
+        The number of samples. Defaults to the size of the data, or the sum of an array of `rows`.
 
     Examples
     --------
@@ -127,10 +126,10 @@ class Blocks(Samples):
 
 
 class Windows:
-    """The windows of an epoch: ranges of a layout of all samples, block after block.
+    """The windows of an epoch: ranges in a layout of all samples, block after block.
 
-    The blocks are shuffled. The epoch begins with a window that is drawn, and goes round. Its
-    positions belong to the lanes in turn, and each lane's part of a window is shuffled.
+    The blocks are shuffled. The epoch starts at a randomly drawn window and wraps around. Its
+    positions are assigned to the lanes in turn, and each lane's part of a window is shuffled.
     """
 
     def __init__(self, samples: int, count: int, lanes: int, seed: int, epoch: int) -> None:
@@ -140,15 +139,15 @@ class Windows:
             for k, below in enumerate((count, lanes))
         )
         self.epoch_start = int(self.start_of(window))
-        # Of each lane, the last part that was read.
+        # For each lane, the part that was read last.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
     def start_of(self, windows: Ints | int) -> Ints:
-        """Return where some windows, or one, begin in the layout."""
+        """Return the start of one or more windows in the layout."""
         raise NotImplementedError
 
     def window_of(self, positions: Ints) -> Ints:
-        """Return the window of each position of the layout."""
+        """Return the window of each position in the layout."""
         raise NotImplementedError
 
     def layout(self, window: int, start: int, stop: int) -> Ints:
@@ -156,7 +155,7 @@ class Windows:
         raise NotImplementedError
 
     def read(self, units: Ints) -> Read:
-        """Return the samples at some positions of the epoch."""
+        """Return the samples at the given positions of the epoch."""
         positions = units + self.epoch_start
         positions[positions >= self.samples] -= self.samples
         windows = self.window_of(positions)
@@ -169,7 +168,7 @@ class Windows:
             return samples, None
         positions //= self.lanes
         chosen = (units + self.turn) % self.lanes
-        # Small integers are sorted faster; the windows of a lane are in order.
+        # Smaller integers sort faster. The windows of a lane are already in order.
         by_lane = (chosen.astype(np.uint16) if self.lanes <= 2**16 else chosen).argsort(
             kind="stable"
         )
@@ -181,14 +180,14 @@ class Windows:
         return samples, None
 
     def part(self, lane: int, window: int) -> NDArray[Any]:
-        """Return the samples of a lane's part of a window, shuffled."""
+        """Return the shuffled samples of a lane's part of a window."""
         kept, table = self.kept.get(lane, (-1, None))
         if kept == window and table is not None:
             return table
         n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
         end = n if window == self.count - 1 else int(self.start_of(window + 1))
         size, more = divmod(end - start, lanes)
-        # This lane is the first that has one of the `more`.
+        # The first lane that has one of the `more` samples.
         first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
@@ -203,10 +202,10 @@ class Windows:
 
 
 class EqualWindows(Windows):
-    """Windows of blocks of one size, of which the short one comes last in the layout.
+    """Windows of equally sized blocks; a shorter block is the last one in the layout.
 
-    The first `larger` windows have `step` samples more than `size`; the last one has what is left,
-    too.
+    The first `larger` windows have `size` + `step` samples, the others `size`. The last window
+    also contains the remaining samples.
     """
 
     def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
@@ -241,10 +240,10 @@ class EqualWindows(Windows):
 
 
 class UnequalWindows(Windows):
-    """Windows of blocks of unequal sizes, each of some blocks of the layout.
+    """Windows of unequally sized blocks, each with consecutive blocks of the layout.
 
-    The first windows have one block more than the others, if they do not all have as many. `cuts`
-    and `starts` say which block and which sample of the layout each window begins with.
+    If the number of blocks is not a multiple of the number of windows, the first windows have one
+    block more. `cuts` and `starts` hold the first block and first sample of each window.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:

@@ -1,4 +1,4 @@
-"""Batches of samples of similar length within a budget, or of one label."""
+"""Batches of samples with similar lengths within a budget, or with the same label."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ if TYPE_CHECKING:
 
 
 class Buckets(Recipes):
-    """Batches of samples of similar length, with at most `budget` tokens including padding.
+    """Batches of samples with similar lengths and at most `budget` tokens, including padding.
 
-    Every sample comes once per epoch. Each epoch shuffles which samples meet in a batch, and when
-    each batch comes. The last batch of a bucket may be smaller. All epochs have the same number of
-    batches.
+    Every sample appears once per epoch. Each epoch reshuffles the samples between the batches of a
+    bucket and the order of the batches. The last batch of a bucket may be smaller. All epochs have
+    the same number of batches.
 
     Parameters
     ----------
     lengths : array of int
-        The length of each sample, at least 1: tokens, frames or the like. May be a memory map.
+        The length of each sample in tokens, frames or a similar unit, at least 1. May be a memory
+        map.
     budget : int
-        The most tokens in a batch whose samples are padded to the upper bound of their bucket.
+        The maximum number of tokens in a batch, with samples padded to their bucket's upper bound.
     ratio : float
-        The bounds go from the shortest length to the longest. Each is this many times the one
-        before, rounded down, and at least 1 more. 1.05 pads less, 1.25 mixes more samples.
+        The growth factor of the bucket bounds, which range from the shortest length to the longest.
+        Each bound is rounded down, but at least 1 larger than the previous one. A ratio of 1.05
+        pads less, a ratio of 1.25 mixes more samples.
     boundaries : sequence of int, optional
-        Bounds to use instead, ascending. Longer samples have a bucket of their own.
+        Ascending bounds to use instead of `ratio`. Longer samples have a separate bucket.
     most : int, optional
-        The most samples in a batch.
+        The maximum number of samples in a batch.
     together : int
-        This many batches of one bucket, or of neighbouring ones, come in a row, so that ranks have
+        The number of consecutive batches from the same or neighbouring buckets, which gives ranks
         equal work in a step. The number of ranks should divide it.
     too_long : 'error' or 'drop'
-        What to do with samples that are longer than the budget. See `Packed`.
+        What to do with samples longer than the budget. See `Packed`.
     longest_first : bool
-        Put a batch of the longest bucket among the first `together` of every epoch, so that a lack
-        of memory shows at once.
+        Put a batch of the longest bucket among the first `together` batches of every epoch, which
+        reveals a lack of memory early.
 
     Examples
     --------
@@ -101,16 +103,16 @@ class Buckets(Recipes):
 
     @classmethod
     def of(cls, labels: ArrayLike, sizes: int | Mapping[Any, int], *, together: int = 8) -> Self:
-        """Return batches of samples with the same label: an aspect ratio, a resolution, a source.
+        """Return batches of samples with the same label, such as an aspect ratio or a source.
 
         Parameters
         ----------
         labels : array of int or of str
             The label of each sample.
         sizes : int or mapping
-            Samples in a batch: one number, or one for each label.
+            The number of samples in a batch, for all labels or for each.
         together : int
-            This many batches of one label come in a row. See `Buckets`.
+            The number of consecutive batches with the same label. See `Buckets`.
 
         Examples
         --------
@@ -136,7 +138,7 @@ class Buckets(Recipes):
         *,
         longest_first: bool = False,
     ) -> None:
-        """Cut each class into batches of its size, and a short one of the rest."""
+        """Cut each class into batches of its size and a short batch for the remainder."""
         full, rest = np.divmod(classes.sizes, sizes)
         numbers = np.arange(classes.count)
         copies = np.stack([full, rest > 0], 1).ravel()
@@ -145,7 +147,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # The copies of the last class that has samples.
+        # The batches of the last class that has samples.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,
@@ -167,7 +169,7 @@ class Buckets(Recipes):
 
 
 def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
-    """Return bounds that grow by a ratio."""
+    """Return bounds that grow by the given ratio."""
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
         raise ValueError(f"ratio={ratio!r} is not a number of at least 1; give one such as 1.1")
     bounds = [shortest]
@@ -177,7 +179,7 @@ def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
 
 
 def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.int64]:
-    """Check bounds; those that no sample needs are left out, and one for the longest is added."""
+    """Check the bounds, drop those that no sample needs, and add one for the longest sample."""
     bounds: list[int] = []
     for k, bound in enumerate(boundaries):
         least = bounds[-1] + 1 if bounds else 1
@@ -195,7 +197,7 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
 
 
 def _size(sizes: int | Mapping[Any, int], label: object) -> int:
-    """Return the samples of a batch of a label."""
+    """Return the number of samples in a batch with a label."""
     if not isinstance(sizes, Mapping):
         return integer("sizes", sizes, 1, MOST_SAMPLES)
     if label not in sizes:

@@ -1,4 +1,4 @@
-"""Whether an order of your own is what it has to be."""
+"""Validation of custom orders."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_000) -> None:
-    """Check that an order of your own keeps what `cseq.Order` promises.
+    """Check that a custom order satisfies the contract of `cseq.Order`.
 
     Parameters
     ----------
     order : Order
     seed, epoch : int
-        What it is read for, beside epoch 0.
+        The seed and epoch to read, in addition to epoch 0.
     most : int
-        Units that are read at each end of an epoch, at most.
+        The maximum number of units to read at each end of an epoch.
 
     Raises
     ------
     ValueError
-        It does not; the message says what it returned, and what it should have.
+        If the order violates the contract. The message shows the actual and expected results.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What `MSequence.state_dict` returns, and whether a state belongs to a manager."""
+"""Creation and validation of the states that `MSequence.state_dict` returns."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def make(
     consumed: int,
     tokens: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Describe a position in the epochs of a sampler by a few JSON values.
+    """Describe a position in a sampler's epochs with a few JSON values.
 
-    All states of a manager have the same keys, and no value is a dict: torch's distributed
-    checkpoints restore only the keys that the state of a new manager has.
+    All states of a manager have the same keys, and no value is a dict, because torch's distributed
+    checkpoints restore only the keys that exist in the state of a new manager.
     """
     return {
         "version": VERSION,
@@ -44,7 +44,7 @@ def make(
 
 
 def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
-    """Check the version and the keys of a state; return what it says of its order."""
+    """Check the version and keys of a state, and return the facts of its order."""
     version, remedy = state.get("version"), "give what state_dict() returned"
     if version not in (1, 2, VERSION):
         raise ValueError(
@@ -54,7 +54,7 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
         raise ValueError(f"the state lacks {sorted(missing)}; {remedy}")
-    # Version 1 knew samples one by one. Version 2 had a dict of the order, and no indices.
+    # Version 1 supported only single samples. Version 2 stored the order as a dict, and no indices.
     if version == 1:
         name = state["algorithm"] if state["shuffle"] else Sequential.name
         return {"name": name, "samples": state["dset_size"]}
@@ -71,15 +71,15 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
 def load(
     state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
 ) -> tuple[Sampler, int, int]:
-    """Return the sampler that goes on with a state, and the state's epoch and units consumed.
+    """Return the sampler that continues from a state, the state's epoch and its consumed units.
 
     Raises
     ------
     TypeError
-        The state is no dict, or a number in it is none.
+        If the state is not a dict, or if one of its values should be a number and is not.
     ValueError
-        The state is of another order or list of indices, unless it is not `strict`; or of another
-        seed, unless `any_seed`; or a number in it is too large or too small.
+        If the state belongs to another order or list of indices and `strict` is set, if it has
+        another seed and `any_seed` is not set, or if one of its numbers is out of range.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
@@ -120,7 +120,7 @@ def load(
 
 
 def tokens_of(state: dict[str, Any]) -> Counter[str]:
-    """Return the tokens of each source that a state counts."""
+    """Return the token count of each source in a state."""
     given = state.get("tokens") or "{}"
     try:
         return Counter({name: integer(name, n, 0) for name, n in json.loads(given).items()})

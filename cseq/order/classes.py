@@ -1,4 +1,4 @@
-"""Samples by class: they can stand in for each other. Recipes of units of them."""
+"""Classes of interchangeable samples, and recipes for units made of them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# A sample takes 4 bytes of a table.
+# A sample takes 4 bytes in a table.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# Returns some samples of each of some classes: classes, ranks of the first ones, counts.
+# Returns samples of several classes, given the classes, the rank of each first sample and counts.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# A table of lengths may have this many entries more than there are samples.
+# A table of lengths may have this many more entries than there are samples.
 DENSE = 2**16
-# A share of the samples or tokens that may be left out without a warning.
+# The fraction of samples or tokens that may be left out without a warning.
 LITTLE = 0.01
 
 
 class Classes:
-    """A table of samples, class after class: 4 bytes each.
+    """A table of samples sorted by class, with 4 bytes per sample.
 
-    `of` has the class of each sample, and `count` for one that is left out; `offsets` says where
-    each class begins in the table, and where the last one ends.
+    `of` contains the class of each sample, or `count` for samples that are left out. `offsets`
+    contains the start of each class in the table, and the end of the last class.
     """
 
     def __init__(self, of: NDArray[np.uint32], count: int) -> None:
@@ -43,7 +43,7 @@ class Classes:
         self.offsets = np.zeros(count + 1, np.int64)
         np.cumsum(np.bincount(of, minlength=count)[:count], out=self.offsets[1:])
         self.sizes = np.diff(self.offsets)
-        # 16 bits at a time are sorted in linear time.
+        # Sort 16 bits at a time, which takes linear time.
         order = of.astype(np.uint16).argsort(kind="stable")
         if count >= 2**16:
             order = order[(of >> np.uint32(16)).astype(np.uint16)[order].argsort(kind="stable")]
@@ -52,22 +52,22 @@ class Classes:
             array.flags.writeable = False
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return what reads members of classes in an epoch's order."""
+        """Return a function that reads members of classes in an epoch's order."""
         return Members(self, seed, epoch).samples_of
 
 
 class Members:
-    """The samples of classes, each class in an order of its own: the key is the class."""
+    """The samples of classes, shuffled within each class with the class number as the key."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
         self.classes, self.seed, self.epoch = classes, seed, epoch
         self.made = np.zeros(classes.count, np.bool_)
-        # The samples of small classes that are made, and the orders of large ones.
+        # The shuffled samples of small classes, and the permutations of large classes.
         self.samples = np.empty(len(classes.table), np.uint32)
         self.computed: dict[int, Permutation] = {}
 
     def samples_of(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
-        """Return some samples of each of these classes, beginning at a rank."""
+        """Return the given number of samples of each class, starting at the given rank."""
         table, offsets = self.classes.table, self.classes.offsets
         for c in set(classes[~self.made[classes]].tolist()):
             order = Permutation(int(self.classes.sizes[c]), self.seed, self.epoch, MEMBERS, c)
@@ -86,10 +86,10 @@ class Members:
 
 
 class Lengths:
-    """The lengths of samples, checked. They are read in pieces, and not written to.
+    """Validated sample lengths, which are read in chunks and never modified.
 
-    What exceeds `budget` is dropped if `too_long` is 'drop', and refused if it is 'error';
-    `shortest`, `longest` and `total` are the others'.
+    Samples longer than `budget` are dropped if `too_long` is 'drop' and rejected if it is 'error'.
+    `shortest`, `longest` and `total` describe the remaining samples.
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
@@ -98,7 +98,7 @@ class Lengths:
         self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         self.shortest, self.longest, self.dropped = budget, 0, 0
-        # Tokens of the samples that are kept, and of the others.
+        # The tokens of the kept samples and of the dropped ones.
         self.total = self.lost = 0.0
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
@@ -127,7 +127,7 @@ class Lengths:
         self.fingerprint = fingerprint(self.values)
 
     def left_out(self) -> str:
-        """Say what is dropped, for `describe`; warn of more than a little."""
+        """Return a description of dropped samples, and warn if their fraction exceeds `LITTLE`."""
         if not self.dropped:
             return ""
         samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
@@ -143,7 +143,7 @@ class Lengths:
         return said
 
     def distinct(self) -> Ints:
-        """Return each length once, ascending, without those that are left out."""
+        """Return the distinct lengths of the kept samples in ascending order."""
         if self.longest - self.shortest > self.samples + DENSE:
             return np.unique(self.values[self.values <= self.longest]).astype(np.int64)
         seen = np.zeros(self.longest - self.shortest + 1, np.bool_)
@@ -152,7 +152,7 @@ class Lengths:
         return np.flatnonzero(seen) + self.shortest
 
     def classes(self, bounds: Ints) -> Classes:
-        """Sort the samples by class: the first bound that is not below their length."""
+        """Sort the samples by class, which is the first bound not below the sample's length."""
         classes = np.empty(self.samples, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest
@@ -162,7 +162,7 @@ class Lengths:
 
 
 class Labels:
-    """The labels of samples, checked, and as `numbers`: their places in `values`, ascending."""
+    """Validated sample labels; `numbers` are their indices into the ascending `values`."""
 
     def __init__(self, labels: ArrayLike) -> None:
         given = one_dimensional("labels", labels)
@@ -178,21 +178,21 @@ class Labels:
 
 
 class Recipes(Order):
-    """An order whose units are copies of recipes: the same in every epoch, of other samples.
+    """An order whose units are copies of recipes, filled with different samples in every epoch.
 
     Parameters
     ----------
     samples, classes :
-        Samples of no class are left out.
+        The number of samples, and their classes. Samples without a class are left out.
     copies, first : numpy.ndarray
-        Units of each recipe; the first part of each, and the number of parts.
+        The number of units per recipe; the first part of each recipe, then the number of parts.
     parts : numpy.ndarray
-        Of each part a class, samples of it in a unit, and the rank of the first one in the recipe's
-        first unit.
+        For each part: its class, its number of samples in a unit, and the rank of its first sample
+        in the recipe's first unit.
     together : int
-        Consecutive units, in the order of the recipes, that come together.
+        The number of units, consecutive in the order of the recipes, that stay together.
     longest : int, optional
-        The unit whose group comes first.
+        The unit whose group comes first in every epoch.
     """
 
     def __init__(
@@ -225,15 +225,15 @@ class Recipes(Order):
         return self.opened(seed)[0]
 
     def opened(self, seed: int) -> tuple[Reader, Callable[[int], Epoch]]:
-        """Return a reader, and what draws epochs."""
+        """Return a reader and a function that draws epochs."""
         return by_epoch(self, seed, partial(Epoch, self, seed))
 
 
 class Epoch:
-    """The order of the units of recipes in an epoch.
+    """The order of the recipes' units in an epoch.
 
-    The groups of `together` units come in an order of their own. One group is short: it has what is
-    left of the units, from `at` on. Each group begins with another of its units, by `turn`.
+    The groups of `together` units are shuffled. One short group contains the remaining units,
+    starting at `at`. The units of each full group are rotated by `turn`.
     """
 
     def __init__(self, order: Recipes, seed: int, epoch: int) -> None:
@@ -249,7 +249,7 @@ class Epoch:
         )
         self.shift = 0
         if longest is not None:
-            # The longest is not in the short group, and its group comes first.
+            # The longest unit is not in the short group, and its group comes first.
             self.at = (longest + 1 + self.at) % order.units
             before = self.rest if longest >= self.at else self.before
             wanted = (longest - before) // order.together
@@ -257,11 +257,11 @@ class Epoch:
 
     @property
     def before(self) -> int:
-        """Units of the short group that come before all others: it goes round."""
+        """The number of the short group's units that wrap around to precede all other units."""
         return max(0, self.at + self.rest - self.recipes.units)
 
     def recipes_of(self, units: Ints) -> tuple[Ints, Ints]:
-        """Return the numbers of units among all copies, and the recipe of each."""
+        """Return the index of each unit among all copies, and its recipe."""
         units_of_all, together = self.recipes.units, self.recipes.together
         numbers = (units - self.groups * together + self.at) % units_of_all
         grouped = units < self.groups * together
@@ -273,11 +273,11 @@ class Epoch:
         return numbers, self.recipes.starts.searchsorted(numbers, "right") - 1
 
     def read(self, units: Ints) -> Read:
-        """Return the samples of units, and their sizes."""
+        """Return the samples and sizes of units."""
         order = self.recipes
         numbers, recipes = self.recipes_of(units)
         copies, parts = numbers - order.starts.take(recipes), recipes
-        # Some recipes may have several parts.
+        # At least one recipe has several parts.
         if len(order.parts) > len(order.sizes):
             first = order.first.take(recipes)
             counts = order.first.take(recipes + 1) - first
@@ -287,6 +287,6 @@ class Epoch:
 
 
 def _chunks(values: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Go through an array, which may be a memory map, in pieces."""
+    """Iterate over an array, which may be a memory map, in chunks."""
     for start in range(0, len(values), CHUNK):
         yield start, values[start : start + CHUNK]

@@ -1,4 +1,4 @@
-"""Documents end to end in an order by chance, cut into rows of as many tokens."""
+"""Documents concatenated in random order and cut into rows of equal length."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
 
-# Documents of an epoch between two sums that are kept.
+# The number of an epoch's documents between two stored sums.
 BLOCK = 16
 MOST_ROW = 2**24
-# Documents that are put in order at once.
+# The number of documents that are processed at a time.
 TOGETHER = 2**20
 
 
 class Concatenated(CachedOrder):
-    """Rows of `row` tokens, cut from all documents in a row: the standard of pre-training.
+    """Rows of `row` tokens cut from concatenated documents, as is common in pre-training.
 
-    Each epoch lays the documents end to end in another order and cuts this every `row` tokens. The
-    rows then come in an order of their own, so that parts of a long document are far apart. Every
-    token comes once per epoch, but for the last ones, which fill no row.
+    Each epoch concatenates the documents in a different order and cuts the result every `row`
+    tokens. The rows are then shuffled, which separates the parts of a long document. Every token
+    appears once per epoch, except the last tokens that do not fill a row.
 
-    Indices are positions of tokens, with all documents laid end to end as they are numbered: an
-    index is the position of a piece's first token. The piece ends with its document, or where the
-    row is full. In the indexer, `cseq.parts` says how many pieces each row has.
+    Indices are token positions in the concatenation of all documents in their original order. Each
+    index is the position of a piece's first token. A piece ends at the end of its document or of
+    the row. In the indexer, `cseq.parts` returns the number of pieces in each row.
 
     Parameters
     ----------
     lengths : array of int
-        The tokens of each document, at least 0. May be a memory map. They are below 2**48 in all:
-        this is `samples`.
+        The number of tokens in each document, at least 0. May be a memory map. `samples` is the
+        total, which must be below 2**48.
     row : int
-        Tokens of a row, at most 2**24.
+        The number of tokens in a row, at most 2**24.
     cache : path, optional
-        A folder of this machine, as for `Packed`. It has a file of half a byte for a document for
-        each of the last two epochs, too.
+        A local folder, as for `Packed`. It also holds a file with half a byte per document for each
+        of the last two epochs.
 
     Examples
     --------
@@ -85,13 +85,13 @@ class Concatenated(CachedOrder):
             self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
 
     def _make(self, lengths: NDArray[Any], new: New) -> None:
-        """Add up the lengths, and find out how many pieces a row can have."""
+        """Sum the lengths and compute the maximum number of pieces in a row."""
         ends = DocumentEnds(lengths)
         new("ends", len(ends.ends), np.int64)[:] = ends.ends
         new("room", 1, np.int64)[:] = self._most_pieces(ends.lengths)
 
     def _most_pieces(self, lengths: NDArray[np.integer[Any]]) -> int:
-        """Return the most pieces that a row can have: two that are cut, and short documents."""
+        """Return the maximum number of pieces in a row: two cut ones and whole short documents."""
         counts = np.zeros(self.row + 1, np.int64)
         step = max(TOGETHER, 4 * self.row)
         for start in range(0, len(lengths), step):
@@ -100,10 +100,10 @@ class Concatenated(CachedOrder):
         counts[0] = 0
         lengths_of_row = np.arange(self.row + 1)
         tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
-        # All documents shorter than this fit.
+        # All documents shorter than `longest` fit into a row.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        # At least 2, because units are rows.
+        # The result is at least 2 because units are rows.
         return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
@@ -127,13 +127,13 @@ class Concatenated(CachedOrder):
         return lambda _, units: [self.row * len(units)]
 
     def _opened(self, seed: int, *, works: bool) -> tuple[Reader, Callable[[int], _Epoch]]:
-        """Return a reader, and what makes epochs."""
+        """Return a reader and a function that creates epochs."""
         file = self._folder, f"{self._name}-{'works-' * works}{seed:x}"
         return by_epoch(self, seed, partial(_Epoch, self._ends, self.row, seed, file, works))
 
 
 class _Epoch:
-    """The documents in the order of an epoch: where every 16th one ends."""
+    """The documents in an epoch's order, with the end of every 16th document."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Epoch:
         self.ends, self.works = arrays["ends"], arrays.get("works")
 
     def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - of a partial
-        """Add up the lengths in the order of the epoch, and the work of each row."""
+        """Sum the lengths in the epoch's order, and compute the work of each row if requested."""
         n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)
         if works:
@@ -169,7 +169,7 @@ class _Epoch:
         sums.cumsum(out=sums)
 
     def _add(self, starts: Ints, stops: Ints) -> None:
-        """Cut documents into rows, and add the squares of the lengths to the works of these."""
+        """Cut documents into rows, and add the squared lengths to the work of each row."""
         assert self.works is not None
         if not len(stops):
             return
@@ -177,7 +177,7 @@ class _Epoch:
         heads = np.minimum(stops, (first + 1) * self.row) - starts
         squares = np.bincount(first - first[0], weights=heads.astype(np.float64) ** 2)
         self.works[first[0] : first[0] + len(squares)] += squares
-        # No two of the documents that are cut end in the same row.
+        # No two cut documents end in the same row.
         cut = np.flatnonzero(first < last)
         first, last = first[cut], last[cut]
         self.works[last] += (stops[cut] - last * self.row).astype(np.float64) ** 2
@@ -186,7 +186,7 @@ class _Epoch:
             self.works[spans(first + 1, inside)] = float(self.row) ** 2
 
     def read(self, units: Ints) -> Read:
-        """Return the first tokens of the pieces of some rows, and how many pieces each has."""
+        """Return the first token of each piece in the given rows, and the pieces per row."""
         n = len(self.corpus.lengths)
         first = self.rows.at(units).astype(np.int64) * self.row
         blocks = self.ends.searchsorted(first, "right")
@@ -207,6 +207,6 @@ class _Epoch:
         return self.corpus.starts(documents[kept]) + (low - begins)[kept], sizes
 
     def works_of(self, units: Ints) -> Floats:
-        """Return the sum of the squares of the lengths of the pieces of some rows."""
+        """Return the sum of squared piece lengths for each of the given rows."""
         assert self.works is not None
         return self.works.take(self.rows.at(units))

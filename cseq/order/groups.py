@@ -1,4 +1,4 @@
-"""Batches of some classes with some samples of each, for metric learning."""
+"""Batches with a few samples from each of several classes, for metric learning."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# Samples of a batch.
+# The maximum number of samples in a batch.
 MOST_ROOM = 2**31
-# Orders of classes that a reader keeps.
+# The number of shuffled classes that a reader caches.
 KEPT = 1024
 
 
 class Groups(Order):
-    """Batches of `classes` distinct classes with `samples` samples of each.
+    """Batches of `classes` distinct classes with `samples` samples from each.
 
-    The batches of all epochs form one sequence of rounds. In a round, every class comes once,
-    except the few that do not fill another batch: different ones in each round. If `classes`
-    divides the number of classes, the samples of a class come once before any comes again, with the
-    same exception. Otherwise, some come again before all others have come.
+    The batches of all epochs form one sequence of rounds. Each round contains every class once,
+    except a few that do not fill another batch and differ from round to round. If `classes` divides
+    the number of classes, all samples of a class appear once before any repeats, with a similar
+    exception. Otherwise, some samples repeat before all others have appeared.
 
     Parameters
     ----------
     labels : array of int or of str
         The class of each sample.
     classes, samples : int
-        How many classes a batch has, and how many samples of each, which come one after the other.
+        The number of classes in a batch, and the number of consecutive samples from each.
     epoch_size : int, optional
-        Batches in an epoch. By default, as many as would take every sample once.
+        The number of batches in an epoch. By default, just enough to hold all samples once.
     repeat_small : bool
-        Repeat the samples of classes that have too few. False: such a class is an error.
+        Whether to repeat samples of classes that have too few. If False, such classes are an error.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class Groups(Order):
         def members_of(c: int, number: int) -> NDArray[np.uint32]:
             order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
             members = table[offsets[c] : offsets[c + 1]][order.at(np.arange(sizes[c]))]
-            # Too few members are repeated.
+            # Repeat the members if there are too few.
             return np.resize(members, max(per_class, sizes[c]))
 
         def read(epoch: int, units: Ints) -> Read:

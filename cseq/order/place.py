@@ -1,4 +1,4 @@
-"""Where the loop is: an epoch, and how many of its units all ranks have had."""
+"""The training loop's position: an epoch and the units that all ranks consumed."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """How far the loop is in an epoch, as a `Feed` reports it."""
+    """The training loop's progress in an epoch, as reported by a `Feed`."""
 
     @property
     def taken(self) -> int:
-        """Batches, and exceptions instead of batches, that the loop has had."""
+        """The number of batches, or exceptions raised instead, that the loop has received."""
 
     @property
     def ended(self) -> bool:
-        """Whether the loop knows that no more come."""
+        """Whether the loop knows that no more batches follow."""
 
     @property
     def position(self) -> int:
-        """Units since the first epoch's beginning that all ranks have had, or left out."""
+        """The units since the start of the first epoch that all ranks have consumed or skipped."""
 
 
 class Last(NamedTuple):
-    """The last progress of a feed whose pool was closed; at first, none."""
+    """The final progress of a feed whose pool was closed. Initially there is none."""
 
     taken: int = 0
     ended: bool = False
@@ -35,7 +35,7 @@ class Last(NamedTuple):
 
 
 class Now(NamedTuple):
-    """Where the loop is: the epoch, its units that all ranks have had, whether these are all."""
+    """The current epoch, the units of it that all ranks consumed, and whether it is over."""
 
     epoch: int
     position: int
@@ -43,22 +43,22 @@ class Now(NamedTuple):
 
 
 class Place:
-    """Where an iterator begins, and how far the loop is from there.
+    """An iterator's starting point and the training loop's progress from there.
 
-    An iterator goes over one epoch, or some in a row.
+    An iterator covers one epoch or several consecutive ones.
 
     Attributes
     ----------
     first : int
-        The epoch that it begins in.
+        The epoch in which the iterator starts.
     consumed : int
-        Units of that one that all ranks together have had before the iterator's first.
+        The units of the first epoch that all ranks together consumed before the iterator started.
     progress : Progress
-        The feed, once it has begun this epoch.
+        The feed, once it has started this epoch.
     again : bool
-        The next iterator begins the present epoch again, unless it is over by then.
+        Whether the next iterator restarts the current epoch, unless the epoch is over by then.
     tally : Tally
-        The tokens that the run has had.
+        The tokens that the run has consumed.
     """
 
     __slots__ = ("again", "consumed", "first", "progress", "tally")
@@ -71,16 +71,16 @@ class Place:
         self.tally = tally or Tally()
 
     def is_at(self, epoch: int, consumed: int) -> bool:
-        """Tell whether an iterator begins here."""
+        """Return whether the iterator starts at this position."""
         return (self.first, self.consumed) == (epoch, consumed)
 
     @property
     def begun(self) -> bool:
-        """Whether the loop has had anything: a batch, an exception, or the end."""
+        """Whether the loop has received anything: a batch, an exception or the end."""
         return self.progress.ended or self.progress.taken > 0
 
     def now(self, sampler: Sampler) -> Now:
-        """Return the present epoch, and how far the loop is in it; any thread may take batches."""
+        """Return the current epoch and progress, while other threads may consume batches."""
         if not self.begun:
             return Now(self.first, self.consumed, is_over=False)
         ended, position = self.progress.ended, self.progress.position
@@ -91,25 +91,25 @@ class Place:
         return Now(epoch, position, ended or position == last)
 
     def keep(self) -> None:
-        """Remember the progress: the pool is about to be closed."""
+        """Save the progress before the pool is closed."""
         last = self.progress
         self.progress = Last(last.taken, last.ended, last.position)
 
     def next(self, sampler: Sampler) -> Place:
-        """Return where the next iterator begins."""
+        """Return the place where the next iterator starts."""
         if not self.begun:
             return Place(self.first, self.consumed, self.tally)
         epoch, _, is_over = self.now(sampler)
         return self.moved(sampler, epoch if self.again and not is_over else epoch + 1)
 
     def moved(self, sampler: Sampler, epoch: int) -> Place:
-        """Return the beginning of another epoch."""
+        """Return the place at the start of another epoch."""
         return Place(
             epoch, 0, self.tally.leave(sampler, (self.first, self.consumed), self.now(sampler)[:2])
         )
 
     def count_tokens(self, sampler: Sampler, now: Now) -> dict[str, int]:
-        """Return the tokens of each source that the run has had, or {} if they are not known."""
+        """Return the tokens of each source that the run has consumed, or {} if they are unknown."""
         if sampler.data is not None:
             self.tally = self.tally.counted(sampler, (self.first, self.consumed), now[:2])
         return dict(self.tally.counts)

@@ -1,4 +1,4 @@
-"""How often each source of a mixture comes: shares of blocks in whole units."""
+"""The number of units that each source contributes to the blocks of a mixture."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """How often each source comes before a block of `block` units, by weights that do not change.
+    """The number of units that each source has before any block, for constant weights.
 
-    Sources with less than one unit in a block are the leaves of a Huffman tree. A node's left child
-    has its share of the node's count, rounded; the right child has the rest. This tree, and then
-    the other sources, stand in a row: the first k of them have their share of all units, rounded.
-    docs/inside/orders.md has the bounds of the errors.
+    Sources with less than one unit per block are the leaves of a Huffman tree. A node's left child
+    receives its share of the node's count, rounded, and the right child receives the remainder.
+    The tree and the other sources form a sequence. For every k, the first k entries together
+    receive their share of all units, rounded. See docs/inside/orders.md for the error bounds.
 
     Attributes
     ----------
     whole, total : list of int, int
-        The weights as integers, and their sum.
+        The weights as integers and their sum.
     """
 
     def __init__(self, weights: Sequence[float], block: int) -> None:
@@ -39,7 +39,7 @@ class Shares:
         self.whole = [above * (scale // below) for above, below in ratios]
         self.total = sum(self.whole)
         self._top = len(self.whole)
-        # Of each node: its fraction of which count is its left child's; itself, its children.
+        # For each node: the node whose count the left child shares, itself and its two children.
         nodes: list[tuple[int, int, int, int]] = []
         parts: list[tuple[int, int]] = []
         sources = [(weight, s) for s, weight in enumerate(self.whole) if weight]
@@ -62,7 +62,7 @@ class Shares:
         self._top = before
         self._nodes = np.array(nodes[::-1], np.int64).reshape(-1, 4)
         self._parts = [(part // (g := math.gcd(part, of)), of // g) for part, of in parts[::-1]]
-        # 2**64 times each fraction, rounded up, and up to which count this cannot be wrong.
+        # 2**64 times each fraction, rounded up, and the largest count for which that is exact.
         factors = [
             (-(-(part << 64) // of), (1 << 63) // of if (part << 64) % of else WORD)
             for part, of in self._parts
@@ -70,7 +70,7 @@ class Shares:
         self._factors = np.array(factors, np.uint64).reshape(-1, 2)
 
     def before(self, block: int) -> NDArray[np.uint64]:
-        """Return how often each source comes before a block, modulo 2**64."""
+        """Return the number of units of each source before a block, modulo 2**64."""
         units, sources = block * self.block, len(self.whole)
         counts = np.zeros(sources + len(self._nodes), np.uint64)
         if units <= WORD:

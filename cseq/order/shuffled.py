@@ -1,4 +1,4 @@
-"""Samples one by one: shuffled, or as they are."""
+"""Orders of single samples, shuffled or sequential."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TABLE, COMPUTED = ALGORITHMS
 
 
 class Samples(Order):
-    """An order whose units are single samples, each once."""
+    """An order whose units are single samples, each of which appears once."""
 
     _facts: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
@@ -37,12 +37,12 @@ class Samples(Order):
 
 
 class Sequential(Samples):
-    """The samples in their natural order, the same in every epoch.
+    """The samples in their natural order, which is the same in every epoch.
 
     Parameters
     ----------
     samples : int, optional
-        The number of samples. By default, as many as the data has.
+        The number of samples. Defaults to the size of the data.
 
     Examples
     --------
@@ -61,15 +61,15 @@ class Sequential(Samples):
 
 
 class Shuffled(Samples):
-    """Every sample once per epoch, in an order that is drawn for each epoch.
+    """Every sample once per epoch, in a different random order each epoch.
 
     Parameters
     ----------
     samples : int, optional
-        The number of samples. By default, as many as the data has.
+        The number of samples. Defaults to the size of the data.
     algorithm : 'feistel-v1' or 'fisher-yates-v1'
-        The first needs no memory, and can begin anywhere at once. The second, which
-        ``shuffle=True`` uses, has a table of 4 bytes per sample. It is the faster one below about
+        'feistel-v1' needs no memory and can start at any position immediately. 'fisher-yates-v1',
+        which ``shuffle=True`` uses, needs a table of 4 bytes per sample and is faster below about
         10**5 samples. See docs/inside/shuffle.md.
 
     Examples

@@ -1,4 +1,4 @@
-"""Orders whose units are units of others: checked, numbered, read."""
+"""Common code of orders that are composed of other orders."""
 
 from __future__ import annotations
 
@@ -19,29 +19,28 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Works
 
 MOST_SOURCES = 2**16 - 1
-# Units of each source that are worth a call of its reader.
+# The number of units per source that justifies a call of its reader.
 FEW = 64
-# Units, source by source: where each was among all; which one it is in the endless
-# sequence of its source's epochs, modulo 2**64 and in a row; and the source, the start and the stop
-# of each part.
+# Units sorted by source: the original position of each unit, the contiguous array of its numbers in
+# the endless sequence of its source's epochs, modulo 2**64, and (source, start, stop) of each part.
 Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint64], list[tuple[int, int, int]]]"
 Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 
 
 class Composed(Order):
-    """An order whose units are units of other orders, its sources.
+    """An order whose units come from other orders, its sources.
 
-    Samples are numbered source after source.
+    Sample numbers are contiguous for each source, in the order of the sources.
     """
 
     sources: dict[str, Order]
 
     def seeded(self, seed: int) -> list[tuple[Order, int]]:
-        """Return the sources, each with its seed."""
+        """Return each source with its seed."""
         return [(order, seed) for order in self.sources.values()]
 
     def draws(self, seed: int) -> Draws:
-        """Return what says which units of which sources the units of an epoch are."""
+        """Return a function that maps units of an epoch to units of the sources."""
         raise NotImplementedError
 
     def reader(self, seed: int) -> Reader:
@@ -77,7 +76,7 @@ class Composed(Order):
 
 
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
-    """Check `sources`: orders by name, with units of one kind."""
+    """Check that `sources` maps names to orders with the same kind of units."""
     if not hasattr(sources, "keys") or not sources:
         raise TypeError(f"sources={sources!r}: give a dict of names and orders, one at least")
     orders = dict(sources)
@@ -100,14 +99,14 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
 
 
 def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Drawn:
-    """Sort units by source, where `unit_sources` has the source of each."""
+    """Sort units by source, where `unit_sources` contains the source of each unit."""
     order = unit_sources.argsort(kind="stable")
     pairs = enumerate(itertools.pairwise([0, *np.bincount(unit_sources).cumsum().tolist()]))
     return order, draws.take(order), [(s, a, b) for s, (a, b) in pairs if a < b]
 
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
-    """Cut units that were drawn by the epochs of their sources: source, epoch, its units."""
+    """Split drawn units at the epochs of their sources; yield source, epoch and units."""
     sizes = [order.units for order in sources.values()]
     for s, start, stop in drawn[2]:
         epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
@@ -116,7 +115,7 @@ def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, in
 
 
 def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
-    """Put the samples of units of at most `room` samples where these were among all."""
+    """Restore the original order of units, which have at most `room` samples each."""
     if isinstance(order, slice):
         return values, None if room == 1 else sizes
     if room == 1:

@@ -1,4 +1,4 @@
-"""Tables that the processes of a machine map from a file; one of them makes it."""
+"""Tables that one process writes to a file and all processes on the machine map."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ if TYPE_CHECKING:
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
 MAGIC = b"cseqtab1"
-# An array begins at a multiple of this in a file, as all systems map it.
+# Arrays start at multiples of this file offset, an alignment that every system can map.
 ALIGNED = 2**16
-# Words of a file whose sum is kept.
+# The number of 8-byte words in each partial sum of a file's digest.
 SUMMED = 2**17
 
 
 def tables(
     folder: str | None, name: str, make: Callable[[New], None], epoch: int | None = None
 ) -> Tables:
-    """Return the arrays of a file in a folder by name, and make the file if it is not there.
+    """Return the named arrays in a file of a folder, creating the file if it does not exist.
 
-    Of several processes that ask for it at once, one makes it and the others wait. If it is killed,
-    the next one does. A file of another definition, or one that is damaged, is made again.
+    If several processes request the file concurrently, one creates it while the others wait. If
+    that process is killed, another takes over. A damaged file, or one with a different definition,
+    is recreated.
 
     Parameters
     ----------
     folder : str or None
-        Without a folder, and on Windows, each process makes the arrays in memory.
+        Without a folder, and on Windows, each process creates the arrays in memory.
     name : str
-        The name of the file, which says all that the arrays depend on.
+        The file name, which encodes everything that the arrays depend on.
     make : callable
-        ``make(new)``, where ``new(key, length, dtype)`` gives an array to write to.
+        ``make(new)``, where ``new(key, length, dtype)`` returns an array to fill.
     epoch : int, optional
-        The file is that epoch's, and files of epochs before the last one are removed.
+        The epoch of the file. Files of epochs before the previous one are removed.
     """
     if folder is None or os.name == "nt":
         made: Tables = {}
@@ -60,7 +61,7 @@ def tables(
     arrays = _load(path, name)
     while arrays is None:
         with _claimed(f"{path}.part") as fd:
-            # Another process may have made it meanwhile.
+            # Another process may have created the file in the meantime.
             arrays = _load(path, name)
             if arrays is not None or fd is None:
                 continue
@@ -77,14 +78,14 @@ def tables(
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
-    """Check the argument `cache` of an order."""
+    """Check the `cache` argument of an order, and return its absolute path or None."""
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
         raise TypeError(f"cache={cache!r} is not a path; give a folder of this machine, or None")
     return None if cache is None else os.path.abspath(cache)
 
 
 def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return lengths of documents, mapped from a file if there is a folder, and their digest."""
+    """Return document lengths, mapped from a file if there is a folder, and their digest."""
     total = digest(lengths)
 
     def make(new: New) -> None:
@@ -96,7 +97,7 @@ def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any],
 
 
 def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-    """Map a part of a file, as a plain array: slices of it cost less than a `numpy.memmap`'s."""
+    """Map part of a file as a plain array, which is cheaper to slice than a `numpy.memmap`."""
     kind = np.dtype(dtype)
     number = (os.path.getsize(path) - offset) // kind.itemsize if count is None else count
     if not number:
@@ -105,7 +106,7 @@ def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = Non
 
 
 class Mapped(NamedTuple):
-    """The part of a file that an array is mapped from: the arguments of `mapped`."""
+    """The part of a file that an array is mapped from, as the arguments of `mapped`."""
 
     path: str
     dtype: str
@@ -114,7 +115,7 @@ class Mapped(NamedTuple):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Mapped | None:
-        """Return where an array lies, or None if it lies in no file that is only read."""
+        """Return the location of an array, or None unless it is mapped from a read-only file."""
         whole: Any = array
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
@@ -127,9 +128,9 @@ class Mapped(NamedTuple):
 
 
 class CachedOrder(Order):
-    """An order over lengths of documents, whose tables lie in a folder if it has one.
+    """An order over document lengths that can store its tables in a folder.
 
-    A pickle then names the files, and has nothing for each document.
+    With a folder, its pickle refers to the files and contains no data per document.
     """
 
     _folder: str | None = None
@@ -145,7 +146,7 @@ class CachedOrder(Order):
 def again(
     kind: Callable[..., CachedOrder], lengths: Mapped, options: dict[str, Any], facts: Any
 ) -> CachedOrder:
-    """Make an order again, where it is unpickled."""
+    """Recreate an order when it is unpickled."""
     order = kind(mapped(*lengths), **options)
     if order.facts() != facts:
         raise ValueError(
@@ -156,7 +157,7 @@ def again(
 
 
 def _forget(folder: str, start: str, before: int) -> None:
-    """Remove the files whose names begin so, and go on with a number below another one."""
+    """Remove the files whose name is a prefix followed by a number below a limit."""
     for name in os.listdir(folder):
         number = name[len(start) :]
         if name.startswith(start) and number.isdecimal() and int(number) < before:
@@ -166,7 +167,7 @@ def _forget(folder: str, start: str, before: int) -> None:
 
 @contextlib.contextmanager
 def _claimed(path: str) -> Iterator[int | None]:
-    """Open a file for this process alone, when no other has it, or give None if it was renamed."""
+    """Wait for exclusive access to a file; yield its descriptor, or None if it was renamed."""
     try:
         fd = locked(path)
     except OSError as error:
@@ -180,7 +181,7 @@ def _claimed(path: str) -> Iterator[int | None]:
 
 
 def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
-    """Write arrays, what they are, and a digest of it all."""
+    """Write the arrays, their description and a digest of both."""
     os.ftruncate(fd, 0)
     parts: dict[str, tuple[str, int, int]] = {}
     end = 0
@@ -191,7 +192,7 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
         size = max(1, length * kind.itemsize)
         parts[key], end = (kind.str, length, start), start + -(-size // ALIGNED) * ALIGNED
         if hasattr(os, "posix_fallocate"):
-            # Without this, a full disk would end the process.
+            # Without this, a full disk would kill the process.
             os.posix_fallocate(fd, start, end - start)
         else:
             os.ftruncate(fd, end)
@@ -208,14 +209,14 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
 
 
 def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
-    """Return a digest of a file up to its end, and of what stands there."""
+    """Return a digest of a file's content before `end` and of the text that follows."""
     words = np.frombuffer(file, np.uint64, end // 8)
     sums = np.add.reduceat(words, np.arange(0, len(words), SUMMED))
     return digest(np.append(sums.view(np.int64), np.frombuffer(text, np.uint8).astype(np.int64)))
 
 
 def _load(path: str, name: str) -> Tables | None:
-    """Map a file. Return None if it is not there, is damaged, or is another one."""
+    """Map a file, or return None if it is missing, damaged or has a different definition."""
     try:
         file = mapped(path, np.uint8)
     except FileNotFoundError:

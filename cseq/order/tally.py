@@ -1,4 +1,4 @@
-"""How many tokens of each source a run has had, as a function of its positions."""
+"""The tokens of each source that a run has consumed, computed from its positions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class Tally(NamedTuple):
-    """The tokens of each source in the units that all ranks have had.
+    """The tokens of each source in the units that all ranks have consumed.
 
-    Nothing is counted before it is asked for.
+    Tokens are counted only on request.
 
     Attributes
     ----------
     counts : Counter
-        The tokens that are counted.
+        The tokens counted so far.
     due : tuple of (Sampler, epoch, start, stop)
-        Units of earlier places that are not counted yet.
+        The ranges of units from earlier places that are not counted yet.
     mark : (epoch, position) or None
-        Where the count of the present place ends, or None at its beginning.
+        The position up to which the current place is counted, or None for its start.
     """
 
     counts: Counter[str] = Counter()  # noqa: RUF012 - never changed
@@ -29,7 +29,7 @@ class Tally(NamedTuple):
     mark: tuple[int, int] | None = None
 
     def leave(self, sampler: Sampler, begun: tuple[int, int], now: tuple[int, int]) -> Tally:
-        """Return the tally of the next place; this one is from `begun` to `now`."""
+        """Return the tally for the next place, where the current place spans `begun` to `now`."""
         if sampler.data is None or now == begun:
             return self
         due, last = [*self.due], now[0]
@@ -41,7 +41,7 @@ class Tally(NamedTuple):
         return Tally(self.counts, (*due, (sampler, last, start, now[1])))
 
     def counted(self, sampler: Sampler, begun: tuple[int, int], now: tuple[int, int]) -> Tally:
-        """Count the tokens up to `now`."""
+        """Return a tally in which all tokens up to `now` are counted."""
         left = self.leave(sampler, begun, now)
         counts = Counter(self.counts)
         for counted, epoch, start, stop in left.due:

@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# The integers of all weights add up to less.
+# The sum of all integer weights is below this limit.
 MOST_TOTAL = 2**62
-# Samples that are tried one after the other before the rest is searched for.
+# The number of sequential steps before a binary search takes over.
 STEPS = 8
-# Bits that are divided together: with a size of 48 bits, they fit into 64.
+# The number of bits divided at a time. With a 48-bit size, they fit into 64 bits.
 DIGIT = 15
 
 
 class Weighted(Order):
-    """Samples in random order, each as often as its weight says.
+    """Samples in random order, with frequencies proportional to their weights.
 
-    In an epoch of N draws, a sample of weight w comes N * w / (sum of all weights) times, rounded
-    up or down. Which samples are rounded up is a fair draw in each epoch, whatever the order of the
+    In an epoch of N draws, a sample of weight w appears N * w / (sum of all weights) times, rounded
+    up or down. Each epoch draws fairly which samples are rounded up, regardless of the order of the
     data. With equal weights and `size` None, this is a plain shuffle.
 
     Parameters
     ----------
     weights : array of real numbers
-        The weight of each sample, at least 0. Only their ratios count.
+        The weight of each sample, at least 0. Only the ratios matter.
     size : int, optional
-        Draws in an epoch. By default, as many as there are samples.
+        The number of draws in an epoch. Defaults to the number of samples.
     replacement : bool
-        Draw independently, as torch's ``WeightedRandomSampler`` does. How often a sample comes then
-        varies by chance, and more samples are left out.
+        Draw independently, like torch's ``WeightedRandomSampler``. The frequency of a sample then
+        varies randomly, and more samples are left out.
 
     Examples
     --------
@@ -98,12 +98,12 @@ class Weighted(Order):
     def balanced(
         cls, labels: ArrayLike, size: int | None = None, *, replacement: bool = False
     ) -> Self:
-        """Return an order in which every class comes about equally often.
+        """Return an order in which all classes appear about equally often.
 
         Parameters
         ----------
         labels : array
-            The class of each sample: integers or strings.
+            The class of each sample, as integers or strings.
         size, replacement :
             See `Weighted`.
         """
@@ -137,9 +137,10 @@ class Weighted(Order):
 
 
 class Guide:
-    """Where to look for a number: the sample of the first one of each range of 2**shift numbers.
+    """A lookup table with the sample of the first number in each range of 2**shift numbers.
 
-    Ranges have some four samples each. `numpy.searchsorted` alone waits for memory thrice as long.
+    Ranges have about four samples each. `numpy.searchsorted` alone waits three times as long for
+    memory.
     """
 
     def __init__(self, sums: NDArray[np.uint64]) -> None:
@@ -153,7 +154,7 @@ class Guide:
             self.first[start : start + CHUNK] = np.searchsorted(sums, marks, "right")
 
     def first_above(self, numbers: NDArray[np.uint64]) -> Ints:
-        """Return the first sample with a sum above each number."""
+        """Return the first sample whose cumulative sum exceeds each number."""
         samples: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
         left = np.flatnonzero(self.sums.take(samples) <= numbers)
         for _ in range(STEPS):
@@ -164,10 +165,10 @@ class Guide:
 
 
 def spread(positions: NDArray[np.uint64], total: int, offset: int, size: int) -> NDArray[np.uint64]:
-    """Return ``(position * total + offset) // size`` exactly, of positions below `size`.
+    """Return exactly ``(position * total + offset) // size`` for positions below `size`.
 
-    With total = size * a + b and offset = size * c + d, this is position * a + c, and
-    (position * b + d) // size, which is divided digit by digit of the position.
+    With total = size * a + b and offset = size * c + d, this equals position * a + c +
+    (position * b + d) // size. The last term is divided digit by digit of the position.
     """
     (a, b), (c, d) = divmod(total, size), divmod(offset, size)
     quotient, rest = np.zeros((2, len(positions)), np.uint64)
@@ -187,10 +188,10 @@ def integers_of(
     weights: NDArray[np.float64],
     arrange: Callable[[NDArray[np.float64]], NDArray[np.float64]] = np.copy,
 ) -> NDArray[np.uint64]:
-    """Return the weights of samples as integers, in a new array that `arrange` makes of them.
+    """Return sample weights as integers, in a new array with the layout that `arrange` creates.
 
-    Each is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0; k is the
-    largest for which the total is below 2**62.
+    Each integer is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0.
+    k is the largest exponent for which the total is below 2**62.
     """
     most = 0.0
     pieces = [(start, weights[start : start + CHUNK]) for start in range(0, len(weights), CHUNK)]
@@ -204,7 +205,7 @@ def integers_of(
         most = max(most, float(piece.max()))
     if not most:
         raise ValueError(f"all of the {len(weights)} weights are 0; give one above 0 at least")
-    # The largest one becomes a number in [0.5, 1). The total may be wrong by some 10**-6.
+    # Scale the largest weight to [0.5, 1). The total may have an error of about 10**-6.
     scale = -math.frexp(most)[1]
     total = sum(float(np.ldexp(piece, scale).sum()) for _, piece in pieces)
     mantissa, exponent = math.frexp(total)
