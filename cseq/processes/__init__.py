@@ -1,8 +1,8 @@
-"""Worker processes: started, replaced when they die, ended.
+"""Worker processes: startup, replacement after a death, and shutdown.
 
 ``supervisor``  the worker processes of one pool
-``worker``      one worker process: setup, messages, stacks, at both ends
-``deaths``      how often workers died, and whether that is too often
-``launcher``    starting a process: forkserver, spawn, fork
-``spawning``    objects of multiprocessing, pickled for new processes
+``worker``      a single worker process: setup, messages and stacks, at both ends
+``deaths``      counts worker deaths and decides when there are too many
+``launcher``    starts a process: forkserver, spawn, fork
+``spawning``    pickles multiprocessing objects for new processes
 """

@@ -1,4 +1,4 @@
-"""How often workers died in an epoch, and whether that is too often."""
+"""Counts worker deaths in an epoch and decides when there are too many."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# Deaths that one ticket may cause, and deaths of each worker before it is ready.
+# The maximum deaths per ticket, and the maximum consecutive deaths before readiness per worker.
 TRIES = 3
 
 
 class Held(NamedTuple):
-    """A ticket that a worker works on, for messages and errors.
+    """A ticket that a worker is processing, for messages and errors.
 
-    `location` names epoch, batch and indices. The loop can go on without a ticket that `is_batch`.
+    `location` names epoch, batch and indices. If `is_batch`, the loop can do without it.
     """
 
     epoch: int
@@ -32,18 +32,18 @@ class Held(NamedTuple):
 
 
 class Deaths:
-    """Counts deaths of workers in an epoch, and makes the error when there are too many.
+    """Counts worker deaths in an epoch and creates the error when there are too many.
 
     Parameters
     ----------
     budget : int
-        Replacements that are allowed in an epoch.
+        The number of replacements allowed per epoch.
     unit, advice : str
-        For messages: the noun for a ticket ('batch'), and the remedy if it kills its workers.
+        For messages: the noun for a ticket ('batch'), and the remedy if a ticket kills its workers.
     lost : str
-        What the log adds when a worker was replaced.
+        Text that the log message appends when a worker is replaced.
     fails : bool
-        The `WorkerDied` of a batch that ends its workers replaces that batch, and the run goes on.
+        If True, the `WorkerDied` of a lethal batch replaces that batch, and the run continues.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Deaths:
         was_ready: bool,
         is_overdue: bool = False,
     ) -> WorkerDied | None:
-        """Count a death; return the error if it is one too many.
+        """Count a death and return an error if the limit is exceeded.
 
-        Then `has_failed` says whether the run goes on without the batch. `is_overdue`: the worker
-        was killed because it took longer than its timeout.
+        If an error is returned, `has_failed` tells whether the run continues without the batch.
+        `is_overdue` means that the worker was killed because it exceeded its timeout.
         """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
@@ -124,7 +124,7 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Return, for a message, how many kills for lack of memory the system counted."""
+        """Describe the number of new out-of-memory kills on the system for a message."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

@@ -1,7 +1,7 @@
 """Log records of worker processes, sent to the trainer and handled there.
 
-A worker that is forked from the trainer has its handlers, and sends nothing. A worker whose root
-logger has its own handlers sends nothing either.
+A worker forked from the trainer inherits the trainer's handlers and sends nothing. A worker whose
+root logger has its own handlers sends nothing either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels", "Records", "Sender", "levels"]
 
-# The levels of loggers that have one, by name; the root logger's name is "".
+# The level of each logger that has one, by name. The root logger's name is "".
 Levels = dict[str, int]
 
 MOST = 10_000
@@ -33,18 +33,18 @@ log = logging.getLogger("cseq")
 
 
 class Sender(logging.Handler):
-    """Sends records, ready to be handled elsewhere.
+    """Sends log records, prepared for handling in another process.
 
-    At first, this is the handler of last resort, for records without another handler. After
-    `settle`, it is the root logger's handler, unless the user's code has given that another one.
+    Initially, this is the handler of last resort, for records without another handler. After
+    `settle`, it is the root logger's handler unless user code has configured a different one.
 
     Parameters
     ----------
     worker : int
     levels : dict
-        The levels of the trainer's loggers, for loggers that have no level here.
+        The levels of the trainer's loggers, applied to loggers that have no level here.
     send : callable
-        Called with each record's bytes.
+        Called with the bytes of each record.
     """
 
     def __init__(self, worker: int, levels: Levels, send: Callable[[bytes], object]) -> None:
@@ -59,12 +59,12 @@ class Sender(logging.Handler):
                 logger.setLevel(level)
 
     def settle(self) -> None:
-        """Also handle records that loggers with their own handlers pass on."""
+        """Also handle records propagated from loggers that have their own handlers."""
         if not logging.root.handlers:
             logging.root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record, except from a process that the worker forked."""
+        """Send a record, unless this process was forked by the worker."""
         if os.getpid() != self._pid:
             if self._usual is not None and record.levelno >= self._usual.level:
                 self._usual.handle(record)
@@ -77,7 +77,7 @@ class Sender(logging.Handler):
 
 
 def _packed(record: logging.LogRecord, name: str) -> bytes:
-    """Pickle a record with its text instead of its arguments; unpicklable fields become text."""
+    """Pickle a record with its formatted text; convert unpicklable fields to strings."""
     record = copy.copy(record)
     record.msg, record.args = record.getMessage(), None
     record.processName = name
@@ -105,15 +105,15 @@ def levels() -> Levels:
 
 
 class Records:
-    """Handles records, one after another, on the thread of `cseq.threads.log_later`."""
+    """Handles records in sequence on the thread of `cseq.threads.log_later`."""
 
     def __init__(self) -> None:
-        # Counted by the thread that calls `queue_record`; then by the thread that handles records.
+        # `queue_record` updates the first pair, and the thread that handles records the second.
         self._queued = self._lost = 0
         self._handled = self._reported = 0
 
     def queue_record(self, body: bytes) -> None:
-        """Queue a record unless too many wait; the log says how many are left out."""
+        """Queue a record unless too many are pending. The log reports how many are dropped."""
         if self._queued - self._handled >= MOST:
             self._lost += 1
             return

@@ -1,8 +1,8 @@
-"""Objects of multiprocessing, pickled for workers that are not forked.
+"""Pickling of multiprocessing objects for workers that are not forked.
 
-A lock, event, value or queue can be pickled only while multiprocessing starts a child: it passes
-descriptors to the thread's current `Popen`. During pickling, cseq sets its own `Popen`, from which
-the workers reopen the descriptors. They reopen the file of a tensor in shared memory as well.
+A lock, event, value or queue can be pickled only while multiprocessing starts a child, because its
+descriptors are passed to the thread's current `Popen`. During pickling, cseq installs its own
+`Popen`, from which workers reopen the descriptors and the files of tensors in shared memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from cseq.encoding.pickling import Reduced, Reducers
 __all__ = ["Reopened", "spawning"]
 
-# Typeshed lacks the attributes that are used below.
+# Typeshed lacks the attributes used below.
 CONTEXT: Any = context
 PICKLER: Any = reduction.ForkingPickler
 
 
 class Reopened(NamedTuple):
-    """A trainer's descriptor that any worker can reopen, including a later replacement."""
+    """A trainer's descriptor that any worker can reopen, including later replacements."""
 
     pid: int
     fd: int
@@ -50,11 +50,11 @@ class Reopened(NamedTuple):
 
 
 class Workers:
-    """Represents the `Popen` of all workers of a manager."""
+    """Stands in for the `Popen` of all workers of a manager."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:
-        """Return a descriptor if workers can open it."""
+        """Return the descriptor if workers can open it; otherwise raise RuntimeError."""
         if not os.path.exists(f"/proc/{os.getpid()}/fd/{fd}"):
             raise RuntimeError(f"descriptor {fd} cannot be opened by other processes here")
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -73,9 +73,9 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[Reducers]:
-    """Give `dump` its `reducers` for multiprocessing's objects, in this context.
+    """Yield the `reducers` with which `dump` can pickle multiprocessing objects in this context.
 
-    There are no reducers on Windows, where the objects are handles.
+    On Windows, where these objects are handles, there are no reducers.
     """
     if os.name == "nt":
         yield {}
@@ -102,7 +102,7 @@ def _reducers() -> Reducers:
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a storage of torch. Workers share a storage in shared memory."""
+    """Reduce a torch storage. Workers share storages that are in shared memory."""
     strategy: str = sys.modules["torch"].multiprocessing.get_sharing_strategy()
     is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
     if not is_file or strategy != "file_descriptor":

@@ -1,4 +1,4 @@
-"""The location of a process in one line, from the stacks that faulthandler writes."""
+"""Describes the location of a process in one line, from faulthandler's stacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 
 
 class Frame(NamedTuple):
-    """A line of a stack."""
+    """A line of a stack trace."""
 
     path: str
     line: str
@@ -26,33 +26,33 @@ class Frame(NamedTuple):
 
     @property
     def imports(self) -> bool:
-        """Whether the frame is in Python's import system."""
+        """Whether the frame belongs to Python's import system."""
         return self.path.startswith("<frozen importlib")
 
     @property
     def is_ours(self) -> bool:
-        """Whether the frame is in cseq, or in the command that starts a worker."""
+        """Whether the frame belongs to cseq or to the command that starts a worker."""
         return self.path == "<string>" or _is_in(self.path, PACKAGE)
 
     @property
     def shown(self) -> str:
-        """The frame in words; the path of a module begins with its package."""
+        """The frame as text, with the module's path relative to its import folder."""
         return f"{_from_package(self.path)}:{self.line} in {self.function}"
 
 
 def location_in(stacks: str) -> str:
-    """Say in one line where the main thread is, and which modules it imports.
+    """Describe in one line where the main thread is, and which modules it is importing.
 
     Parameters
     ----------
     stacks : str
-        The stacks of all threads as faulthandler writes them, the main thread's last.
+        The stacks of all threads in faulthandler's format, with the main thread last.
 
     Returns
     -------
     str
         For example ``still imports data → torch (torch/__init__.py:12 in <module>)`` or ``is still
-        in data.py:4 in __init__``: the innermost frames, and the innermost frame of the user's.
+        in data.py:4 in __init__``: the innermost frames, and the user's innermost frame.
     """
     last = re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)[-1]
     frames = [Frame(*match.groups()) for match in FRAME.finditer(last)]
@@ -72,6 +72,6 @@ def _is_in(path: str, folder: str | None) -> bool:
 
 
 def _from_package(path: str) -> str:
-    """Return a path relative to its folder of `sys.path`, or else the file's name."""
+    """Return a path relative to its `sys.path` folder, or the file name if there is none."""
     folders = [folder for folder in map(os.path.abspath, sys.path) if _is_in(path, folder)]
     return os.path.relpath(path, max(folders, key=len)) if folders else os.path.basename(path)

@@ -1,7 +1,7 @@
-"""The worker processes of one pool: started, replaced when they die, ended.
+"""Starts, replaces and shuts down the worker processes of one pool.
 
 The supervisor's thread, in the trainer, sleeps on the workers' sockets. End of file means that a
-worker process is ending; its tickets are posted again once its exit status is known.
+worker process is exiting; its tickets are reposted once its exit status is known.
 
 ::
 
@@ -62,40 +62,40 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# A selector without a descriptor, which could get the number of a closed standard stream.
+# A selector without its own descriptor, which could reuse the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# A first wait of this many seconds is logged, and the next one that is twice as long as `slowest`.
+# A first wait is logged after SLOW seconds, and later waits after twice `slowest`, the last logged.
 SLOW, slowest = 10.0, 0.0
-# Seconds to end by itself, to be gone after being killed, and to end once the socket is closed.
+# Seconds to exit voluntarily, to disappear after a kill, and to exit after the socket is closed.
 GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
 STARTING = (ENTERED, LOADED)
 
 
 class Supervisor:
-    """The worker processes that use rings and slots in shared memory.
+    """Supervises the worker processes that use rings and slots in shared memory.
 
     The constructor starts nothing.
 
     Parameters
     ----------
     shared : Arena
-        The caller's, who closes it after `close`.
+        Owned by the caller, who closes it after `close`.
     readers : int
-        The most workers: only processes up to this number get the user's object.
+        The maximum number of workers. Only processes up to this number receive the user's object.
     task, describe : callable
-        ``task(runner_number)`` is a process's `Setup.task`; ``describe(worker, cell)`` describes
-        the ticket that a worker holds. Both are called on the supervisor's thread.
+        ``task(runner_number)`` returns the `Setup.task` of a process; ``describe(worker, cell)``
+        describes the ticket that a worker holds. Both are called on the supervisor's thread.
 
     Attributes
     ----------
     failure : Failure
         The failure of a worker or of the supervisor's thread; `check` raises it.
     takes_objects : bool
-        Whether workers are forked from this process, and so inherit objects without pickling.
+        Whether workers are forked from this process and thus inherit objects without pickling.
     closed : bool
-        Whether `close` was called, after which dead workers are not replaced.
+        Whether `close` was called. Dead workers are no longer replaced after that.
     processes : dict
-        The latest process of each worker, by worker number, even after that process has ended.
+        The latest process of each worker, by worker number, even after the process has exited.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        # How many readers should run, and the thread that wants them.
+        # The number of readers that should run, and the thread that requests them.
         self._active, self._caller = readers, 0
-        # Runners to be forked while the loop's thread waits, and latches of waiting threads.
+        # Runners to fork while the loop's thread waits, and the latches of waiting threads.
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
         self._beside = ""
@@ -128,11 +128,11 @@ class Supervisor:
         self._failed: dict[str, WorkerDied] = {}
         self._noted, self._preloads, self._gone = False, True, False
         self._records = Records()
-        # Set when `Launcher.prepare` has returned and when workers may be started; and when all
-        # were started once, and when all are gone and no more will be started.
+        # The first pair is set when `Launcher.prepare` has returned and when workers may start, the
+        # second when all have started once and when all are gone for good.
         self._prepared, self._wanted = Latch(), Latch()
         self._launched, self._ended = Latch(), Latch()
-        # Used by the supervisor's thread alone; the waker wakes that thread.
+        # Used only by the supervisor's thread. The waker wakes that thread.
         self._selector: selectors.BaseSelector
         self._waker: socket.socket | None = None
         self._thread = Threads()
@@ -149,8 +149,8 @@ class Supervisor:
     ) -> None:
         """Prepare everything that the workers need; `launch` starts them.
 
-        The supervisor's thread starts the launcher and the workers: no signal handler runs there,
-        so none can leak a process. If this raises, `close` cleans up.
+        The launcher and the workers are started on the supervisor's thread. No signal handler runs
+        there, so none can leak a process. If this method raises, `close` cleans up.
 
         Parameters
         ----------
@@ -159,17 +159,17 @@ class Supervisor:
         name : str
             The name of `worker` in error messages.
         preload : bool
-            Whether a fork server imports, once for all workers, the modules that `worker` and the
-            workers' code refer to.
+            Whether a fork server imports the modules that `worker` and the workers' code refer to,
+            once for all workers.
         needs : sequence of str
-            Modules that the workers' code will import.
+            The modules that the workers' code imports.
         timeout : float, optional
             Seconds that a batch or item may take. Imports may take `START_SHARE` times as long.
         """
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        # Work on this thread would compete with the supervisor's for the GIL.
+        # Work on this thread would compete with the supervisor's thread for the GIL.
         self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:
@@ -184,41 +184,41 @@ class Supervisor:
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            # Its buffers are the memory of the user's object.
+            # The pickled buffers refer to the memory of the user's object.
             del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
     def launch(self) -> None:
         """Start the workers once, without waiting until they are ready.
 
-        A signal handler may raise here, or call this again: the next call goes on.
+        A signal handler may raise here or call this method again. The next call continues.
 
         Raises
         ------
         OSError
-            A worker cannot be forked. No error of another start method is raised here.
+            A worker cannot be forked. Errors of other start methods are not raised here.
         """
         if not self._wanted.wait(0):
             self._launcher.context = contextvars.copy_context()
             self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
-            # This process must not fork while this thread imports a module or holds a lock: the
-            # child would wait forever. `_staff` obeys the same rule.
+            # This process must not fork while this thread imports a module or holds a lock, because
+            # the child would wait forever. `_staff` follows the same rule.
             self._launched.wait()
-        # Exceptions of workers are raised in the loop, however early they come.
+        # Exceptions of workers are raised in the loop, no matter how early they occur.
         if self._ended.wait(0):
             self.check()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch: reset the budget for deaths, and free unused memory."""
+        """Start an epoch: reset the death budget and free unused memory."""
         self.deaths.begin_epoch()
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
-        """Write the user's object to its own file, in the format of requests in slots."""
+        """Write the user's object to its own file, in the same format as requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # An upper bound: aligned buffers, their table, the structure.
+        # An upper bound for the aligned buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -246,14 +246,14 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            # Set before `_let_go`: `_await_forks` adds its latch before it checks this one.
+            # Set before `_let_go`, because `_await_forks` adds its latch before it checks `_ended`.
             self._ended.set()
             self._prepared.set()
             self._launched.set()
             self._let_go()
 
     def _serve(self) -> None:
-        """Start the workers, and watch them until `close` was called and all are gone."""
+        """Start the workers and watch them until `close` is called and all are gone."""
         self._launcher.prepare(preload=self._preloads)
         self._prepared.set()
         self._wanted.wait()
@@ -266,7 +266,7 @@ class Supervisor:
             self._handle_events()
             self._staff()
             if self.shared.ended:
-                # Workers that sent LOADED before the ring was closed are not killed.
+                # Workers that sent LOADED before the ring was closed must not be killed.
                 self._handle_events(0)
                 self._kill_starting()
 
@@ -278,10 +278,10 @@ class Supervisor:
                 self._receive(key.data)
 
     def _staff(self) -> None:
-        """Start the workers that are wanted but missing, whether new or replacing dead ones.
+        """Start all missing workers, both new ones and replacements for dead ones.
 
-        The loop's thread may be importing or hold a lock, for which a copy of this process would
-        wait forever. So this process forks only while that thread waits in `_await_forks`.
+        The loop's thread may be importing or holding a lock, for which a copy of this process would
+        wait forever. Therefore this process forks only while that thread waits in `_await_forks`.
         """
         missing = [
             runner_number for runner_number in self.wanted() if runner_number not in self._workers
@@ -304,7 +304,7 @@ class Supervisor:
                 self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
-        """Kill the workers without the user's object, since importing it may take long."""
+        """Kill workers that do not have the user's object yet, since its imports may take long."""
         for worker in self._workers.values():
             if worker.state in (b"", ENTERED):
                 worker.child.kill()
@@ -346,10 +346,10 @@ class Supervisor:
                 log_later(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Ensure that a worker has ended, and repost its tickets; `_staff` replaces it."""
+        """Ensure that a worker has exited and repost its tickets. `_staff` starts a replacement."""
         child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
-        # A process may close its socket and live on, or its server may be late.
+        # A process may close its socket and keep running, or its server's report may be late.
         if exitcode is None:
             if not child.gone:
                 child.kill()
@@ -372,13 +372,13 @@ class Supervisor:
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         was_ready = worker.state == READY
-        # It left by itself, because of `resize`.
+        # The worker exited voluntarily, because of `resize`.
         left = was_ready and exitcode == 0 and not held
         event = "end" if left else "death"
         self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        # Counted first: reposted tickets may end the epoch before this thread goes on.
+        # Count before reposting: reposted tickets may end the epoch before this thread continues.
         if counts:
             error = self.deaths.count_death(
                 runner_number - 1,
@@ -420,7 +420,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise errors of workers and of the supervisor's thread.
 
-        The loop's thread calls this before it waits; forked workers are replaced during the call.
+        The loop's thread calls this before it waits. Forked workers are replaced during the call.
         """
         if self.closed:
             raise InterruptedError(
@@ -431,7 +431,7 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log why a first item takes long, on one line; `began`: when its wait did (`now_ns`)."""
+        """Log why the first item, awaited since `began` (ns of `now_ns`), takes long."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
@@ -455,7 +455,7 @@ class Supervisor:
         log_later(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
-        """Let the supervisor's thread fork missing workers, and wait for it."""
+        """Let the supervisor's thread fork missing workers, and wait until it has."""
         forked = Latch()
         try:
             self._waiting.append(forked)
@@ -472,19 +472,19 @@ class Supervisor:
                 self._waker.send(b"!")
 
     def _snapshot(self) -> list[WorkerProcess]:
-        """Return the present workers.
+        """Return the current workers.
 
-        No lock is needed: only the supervisor's thread changes the dict, and this is one call of C.
+        No lock is needed: only the supervisor's thread changes the dict, and copying is one C call.
         """
         return list(self._workers.values())
 
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
     ) -> None:
-        """Raise WorkerTimeout, or (`restart`) kill the worker, if one takes longer than `timeout`.
+        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill the worker if `restart`.
 
-        `working` lists runner numbers, since when, and on what; see `overdue`.
-        Workers that are not ready are checked as well.
+        `working` lists each busy runner's number, start time and task; see `overdue`. Workers that
+        are not ready are checked as well.
         """
         starting = [(w.runner_number, w.entered) for w in self._snapshot() if w.state in STARTING]
         for runner_number, took in overdue(working, starting, timeout):
@@ -504,42 +504,43 @@ class Supervisor:
             self._launched.wait()
 
     def wanted(self) -> list[int]:
-        """Return the numbers of the runners that should have a process."""
+        """Return the runner numbers that should have a process."""
         runner_numbers = range(1, self.shared.owners + 1)
         return [k for k in runner_numbers if not self._active < k <= self._readers]
 
     def resize(self, count: int) -> None:
-        """Change the number of workers, at least 1. New workers are started.
+        """Change the number of workers, which is at least 1, and start new ones if needed.
 
-        Surplus workers leave by themselves, because the shared ring tells them (`Ring.fit`).
+        Surplus workers exit on their own when the shared ring tells them to (`Ring.fit`).
         """
         if count != self._active:
             self._active = count
             self._wake()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has reported that it is ready, and has not ended as far as is known."""
+        """Return True if a worker has reported READY and is not known to have exited."""
         worker = self._workers.get(runner_number)
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of all workers; None for a worker without a process."""
+        """Return the process ids of all workers, with None for a worker without a process."""
         workers = [self._workers.get(runner_number) for runner_number in self.wanted()]
         return [None if worker is None else worker.child.pid for worker in workers]
 
     # -- the end
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the rings and end all workers; kill workers that do not end in `GRACE` seconds.
+        """Close the rings and stop all workers; kill those that do not exit within `GRACE` seconds.
 
-        Workers without the user's object, which may be importing its modules, are killed at once.
-        If `hurried`, workers that are not ready or in a batch are killed after `HURRY` seconds.
-        Calling it twice is fine, even if a signal handler raised in the first call.
+        Workers without the user's object, which may be importing its modules, are killed
+        immediately. If `hurried`, workers that are not ready or are busy with a batch are killed
+        after `HURRY` seconds. Repeated calls are safe, even if a signal handler raised in the first
+        call.
 
         Raises
         ------
         RuntimeError
-            A process did not end although it was killed.
+            A process did not exit although it was killed.
         """
         self.closed = True
         self.shared.end()
@@ -557,14 +558,14 @@ class Supervisor:
                     log_later(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
-        # The thread was not started or hangs, or processes live on.
+        # Either the thread was not started, or it hangs, or some processes are still alive.
         if not self._gone:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_logged(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        # A reference cycle with the supervisor would keep the object.
+        # Break the reference cycle with the supervisor, which would keep the user's object alive.
         self._launcher.local = None
         for worker in self._snapshot():
             worker.close()
@@ -584,7 +585,7 @@ class Supervisor:
 
 
 def _other_threads(caller: int) -> str:
-    """Name the threads that a fork does not copy, except `caller`, this one and cseq's."""
+    """Name the threads that a fork would lose, except `caller`, this thread and cseq's own."""
     threads = threading.enumerate()
     pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())

@@ -1,18 +1,18 @@
-"""One worker process: setup, messages and stacks, at both ends of its socket.
+"""A single worker process: setup, messages and stacks, at both ends of its socket.
 
 ::
 
     trainer                                          worker process
       WorkerProcess.handshake ── Setup, files ────►  enter ──► ring, writer, the user's object
       WorkerProcess.receive ◄── ENTERED, LOADED … ─  send_state
-                            ◄── end of file ───────  its end
+                            ◄── end of file ───────  exit
 
-A worker sends ENTERED before it reads the user's object, which imports the user's modules; LOADED
-when it has the object (a forked worker at once); then READY. FAILED carries the exception that kept
-the worker from getting ready. NOTED carries a warning, and LOGGED a record of `logging`.
+A worker sends ENTERED before it reads the user's object, which imports the user's modules. It sends
+LOADED once it has the object (immediately if forked), and then READY. FAILED carries the exception
+that prevented the worker from becoming ready. NOTED carries a warning, and LOGGED a log record.
 
-On a signal, a worker writes its stacks to an anonymous file that it shares with the trainer, and
-not to the socket, because the signal handler may run while a message is being sent.
+On a signal, a worker writes its stacks to an anonymous file shared with the trainer. It does not
+use the socket, because the signal handler may run while a message is being sent.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ NOT_FOUND = (
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
-# A message is one of these and the length of its body; a setup has a length alone.
+# A message consists of one of these, the length of its body, and the body. A setup has no kind.
 HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# How long to wait for a worker's stacks, and for more text until they are complete.
+# The time limit for a worker's stacks, and the quiet time after which they count as complete.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 NO_STACK = "(its stack is not available)\n"
 
 
 class Setup(NamedTuple):
-    """The message that sets a worker process up, beside file descriptors.
+    """The message that sets up a worker process, in addition to file descriptors.
 
-    It has the numbers of the worker and of its owner on the ring; offset and bytes of the ring in
-    its file; the bytes from one slot to the next, and how many slots the worker may take; the
-    record of the user's object in its file; and the levels of loggers that a fork does not inherit.
+    It contains the worker's number and its owner number on the ring, the offset and size of the
+    ring in its file, the slot width in bytes, the number of slots that the worker may use, the
+    record of the user's object in its file, and the levels of loggers, unless a fork inherits them.
     """
 
     worker: int
@@ -101,7 +101,7 @@ class Setup(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """A worker process after `enter`; `sender` sends what it logs."""
+    """A worker process after `enter`. `sender` forwards its log records."""
 
     sock: socket.socket
     setup: Setup
@@ -111,9 +111,9 @@ class Entered(NamedTuple):
     sender: Sender | None
 
     def read_object(self, local: object) -> object:
-        """Return the user's object: read from its file, or `local`, which a fork inherits.
+        """Return the user's object, read from its file or, in a forked worker, passed as `local`.
 
-        The file is mapped copy-on-write, so changes of its arrays stay in this process.
+        The file is mapped copy-on-write, so changes to the object's arrays stay in this process.
         """
         record, worker = self.setup.record, local
         if record is not None:
@@ -125,14 +125,14 @@ class Entered(NamedTuple):
                 failure.annotate(error, NOT_FOUND)
                 raise
             send_state(self.sock, LOADED)
-        # A trainer that closed before it saw LOADED kills this worker.
+        # A trainer that closed before it received LOADED kills this worker.
         if self.ring.closed == 1:
             _leave(0)
         return worker
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Tell the trainer at the end that this worker is ready, or send the exception and exit."""
+        """Send READY when the context exits, or send the exception and exit the process."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -144,7 +144,7 @@ class Entered(NamedTuple):
 
 
 def enter(sock: socket.socket) -> Entered:
-    """Set up a worker process; it ends when the trainer closes `sock`."""
+    """Set up a worker process, which exits when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:
@@ -173,12 +173,12 @@ def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
 
 
 def _leave(code: int = 1) -> NoReturn:
-    """End this process without a message, because the trainer is gone or closes."""
+    """Exit without a message, because the trainer is gone or shutting down."""
     os._exit(code)
 
 
 _outgoing: deque[bytes] = deque()
-# The thread that has this lock sends all outgoing messages.
+# The thread that holds this lock sends all outgoing messages.
 _sending = threading.RLock()
 _is_sending = False
 
@@ -205,18 +205,18 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 
 
 class WorkerProcess:
-    """A worker process, as the trainer sees it.
+    """A worker process, as seen by the trainer.
 
     Attributes
     ----------
     runner_number : int
-        Its runner number, from 1.
+        The runner number, starting at 1.
     state : bytes
-        ENTERED, LOADED, READY or FAILED, from the latest message; empty before the first.
+        ENTERED, LOADED, READY or FAILED from the latest message, or empty before the first.
     entered : int
-        When the first message came (ns of `now_ns`).
+        The arrival time of the first message (ns of `now_ns`).
     is_overdue : bool
-        Whether it was killed because it took longer than its timeout.
+        Whether the worker was killed because it exceeded its timeout.
     """
 
     def __init__(self, runner_number: int, child: Child) -> None:
@@ -231,7 +231,7 @@ class WorkerProcess:
         self._buffer = bytearray()
 
     def handshake(self, setup: Setup, ring_fd: int, arena_fd: int, *object_fd: int) -> None:
-        """Send the setup and the descriptors."""
+        """Send the setup and the file descriptors."""
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
@@ -241,7 +241,7 @@ class WorkerProcess:
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:
-        """Read from the socket; return the complete messages with a body, None at end of file."""
+        """Read from the socket. Return complete messages with a body, or None at end of file."""
         try:
             data = self.child.sock.recv(65536)
         except ConnectionError:
@@ -267,19 +267,19 @@ class WorkerProcess:
         return messages
 
     def stack(self) -> str:
-        """Return the worker's stacks, which it can write even while C code holds its GIL."""
-        # This reference keeps the file open.
+        """Return the worker's stacks, which can be written even while C code holds its GIL."""
+        # Keep the file open during this call.
         file = self._stacks
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK
         fd = file.fd
-        # The worker shares the file's offset.
+        # The worker shares the file offset.
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
         self.child.send_signal(STACK_SIGNAL)
         size, grown = 0, 0.0
         deadline = time.monotonic() + STACK_SECONDS
-        # Nothing sets this latch: its wait is a pause without the GIL.
+        # This latch is never set. Waiting on it is a pause without the GIL.
         quiet = Latch()
         while (now := time.monotonic()) < deadline:
             written = os.fstat(fd).st_size
@@ -292,6 +292,6 @@ class WorkerProcess:
         return text or "(it does not answer: is it stopped?)\n"
 
     def close(self) -> None:
-        """Close the socket and the file of stacks."""
+        """Close the socket and the stack file."""
         self.child.sock.close()
         self._stacks = None

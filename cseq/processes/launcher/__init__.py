@@ -1,7 +1,7 @@
-"""Starting worker processes: fork server, spawn and fork with one interface.
+"""Starts worker processes: fork server, spawn and fork behind one interface.
 
-A worker process gets one end of a pair of connected sockets, and runs ``entry(sock)``. The trainer
-keeps the other end. At end of file, the process at the other end is dead or dying.
+A worker process receives one end of a pair of connected sockets and runs ``entry(sock)``. The
+trainer keeps the other end. End of file means that the process at the other end is dead or dying.
 
 ::
 
@@ -11,17 +11,17 @@ keeps the other end. At end of file, the process at the other end is dead or dyi
     spawn        trainer ── spawn ──> worker
     fork         trainer ── fork  ──> worker
 
-For all three:
+For all three methods:
 
-- A worker never runs the user's script. Its ``sys.path`` and ``sys.argv`` are the trainer's, its
+- A worker never runs the user's script. Its ``sys.path`` and ``sys.argv`` match the trainer's, its
   standard input is empty, and it may start processes.
-- Workers and the server ignore signals that are meant for the trainer (`SHIELDED`: Ctrl-C, a job
-  scheduler's notice) from their first instruction on. Processes that they fork do not.
-- Only the worker and the trainer hold an end of their socket. A process that user code forks off
-  either of them closes its copies (`close_in_forks`), and executed programs inherit none.
-- Exit codes are as in `subprocess`: minus the signal's number for a killed process.
-- A worker ends when ``entry`` returns. Its process pools end and its ``atexit`` functions run, but
-  it waits for no threads. On Linux, killing a worker kills the processes that it started.
+- From their first instruction, workers and the server ignore signals that are meant for the
+  trainer (`SHIELDED`: Ctrl-C, a job scheduler's notice). Processes that they fork do not.
+- Only the worker and the trainer hold an end of their socket. A process that user code forks from
+  either of them closes its copies (`close_in_forks`). Executed programs inherit none.
+- Exit codes follow `subprocess`: the negative signal number for a killed process.
+- A worker exits when ``entry`` returns. Its process pools shut down and its ``atexit`` functions
+  run, but it waits for no threads. On Linux, killing a worker also kills the processes it started.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ __all__ = [
 
 
 def make_launcher(method: str | None = None, *, entry: str, threads: int | None = None) -> Launcher:
-    """Make a launcher; it starts nothing before its first `launch` (or `prepare`).
+    """Create a launcher. It starts nothing until `launch` or `prepare` is called.
 
     Parameters
     ----------
     method : str or None
         'forkserver', 'spawn' or 'fork', or None for the first of `start_methods()`.
     entry : str
-        ``module:function`` that workers run.
+        The ``module:function`` that workers run.
     threads : int or None
-        How many threads the libraries of workers compute with, or None for their default.
+        The number of compute threads for the workers' libraries, or None for their default.
 
     Raises
     ------
     ValueError
-        This system does not have the method.
+        The method is not available on this system.
     RuntimeError
-        The caller is a module that a worker process or the fork server is importing; or gevent or
-        eventlet has patched modules that processes need.
+        The caller is a module that a worker process or the fork server is importing, or gevent or
+        eventlet has patched modules that the processes need.
     """
     check_reading()
     refuse_patches("threading", "thread", "socket", "select", "subprocess")

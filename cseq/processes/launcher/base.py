@@ -1,4 +1,4 @@
-"""Shared by both sides of a launcher: signals, messages, exit codes, waiting."""
+"""Code shared by both sides of a launcher: signals, messages, exit codes, waiting."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Seconds: no limit; and the time past a deadline in which killed processes must end.
+# In seconds: no limit, and the time after a deadline within which killed processes must exit.
 FOREVER, LAST = 1e6, 1.0
 
-# On Windows, SIGTERM kills. `KILLED` is the exit code of a process that `KILL` ended.
+# On Windows, SIGTERM kills. `KILLED` is the exit code of a process terminated by `KILL`.
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))
 KILLED = 0xC5E9 if os.name == "nt" else -KILL
 
-# Sent to all processes of a terminal or a job; only the trainer decides how to respond.
+# Signals sent to all processes of a terminal or a job. Only the trainer decides how to respond.
 SHIELDED: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
@@ -29,25 +29,25 @@ SHIELDED: tuple[signal.Signals, ...] = tuple(
 )
 
 Start: TypeAlias = dict[str, Any]
-# The trainer's name in multiprocessing, and its process number.
+# The trainer's name in multiprocessing and its process id.
 Identity: TypeAlias = tuple[str, int]
 
-# A message to or from a fork server: its kind, and a number. A request carries the socket for the
-# answers, which only the server writes to; FORK carries the worker's own socket as well.
+# A message to or from a fork server: its kind and a number. A request carries the socket for the
+# answers, which only the server writes to. FORK also carries the worker's own socket.
 MESSAGE = struct.Struct("=cq")
-# The number is the length of a module's name, which follows. The answer is one of the outcomes.
+# The number is the length of the module name that follows. The answer is one of the outcomes.
 IMPORT, IMPORTED = b"i", b"I"
 KEPT, FAILED, THREADS, FILES = range(4)
-# The number is the worker's. The answers are REFUSED with an error number of the system, or BORN
-# with the process number and later ENDED with the exit code.
+# The number is the worker number. The answers are REFUSED with a system error number, or BORN with
+# the process id and later ENDED with the exit code.
 FORK, REFUSED, BORN, ENDED = b"f", b"R", b"B", b"E"
 
 
 def start_methods() -> tuple[str, ...]:
-    """Name the start methods of this system, the best first.
+    """Return the start methods of this system in order of preference.
 
-    On macOS, that is 'spawn', because a process that used Apple's libraries (as numpy's BLAS does)
-    may be unable to fork.
+    On macOS, 'spawn' is preferred, because a process that has used Apple's libraries (as numpy's
+    BLAS does) may be unable to fork.
     """
     if sys.platform == "win32" or not hasattr(os, "fork"):
         return ("spawn",)
@@ -56,7 +56,7 @@ def start_methods() -> tuple[str, ...]:
 
 
 def readable(fd: int, seconds: float) -> bool:
-    """Wait until a descriptor has data or is at end of file; return whether it is."""
+    """Wait until a descriptor has data or is at end of file. Return False on timeout."""
     if os.name == "nt":
         return bool(select.select([fd], [], [], seconds)[0])
     poll = select.poll()
@@ -65,13 +65,13 @@ def readable(fd: int, seconds: float) -> bool:
 
 
 def answer(sock: socket.socket, kind: bytes, number: int) -> None:
-    """Send an answer. A reader notices if the other end is gone."""
+    """Send an answer. Errors are ignored: a reader notices if the other end is gone."""
     with contextlib.suppress(OSError):
         sock.sendall(MESSAGE.pack(kind, number))
 
 
 def answered(sock: socket.socket) -> tuple[bytes, int] | None:
-    """Receive an answer, which comes in one piece; return None at end of file."""
+    """Receive an answer, which arrives in one piece. Return None at end of file."""
     with contextlib.suppress(ConnectionError):
         data = sock.recv(MESSAGE.size)
         if data:
@@ -81,7 +81,7 @@ def answered(sock: socket.socket) -> tuple[bytes, int] | None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Say how a process ended, for a message: 'was killed by SIGKILL', 'exited with code 3'."""
+    """Describe an exit code in a message: 'was killed by SIGKILL', 'exited with code 3'."""
     if code is None:
         return "ended (its exit code is unknown)"
     if code == KILLED and code > 0:
@@ -99,9 +99,9 @@ def describe_exit(code: int | None) -> str:
 
 
 def zombie_status(pid: int) -> int | None:
-    """Return the status (see `os.wait`) of a zombie, or None if there is none or no /proc.
+    """Return the wait status of a zombie, or None if `pid` is no zombie or /proc is missing.
 
-    0 may mean that the status is unknown.
+    A status of 0 may mean that it is unknown.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -113,7 +113,7 @@ def zombie_status(pid: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """List a process's children and their descendants, where the system lists them."""
+    """Return the descendants of a process, or an empty list if the system does not list them."""
     children: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -126,7 +126,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def exit_code_of(value: object) -> int:
-    """Return the exit code for an argument of `sys.exit`."""
+    """Return the exit code for an argument to `sys.exit`."""
     if value is None or isinstance(value, int):
         return (value or 0) & 0xFF
     sys.stderr.write(f"{value}\n")
@@ -134,10 +134,10 @@ def exit_code_of(value: object) -> int:
 
 
 def end_copy(error: BaseException | None) -> NoReturn:
-    """End a process that user code forked off a worker, and that came back into the engine.
+    """Exit a process that user code forked from a worker and that returned into the engine.
 
-    It is not a worker: its ring, slots and socket belong to the worker. `error` is the exception of
-    the user's code, or None if that returned.
+    The process is not a worker: the ring, slots and socket belong to its parent. `error` is the
+    exception raised by user code, or None if user code returned.
     """
     code = 1
     with contextlib.suppress(Exception):
@@ -153,7 +153,7 @@ def end_copy(error: BaseException | None) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Flush the standard streams, or forked processes would write their buffers again."""
+    """Flush the standard streams, so that forked processes do not write their buffers again."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -164,7 +164,7 @@ _reading = False
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Refuse launchers in this context, which imports modules in a worker or a server."""
+    """Refuse to create launchers in this context, which imports modules in a worker or server."""
     global _reading
     _reading = True
     try:
@@ -174,7 +174,7 @@ def reading() -> Iterator[None]:
 
 
 def check_reading() -> None:
-    """Refuse to start processes during an import in a worker: each process would start more."""
+    """Refuse to start processes during an import in a worker, where each would start more."""
     if _reading:
         raise RuntimeError(
             "a module that worker processes import starts worker processes when it is imported: "

@@ -1,4 +1,4 @@
-"""A new process: how a worker begins and ends."""
+"""Runs in a new process: how a worker starts and exits."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 LOKY = ("loky", "joblib.externals.loky")
-# Modules of process pools, which end their processes when the interpreter ends, before `atexit`.
+# Modules of process pools that stop their processes at interpreter exit, before `atexit`.
 POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in LOKY))
 
 
 def prepare(start: Start) -> socket.socket:
-    """Set this new interpreter up as `start` says; return its socket."""
+    """Set up this new interpreter according to `start` and return its socket."""
     _shield()
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    # For `_adopt`: imported later, it would take this process for the trainer.
+    # For `_adopt`. If imported later, multiprocessing would take this process for the trainer.
     importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the worker that this interpreter is for; its garbage collector is off."""
+    """Run the worker that this interpreter was started for, with garbage collection enabled."""
     sock = prepare(start)
     gc.enable()
     work(sock, start["worker"], start["entry"], start["trainer"])
@@ -60,7 +60,7 @@ def begin_as_copy(
         _measure_as(is_measured())
         own_offsets()
         system.limit_threads(threads)
-        # Looking through the trainer's objects would copy their pages.
+        # Without this, a collection would copy the pages of the trainer's objects.
         gc.freeze()
         atexit._clear()
         signal.set_wakeup_fd(-1)
@@ -79,7 +79,7 @@ _measures = False
 
 
 def is_measured() -> bool:
-    """Whether coverage measures this process and those that multiprocessing starts."""
+    """Return True if coverage measures this process and those started by multiprocessing."""
     measuring: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
     current = None if measuring is None else measuring.current()
     return current is not None and "multiprocessing" in current.get_option("run:concurrency")
@@ -91,12 +91,12 @@ def _measure_as(measures: bool) -> None:  # noqa: FBT001
 
 
 def _measure() -> None:
-    """Begin to measure, as a `multiprocessing.Process` does; `atexit` writes the file."""
+    """Start measuring as `multiprocessing.Process` does. The data is written by `atexit`."""
     coverage: Any = importlib.import_module("coverage")
     measuring = coverage.Coverage(data_suffix=True, auto_data=True)
     measuring._warn_preimported_source = measuring._warn_no_data = False
     measuring.start()
-    # Coverage may have set a handler for SIGTERM.
+    # Coverage may have installed a SIGTERM handler.
     _shield()
 
 
@@ -111,8 +111,8 @@ def _own_socket(handle: int | bytes) -> socket.socket:
 def _shield() -> None:
     """Ignore signals that are meant for the trainer.
 
-    This sets a handler instead of `SIG_IGN`, which executed programs would inherit, so that a
-    worker could not stop its own children by SIGTERM.
+    This installs a handler instead of `SIG_IGN`, which executed programs would inherit. A worker
+    could then not stop its own children with SIGTERM.
     """
     for signum in SHIELDED:
         signal.signal(signum, ignore)
@@ -123,7 +123,7 @@ def _shield() -> None:
 
 
 def _unshield() -> None:
-    """Restore the usual handling of signals in a process that a worker forks."""
+    """Restore the default signal handlers in a process forked by a worker."""
     for signum in SHIELDED:
         if signal.getsignal(signum) is ignore:
             usual = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
@@ -141,14 +141,14 @@ def _drop_handlers() -> None:
 
 
 def _empty_stdin() -> None:
-    """Make standard input empty, because the terminal's input is for the trainer.
+    """Make standard input empty, because the terminal's input belongs to the trainer.
 
-    Standard streams that the trainer has closed are opened. Otherwise, files of the user's
-    libraries would get their numbers.
+    Standard streams that the trainer has closed are opened, so that files of the user's libraries
+    do not reuse their numbers.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
-    # In a container without devices, use the reading end of a pipe.
+    # In a container without devices, use the read end of a pipe.
     except OSError:
         fd, writer = os.pipe()
         os.close(writer)
@@ -163,14 +163,14 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Remove all names from ``__main__``, where classes of the user's script will be put."""
+    """Remove all names from ``__main__``, where classes of the user's script will be placed."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
 
 
 def set_name(name: str) -> None:
-    """Set the name that the system's process list shows."""
+    """Set the name shown in the system's process list."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="utf-8") as file:
         file.write(name)
 
@@ -178,7 +178,7 @@ def set_name(name: str) -> None:
 def work(
     sock: socket.socket, worker: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
-    """Run a worker's entry, and end the process. Forks of it that return here end as well."""
+    """Run a worker's entry and exit the process. Forks that return here exit as well."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
@@ -203,13 +203,13 @@ def work(
 def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     """Tell multiprocessing and process pools that this is a new process.
 
-    They may have threads and finalizers of the process that it was forked from. A
-    `multiprocessing.Process` does the same itself, but the functions have no public names.
+    Otherwise they would keep the threads and finalizers of the parent process. The functions that
+    `multiprocessing.Process` calls for this purpose are not public.
     """
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
     process = multiprocessing.Process(name=f"cseq-w{worker}")
-    # The counter of a new process says 1 in every worker.
+    # The counter of a new process would be 1 in every worker.
     process._identity = (worker + 1,)
     module._current_process = process
     module._parent_process = module._ParentProcess(*trainer, sentinel)
@@ -227,7 +227,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# Pools of joblib, kept because their end would wait for threads that are not here.
+# Joblib's pools, kept alive because their finalizers would wait for threads that do not exist.
 _inherited: list[Any] = []
 
 
@@ -236,7 +236,7 @@ def _imported(*names: str) -> list[Any]:
 
 
 def _hung_up(sock: socket.socket) -> bool:
-    """Whether a socket's other end is closed; unread data are dropped."""
+    """Return True if the other end of a socket is closed. Unread data is discarded."""
     try:
         while sock.fileno() >= 0 and readable(sock.fileno(), 0):
             if not sock.recv(65536):
@@ -247,7 +247,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
-    """Return the exit code of a worker whose entry raised; report an error."""
+    """Return the exit code of a worker whose entry raised, and report an error."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
     if isinstance(error, ConnectionError) and _hung_up(sock):
@@ -256,7 +256,7 @@ def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
 
 
 def report(worker: int) -> int:
-    """Print the current exception, which ends a worker; return the exit code for it."""
+    """Print the current exception, which ends a worker, and return the exit code for it."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) ends with an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
@@ -264,9 +264,9 @@ def report(worker: int) -> int:
 
 
 def leave(code: int, worker: int) -> NoReturn:
-    """End the process without waiting for its threads."""
+    """Exit the process without waiting for its threads."""
     try:
-        # Otherwise multiprocessing would wait for the pools' processes forever.
+        # Otherwise multiprocessing would wait forever for the processes of the pools.
         for pools in _imported(*POOLS):
             with contextlib.suppress(OSError):
                 pools._python_exit()

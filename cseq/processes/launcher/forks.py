@@ -1,4 +1,4 @@
-"""Forking, and the sockets that forked processes must not keep."""
+"""Forking, and sockets that forked processes must not keep open."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _fork_guard: Any = threading.RLock()
 
 
 def in_forked_children(function: Callable[[], object]) -> None:
-    """Call a function in every process that is forked off this one."""
+    """Call a function in every process forked from this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def close_in_forks(sock: socket.socket) -> None:
-    """Make processes that are forked off this one close their copy of a socket.
+    """Make processes forked from this one close their copy of a socket.
 
-    A copy would keep the connection open, so that its other end would never see end of file.
+    Otherwise a copy would keep the connection open, and the other end would never see end of file.
     """
     _private.add(sock)
 
@@ -39,7 +39,7 @@ def _close_private() -> None:
     _private.clear()
 
 
-# The user's thread may fork as well. Only C code runs before and after its fork: in Python code, a
+# User threads may fork as well. Only C code runs before and after such a fork. In Python code, a
 # signal handler could raise before the guard is released, and the thread that starts workers would
 # wait forever. In a child, the guard is free.
 if hasattr(os, "register_at_fork"):
@@ -52,11 +52,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Connect two sockets."""
+    """Create a pair of connected sockets."""
     with _fork_guard:
         ours, theirs = map(lifted, socket.socketpair())
         for sock in (ours, theirs):
-            # These are TCP sockets, whose next message would wait up to 200 ms for an answer.
+            # On these TCP sockets, the next message would otherwise wait up to 200 ms for an ACK.
             if os.name == "nt":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             close_in_forks(sock)
@@ -65,7 +65,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def handing_over(sock: socket.socket) -> Iterator[None]:
-    """Make a process that is forked in this context keep this socket, and no other."""
+    """Make a process forked in this context keep this socket and no other."""
     with _fork_guard:
         _private.discard(sock)
         yield

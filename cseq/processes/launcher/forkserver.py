@@ -1,11 +1,11 @@
-"""A fork server as the trainer sees it; the launcher that asks it for workers.
+"""A fork server as seen by the trainer, and the launcher that uses it.
 
 ::
 
     trainer ── IMPORT, FORK ──► server
-            ◄─ numbers ── on a socket that came with the request
+            ◄─ numbers ── on a socket passed with the request
 
-A worker keeps the server's end of its socket, so end of file there means that both are gone.
+A worker keeps the server's end of this socket. End of file there means that both are gone.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SERVER = "cseq.processes.launcher.server"
-# Seconds that a server may take to start, with torch on a cold network disk; and between two checks
-# of a thread that waits for a server.
+# Seconds that a server may take to start (torch on a cold network disk), and seconds between two
+# checks by a thread that waits for a server.
 START, LOOK = 120.0, 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
@@ -52,10 +52,10 @@ REASONS = {
     None: "ends the process",
 }
 
-# The servers that workers may be forked from, by their start arguments.
+# The servers from which workers may be forked, by their start arguments.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()
-# Once a server was found unfit, each worker imports the modules that it needs.
+# Once a server has been found unfit, each worker imports its modules itself.
 _any_unfit = False
 
 
@@ -68,7 +68,7 @@ in_forked_children(_forget_servers)
 
 
 class ForkServer:
-    """One fork server process, as the trainer sees it."""
+    """One fork server process, as seen by the trainer."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         self.has: set[str] = set()
@@ -78,20 +78,20 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether workers may be forked from it, as far as is known."""
+        """Whether workers may be forked from the server, as far as is known."""
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
-        """Send a request; return the socket for the answers and the end of file."""
+        """Send a request. Return the socket for the answers and for the end of file."""
         ours, theirs = pair()
-        # In one piece, since other launchers may ask at the same time.
+        # Sent in one piece, since other launchers may send requests concurrently.
         request = MESSAGE.pack(kind, value) + data
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
         return ours
 
     def close(self, deadline: float) -> bool:
-        """End the server, and reap it; return whether it is gone."""
+        """Stop the server and reap it. Return whether it is gone."""
         self.process.sock.close()
         self.process.status(deadline - time.monotonic())
         if not self.process.gone:
@@ -101,10 +101,10 @@ class ForkServer:
 
 
 class _ServedChild(Child):
-    """A worker that a fork server starts and reaps. The server reports how the worker ended.
+    """A worker that a fork server starts and reaps. The server reports how the worker exited.
 
-    The server's one thread may be importing for minutes, or be stopped. So a zombie counts as
-    ended, too.
+    The server's only thread may import for minutes or be stopped, so a zombie also counts as
+    exited.
     """
 
     def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
@@ -112,12 +112,12 @@ class _ServedChild(Child):
         self._reports = reports
 
     def _send(self, number: int, *, tree: bool) -> None:
-        # Once the report is there, another process may have the number.
+        # Once the report has arrived, another process may have the same pid.
         if not readable(self._reports.fileno(), 0):
             super()._send(number, tree=tree)
 
     def status(self, timeout: float) -> int | None:
-        """Do the same as `Child.status`, but the report of an ended worker may come too late."""
+        """Behave like `Child.status`, even if the report of an exited worker arrives too late."""
         super().status(timeout)
         self._has_ended(unreported=True)
         return self.code
@@ -126,7 +126,7 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # Read first: without a report afterwards, the number was the worker's (`Forker._reap`).
+            # Read this first: if there is no report afterwards, the pid was the worker's.
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)
@@ -141,11 +141,11 @@ class _ServedChild(Child):
 
 
 class ForkServerLauncher(Launcher):
-    """Every worker is a copy of a small process that has imported the workers' modules."""
+    """Starts each worker as a copy of a small process that has imported the workers' modules."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         super().__init__(entry, threads)
-        # Modules that a server imports before its first fork, and the seconds that each may take.
+        # Modules that a server imports before its first fork, and the time limit for each.
         self._modules: Sequence[str] = ()
         self._preloads = True
         self._seconds = FOREVER
@@ -163,9 +163,9 @@ class ForkServerLauncher(Launcher):
     def _answer(
         self, server: ForkServer, answers: socket.socket, seconds: float
     ) -> tuple[bytes, int] | None:
-        """Wait for a server's answer; return None if it is dead or another launcher found it unfit.
+        """Wait for a server's answer. Return None if the server is dead or found unfit.
 
-        The time of earlier imports for other launchers does not count.
+        Time spent on earlier imports for other launchers does not count.
         """
         end = time.monotonic() + seconds
         while not readable(answers.fileno(), min(LOOK, end - time.monotonic())):
@@ -193,7 +193,7 @@ class ForkServerLauncher(Launcher):
             self._import(server, lacking[0])
 
     def _import(self, server: ForkServer, name: str) -> None:
-        """Make a server import a module; if it must not fork afterwards, give the server up."""
+        """Make a server import a module, and abandon the server if it must not fork afterwards."""
         global _any_unfit
         self.importing, data = name, name.encode()
         server.importers.append(self)
@@ -203,7 +203,7 @@ class ForkServerLauncher(Launcher):
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
                 _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # An import for another launcher ended the server, so this module is not to blame.
+            # An import for another launcher killed the server, so this module is not to blame.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)
@@ -227,7 +227,7 @@ class ForkServerLauncher(Launcher):
         )
 
     def _present(self) -> ForkServer:
-        """Return the present server; replace a dead or unfit one."""
+        """Return the current server, replacing a dead or unfit one."""
         with _guard:
             if self._servers and self._servers[-1].is_usable:
                 return self._servers[-1]
@@ -241,10 +241,10 @@ class ForkServerLauncher(Launcher):
             return server
 
     def _launch(self, worker: int) -> Child:
-        # Twice, since only a request shows that a server is dead.
+        # Try twice, since only a request reveals that a server is dead.
         for _ in range(2):
             server = self._serving()
-            # Without its socket, the worker ends.
+            # Closing its socket on an error makes the worker exit.
             with contextlib.ExitStack() as undo:
                 ours, theirs = pair()
                 undo.callback(ours.close)
@@ -257,7 +257,7 @@ class ForkServerLauncher(Launcher):
                         raise OSError(value, f"no worker process: {os.strerror(value)}")
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
-            # Otherwise the server could seem alive and be asked again.
+            # Otherwise the server could appear alive and be asked again.
             code = server.process.status(LAST)
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {worker}; if it "
@@ -269,7 +269,7 @@ class ForkServerLauncher(Launcher):
         return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
-        """End a server unless another launcher uses it; return whether it is gone or used."""
+        """Stop a server unless another launcher uses it. Return whether it is gone or in use."""
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False
         server.users -= 1

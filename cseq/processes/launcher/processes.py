@@ -1,4 +1,4 @@
-"""The trainer's side: its processes, their launchers, and new interpreters."""
+"""The trainer's side: child processes, their launchers and new interpreters."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ PAUSE = 0.001
 
 
 class Child:
-    """A child process, as the trainer sees it.
+    """A child process, as seen by the trainer.
 
     `gone` and `status` reap the process. A signal handler that raises inside them would lose the
-    status, so only the threads that watch workers call them. Any thread may look at `ended` and
-    `code`, which they set, and send signals.
+    exit status, so only the threads that watch workers call them. Any thread may read `ended` and
+    `code`, which they set, and may send signals.
 
     Parameters
     ----------
@@ -57,9 +57,9 @@ class Child:
     Attributes
     ----------
     handle : int or None
-        The process's handle, on Windows.
+        The process handle on Windows.
     ended, code : Latch, int or None
-        Set once the process is known to have ended; its exit code if known, which is set first.
+        The exit code, if known, is set before the latch, which marks the process as exited.
     """
 
     handle: int | None = None
@@ -70,23 +70,23 @@ class Child:
         self.code: int | None = None
         self._parent_pid = os.getpid()
         # Held while a signal is sent, because the pid is free once the process is reaped. A signal
-        # handler may send a signal while its thread is sending another.
+        # handler may send a signal while its thread is sending another one.
         self._lock = Lock()
 
     @property
     def gone(self) -> bool:
-        """Whether the process has certainly ended, and will not touch memory again."""
+        """Whether the process has definitely exited and no longer accesses memory."""
         self.status(0)
         return self.ended.wait(0)
 
     def kill(self) -> None:
-        """Kill the process and the processes that it started, unless it is gone."""
+        """Kill the process and the processes it started, unless it is gone."""
         self.send_signal(KILL, tree=True)
 
     def send_signal(self, signum: int, *, tree: bool = False) -> None:
-        """Send a signal unless the process is gone; never to a later process with the same pid.
+        """Send a signal unless the process is gone, but never to a later process with the same pid.
 
-        `tree`: on Linux, also send it to the processes that this one started.
+        If `tree` is True, the signal is also sent on Linux to the processes that this one started.
         """
         if os.getpid() != self._parent_pid:
             return
@@ -100,10 +100,10 @@ class Child:
             )
 
     def status(self, timeout: float) -> int | None:
-        """Wait for the process to end, and return its exit code.
+        """Wait for the process to exit and return its exit code.
 
-        Return None if it did not end within `timeout` seconds (`gone` is False), or if its status
-        is unknown (`gone` is True), because its fork server died first, or other code in this
+        Return None if it does not exit within `timeout` seconds (`gone` is False) or if its status
+        is unknown (`gone` is True), because its fork server died first or other code in this
         process reaped it.
         """
         deadline = time.monotonic() + timeout
@@ -121,10 +121,10 @@ class Child:
                 os.kill(pid, signum)
 
     def _has_ended(self) -> bool:
-        """Reap the process, if it has ended; return whether it has."""
+        """Reap the process if it has exited, and return whether it has."""
         with self._lock.hold():
             if not self.ended.wait(0):
-                # Other code may have reaped it: then the status is lost.
+                # Other code may have reaped the process, in which case its status is lost.
                 with contextlib.suppress(ChildProcessError):
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                     if pid == 0:
@@ -135,7 +135,7 @@ class Child:
 
 
 class _WindowsChild(Child):
-    """On Windows, a handle keeps the pid from being used again."""
+    """A child process on Windows, where an open handle prevents reuse of the pid."""
 
     def __init__(self, sock: socket.socket, popen: subprocess.Popen[bytes]) -> None:
         super().__init__(sock, popen.pid)
@@ -158,10 +158,10 @@ class _WindowsChild(Child):
 
 
 class Launcher:
-    """The base of all start methods.
+    """The base class of all start methods.
 
-    Only threads in which no signal handler runs may call a launcher, in the process that made it.
-    `cancel` is thread-safe.
+    A launcher may be called only in the process that created it, and only by threads in which no
+    signal handler runs. `cancel` is thread-safe.
 
     Parameters
     ----------
@@ -187,26 +187,26 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start a fork server without waiting for it; `preload`: it imports modules for workers."""
+        """Start a fork server without waiting for it. With `preload`, it imports modules."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make a fork server import modules for all workers before the next `launch`.
 
-        If one of the modules must not be imported before a fork, ends the server, or takes longer
-        than `seconds`, the workers import all of them, and the log names that module.
+        If one of the modules must not be imported before a fork, ends the server or takes longer
+        than `seconds`, the workers import all modules themselves, and the log names the module.
         """
 
     def cancel(self) -> None:
-        """Interrupt `launch`, and start no more workers."""
+        """Interrupt `launch` and start no more workers."""
         self._cancelled = True
 
     def launch(self, worker: int) -> Child:
-        """Start a worker process, which calls ``entry(sock)``; its name has the worker's number.
+        """Start a worker process, which calls ``entry(sock)`` and is named after its number.
 
         Raises
         ------
         OSError
-            The process cannot be started, did not start in time (TimeoutError), or `cancel` was
+            The process cannot be started, does not start in time (TimeoutError), or `cancel` was
             called (InterruptedError).
         """
         self._check()
@@ -223,10 +223,10 @@ class Launcher:
             raise InterruptedError("no worker was started, because the workers are being ended")
 
     def close(self, deadline: float) -> bool:
-        """End all processes that this launcher started, and kill workers that still run.
+        """Stop all processes that this launcher started and kill workers that are still running.
 
-        A server that has not ended at `deadline` (`time.monotonic`) is killed. Return whether all
-        processes are gone and reaped; if one lives on, a second call tries again.
+        A server that has not exited at `deadline` (`time.monotonic`) is killed. Return True if all
+        processes are gone and reaped. If one survives, a second call tries again.
         """
         children = set(self._children)
         for child in children:
@@ -237,16 +237,16 @@ class Launcher:
         return self._end_servers(deadline) and all(child.gone for child in children)
 
     def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """End the servers that started the workers; return whether they are gone."""
+        """Stop the servers that started the workers, and return whether they are gone."""
         return True
 
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Give this process's socket, and the socket for a process that is started in this context.
+    """Yield this process's socket and the socket for a process started in this context.
 
-    Signals for the trainer are blocked in this thread and the new process until that can ignore
-    them.
+    Signals for the trainer are blocked in this thread and in the new process until the new process
+    is able to ignore them.
     """
     ours, theirs = pair()
     with contextlib.ExitStack() as undo:
@@ -260,8 +260,8 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 # The program of a new interpreter. It sets the trainer's sys.path before it imports cseq, so that
-# no file in the current folder hides a module of the standard library. It turns the garbage
-# collector off, which would visit the imported objects again and again.
+# no file in the current folder shadows a standard library module. It disables the garbage
+# collector, which would otherwise traverse the imported objects repeatedly.
 _BOOTSTRAP = """\
 import gc, marshal, os, sys
 gc.disable()
@@ -278,7 +278,7 @@ import_module(start["module"]).begin_process(start)
 def spawn(start: Start, title: str, threads: int | None) -> Child:
     """Start a new interpreter that runs `begin_process(start)` of the module named in `start`.
 
-    Libraries in it and in its children compute with `threads` threads.
+    Libraries in the interpreter and its children compute with `threads` threads.
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
@@ -287,13 +287,13 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
     with connected() as (ours, theirs):
         if os.name == "nt":
-            # pythonw has no streams, and subprocess would make pipes that nothing reads.
+            # pythonw has no streams, and subprocess would create pipes that nothing reads.
             lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
             popen = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.PIPE,
-                # A new group does not get Ctrl-C.
+                # A new process group does not receive Ctrl-C.
                 creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
@@ -302,13 +302,13 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
             return _WindowsChild(ours, popen)
-        # Not a pipe of `Popen`, whose ends may get the numbers of closed standard streams.
+        # Not a `Popen` pipe, whose ends could reuse the numbers of closed standard streams.
         given, _ = anonymous_file("cseq-start")
         fd = theirs.fileno()
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        # `Child` waits for the process.
+        # `Child` waits for the process instead of `Popen`.
         popen.returncode = 0
         return Child(ours, popen.pid)
 
@@ -321,7 +321,7 @@ def trainer_identity() -> Identity:
 
 
 def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
-    """Make the first message to a new interpreter: a worker with its number, or a fork server."""
+    """Create the first message to a new interpreter: a numbered worker, or a fork server."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
     start: Start = {"module": module, "entry": entry, "worker": worker}
     start |= {"path": _search_path(), "argv": words}
@@ -329,10 +329,10 @@ def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
 
 
 def _search_path() -> list[str]:
-    """Return sys.path, plus the folder of this cseq if it lacks that."""
+    """Return sys.path, with the folder of this cseq appended if it is missing."""
     path = [os.fsdecode(folder) for folder in sys.path if isinstance(folder, (str, bytes))]
     home = os.path.dirname(os.path.abspath(sys.modules["cseq"].__path__[0]))
-    # Relative paths stay relative: the working directory may have been deleted.
+    # Relative paths stay relative, because the working directory may have been deleted.
     folders = [os.path.normpath(folder) for folder in path if os.path.isabs(folder)]
     return path if home in folders else [*path, home]
 
@@ -350,26 +350,26 @@ def _executable() -> tuple[str, dict[str, str]]:
         )
     base = getattr(sys, "_base_executable", executable)
     if os.name == "nt" and executable == sys.executable != base:
-        # A virtual environment's python.exe would start another process in this way.
+        # A virtual environment's python.exe is a stub that starts the base interpreter like this.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
 
 
 class SpawnLauncher(Launcher):
-    """Every worker is a new interpreter."""
+    """Starts each worker as a new interpreter."""
 
     def _launch(self, worker: int) -> Child:
         return spawn(describe_start(self._entry, WORKER, worker), f"cseq-w{worker}", self._threads)
 
 
 class ForkLauncher(Launcher):
-    """Every worker is a copy of the trainer."""
+    """Starts each worker as a forked copy of the trainer."""
 
     takes_objects = True
 
     def _launch(self, worker: int) -> Child:
         flush_output()
-        # The thread that logs holds locks of the standard streams.
+        # The logging thread may hold locks of the standard streams.
         await_logged(time.monotonic() + LAST)
         if self._threads is not None:
             system.find_openblas()

@@ -1,4 +1,4 @@
-"""The fork server's process: it imports modules once, and forks workers."""
+"""The process of a fork server, which imports modules once and forks workers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
 
 IS_LINUX = sys.platform == "linux"
-# Names of threads that a library restarts in a forked process: jemalloc's (in pyarrow).
+# Names of threads that a library restarts after a fork: jemalloc's (in pyarrow).
 FORKING = ("jemalloc_bg_thd",)
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the server that this interpreter is for; its garbage collector stays off."""
+    """Run the server that this interpreter was started for, with garbage collection disabled."""
     Forker(prepare(start), start["entry"], start["trainer"]).serve()
 
 
 class Forker:
-    """The fork server itself: one thread, which forks and reaps workers, and reports both.
+    """The fork server: a single thread that forks and reaps workers and reports both events.
 
-    It ends when the trainer closes its socket, or dies. Each worker has its own socket.
+    It exits when the trainer closes its socket or dies. Each worker has its own socket.
     """
 
     def __init__(self, sock: socket.socket, entry: str, trainer: Identity) -> None:
@@ -60,7 +60,7 @@ class Forker:
         self._woken, self._wake = socket.socketpair()
 
     def serve(self) -> NoReturn:
-        """Serve until the trainer is gone; the garbage collector is off."""
+        """Serve requests until the trainer is gone."""
         set_name("cseq-server")
         for name in ("numpy", self._entry.partition(":")[0]):
             importlib.import_module(name)
@@ -77,10 +77,10 @@ class Forker:
         os._exit(0)
 
     def _step(self) -> bool:
-        """Handle a request or the end of a child; return False if the trainer is gone."""
+        """Handle a request or the exit of a child. Return False if the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            # Read before reaping: a child that ends later wakes the server again.
+            # Read before reaping, so that a child that exits later wakes the server again.
             self._woken.recv(4096)
             self._reap()
         if self._sock.fileno() not in ready:
@@ -103,8 +103,8 @@ class Forker:
         return True
 
     def _fork(self, reports: socket.socket, fd: int, worker: int) -> None:
-        """Start a worker, which owns the socket `fd`, and report its process number."""
-        # Or every worker's garbage collector would copy these pages.
+        """Start a worker, which owns the socket `fd`, and report its process id."""
+        # Otherwise the garbage collector of each worker would copy these pages.
         gc.freeze()
         try:
             pid = fork()
@@ -115,14 +115,14 @@ class Forker:
             return
         if pid == 0:
             self._become_worker(reports, fd, worker)
-        # Closed before the answer, after which the socket ends when the worker does.
+        # Close this copy before answering. From then on, the socket closes when the worker exits.
         os.close(fd)
         answer(reports, BORN, pid)
         close_in_forks(reports)
         self._reports[pid] = reports
 
     def _become_worker(self, reports: socket.socket, fd: int, worker: int) -> NoReturn:
-        """Run a worker in the copy of the server; `reports` ends when both have ended."""
+        """Run a worker in the copy of the server. `reports` is closed once both have exited."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -142,13 +142,13 @@ class Forker:
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
                 if reports is not None:
                     answer(reports, ENDED, code)
-            # Reaped after the answer, before which no other process may get the number.
+            # Reap after answering, since the system may reuse the process id from then on.
             if IS_LINUX:
                 os.waitpid(pid, 0)
 
 
 def _ended_child() -> tuple[int, int] | None:
-    """Return process number and exit code of an ended child, which Linux does not reap yet."""
+    """Return the process id and exit code of an exited child, which Linux does not reap yet."""
     if not IS_LINUX:
         pid, status = os.waitpid(-1, os.WNOHANG)
         return (pid, os.waitstatus_to_exitcode(status)) if pid else None
@@ -160,7 +160,7 @@ def _ended_child() -> tuple[int, int] | None:
 
 
 def _import(name: str) -> int:
-    """Import a module for all workers; return whether they can be forked afterwards."""
+    """Import a module for all workers. Return whether workers can be forked afterwards."""
     tasks, files, outcome = _tasks(), _files(), KEPT
     try:
         with reading():
@@ -174,7 +174,7 @@ def _import(name: str) -> int:
 
 
 def _tasks() -> set[str]:
-    """List the threads of this process that a fork would lose, where the system lists threads."""
+    """Return the threads that a fork would lose, or an empty set if the system lists none."""
     tasks = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -188,7 +188,7 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """List the open descriptors of this process, where the system lists them; CUDA has some."""
+    """Return the open descriptors, some of which CUDA holds, or an empty set if unknown."""
     files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
