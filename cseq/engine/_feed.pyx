@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The trainer's end of the rings: posts a source's tickets, and takes the results."""
+"""The trainer side of the rings: posts a source's tickets and collects results."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
@@ -21,7 +21,7 @@ from collections import deque
 
 from cseq.encoding.failure import ends_program, of_handler, shorten
 
-# `units`: how many units the ticket counts for; `entry`: the cell's index among the cells of all rings.
+# `units` is the weight of a ticket; `entry` is its cell's index among the cells of all rings.
 cdef struct Ticket:
     uint64_t number
     uint64_t units
@@ -31,7 +31,7 @@ cdef struct Ticket:
 
 cdef uint64_t NONE = <uint64_t>-1
 
-# How many of the batches that were left out are listed: the latest ones.
+# The number of skipped batches that are kept in the list: only the latest.
 MOST_SKIPPED = 1000
 
 cdef enum:
@@ -41,13 +41,13 @@ cdef enum:
 
 @cython.final
 cdef class ItemFailure:
-    """Replaces an item: the exception that was raised while the item was made or sent.
+    """Stands in for an item whose creation or transfer raised an exception.
 
     Parameters
     ----------
     error : BaseException
     worker : int
-        The number of the item's worker, or -1 if it is unknown.
+        The worker number, or -1 if unknown.
     """
 
     cdef readonly object error
@@ -59,73 +59,74 @@ cdef class ItemFailure:
 
 @cython.final
 cdef class Feed:
-    """Posts the tickets of a `Source`, and takes the batches or items that answer them.
+    """Posts the tickets of a `Source` and collects the batches or items that answer them.
 
     A ticket leaves the line in three steps::
 
-        peek     find the ticket whose turn it is, READY; nothing changes
-        decode   make the batch that the cell describes; may call anything, may be interrupted
-        commit   free the cell, count the batch, post the next ticket: C alone
+        peek     find the next ticket, which must be READY; nothing changes
+        decode   build the batch that the cell describes; may run any code, may be interrupted
+        commit   free the cell, count the batch, post the next ticket; runs only C code
 
-    After an exception before the commit, the ticket stays in the line: the next call finds it again,
-    and a completely decoded batch is kept for that call. Between the commit and the return to the
-    caller, no Python code runs except, last, destructors of dropped objects (an unconverted batch).
+    If an exception is raised before the commit, the ticket stays in the line, and the next call uses
+    the batch if it was fully decoded. Between the commit and the return to the caller, no Python code
+    runs except, at the end, destructors of dropped objects such as an unconverted batch.
 
-    Only the thread that has the lock of `run` calls a feed. Code that runs in the middle of a call (a
-    signal handler, a conversion, a destructor) cannot begin an epoch or take anything. It may raise, end
-    the generation, or call a worker (`Streams.ask`), whose exception may end that worker's items.
+    Only the thread that holds the lock of `run` may call a feed. Code that runs during a call, such as
+    a signal handler, a conversion or a destructor, cannot start an epoch or fetch anything. It may
+    raise, end the generation, or call a worker (`Streams.ask`). If that call raises, it may end the
+    worker's items.
 
     Parameters
     ----------
     run : RunState
     rings : list of Ring
-        One shared ring; or queues, one for each worker, in one memory.
+        One shared ring, or one queue per worker, all in one memory.
     decoder : Decoder
     pool : Pool
-        ``await_next()`` returns when the next ticket is ready. It raises StopIteration if none is left,
-        and errors of workers. It calls `advance` and `wait`. ``decode(ring_number, cell, status, slot,
-        capacity, record)`` returns the batch and None; or None and the exception that replaces the
-        batch, unless the decoding itself raises. ``describe(ring_number, cell, error)`` returns the
-        exception to raise in the loop and a note: the entry of `skipped`, or the reason why a worker's
-        own items ended. ``list_left(ring_number, cell, left)`` returns the entries of samples that a
-        batch lacks. ``look()`` is called about ten times a second, when a batch is asked for; it may call
-        anything that a signal handler may. ``make_next()``, unless None, makes the next batch on this
-        thread instead of waiting for it. ``on_cancel(cell)``, unless None, is called before the cell of a
-        cancelled ticket is freed.
+        ``await_next()`` calls `advance` and `wait`, and returns when the next ticket is ready. It
+        raises worker errors, and StopIteration if no ticket is left. ``decode(ring_number, cell,
+        status, slot, capacity, record)`` returns (batch, None), or (None, error) if an exception
+        arrived instead of a batch. Decoding itself may also raise. ``describe(ring_number, cell,
+        error)`` returns the exception to raise in the loop and a note: the entry for `skipped`, or
+        the reason why a worker's own items ended. ``list_left(ring_number, cell, left)`` returns the
+        entries of the samples missing from a batch. ``look()`` is called about ten times a second
+        when a batch is requested, and may do anything that a signal handler may. ``make_next()``, if
+        not None, makes the next batch on this thread instead of waiting for one. ``on_cancel(cell)``,
+        if not None, is called before the cell of a cancelled ticket is freed.
     errors : 'raise', 'skip' or 'return'
-        Raise the exception that replaces a batch; note it and leave the batch out; or return an
-        `ItemFailure`.
+        What to do with an exception that arrives instead of a batch: raise it, record it and skip the
+        batch, or return an `ItemFailure`.
     interrupted : str
-        The text of InterruptedError once the generation is over.
+        The InterruptedError message after the generation has ended.
 
     Attributes
     ----------
     source, place : Source, Place or None
-        The source of the tickets, and the epoch with the units before its first ticket; or None.
+        The source of the tickets, and the epoch with its number of units before the first ticket.
     ticket : int
         The number of the next ticket.
     generation : int
-        The run's generation when the epoch was begun.
+        The generation of `run` when the epoch started.
     taken, done : int
-        Tickets of this epoch that were taken, and their units. If a ticket raised, its units count only
-        once the loop goes on.
+        The number of tickets fetched in this epoch, and their units. If a ticket raises, its units
+        count only once the loop continues.
     skipped : deque
-        The notes of the batches and samples that were left out.
+        The notes about skipped batches and samples.
     ended : bool
         Whether the caller knows that the epoch is over.
     pool_number : int
-        The pool's number in a trace.
+        The number of the pool in a trace.
     """
 
     cdef object __weakref__
     cdef readonly Source source
     cdef readonly uint64_t ticket
-    # Tickets of this epoch that were taken. Any thread reads it: see `cseq_count_u64`.
+    # The number of tickets fetched in this epoch. Any thread may read it: see `cseq_count_u64`.
     cdef uint64_t taken_count
-    # When, in ns, the present step took a ticket and posted the next one.
+    # The time (ns) at which the current step fetched a ticket and posted the next one.
     cdef uint64_t now
     cdef list rings
-    # The rings in C; then the rings and cells that are waited for.
+    # `r`: the C structs of the rings. `asked` and `cells`: the rings and cells to wait for.
     cdef cseq_ring** r
     cdef cseq_ring** asked
     cdef uint32_t* cells
@@ -133,7 +134,7 @@ cdef class Feed:
     cdef object pool, make_next, on_cancel
     cdef bint queues
     cdef uint64_t runners
-    # The line, a circular buffer; then the cancelled tickets that are still in their cells.
+    # The line, a circular buffer; `cancelled` has the cancelled tickets that still occupy cells.
     cdef Ticket* buffer
     cdef Py_ssize_t room, first, length
     cdef Ticket* cancelled
@@ -142,20 +143,20 @@ cdef class Feed:
     cdef public uint64_t generation
     cdef public object place
     cdef readonly bint ended
-    # The ring number of the latest ticket: in a stream, its worker.
+    # The ring number of the latest ticket. In a stream, this is the worker number.
     cdef readonly Py_ssize_t latest
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    # The units of `done`, read by any thread; all units taken; and those before the first ticket.
+    # The value of `done`, for any thread; all units fetched; the units before the first ticket.
     cdef uint64_t done_count, units, before
     cdef object interrupted
     cdef bint due
     cdef bint skip, give, ordered
     cdef public unsigned short pool_number
-    # How long, in ns, the loop waited for the latest ticket.
+    # The time (ns) that the loop waited for the latest ticket.
     cdef uint64_t waited
     cdef bint spun
-    # The ticket that is decoded, and still in the line; `batch` is for `Decoder.take_peeked`.
+    # The decoded ticket, which is still in the line. `batch` is passed to `Decoder.take_peeked`.
     cdef uint64_t decoded
     cdef object batch, error, note
     # The latest ticket whose decoding ran out of memory.
@@ -186,7 +187,7 @@ cdef class Feed:
         self.skipped = deque(maxlen=MOST_SKIPPED)
         self.generation = self.decoded = self.short = NONE
 
-    # -- the line of outstanding tickets, in the order of delivery; beside it, those cancelled
+    # -- the line of outstanding tickets in delivery order, and the cancelled tickets
 
     cdef inline Ticket* at(self, Py_ssize_t k) noexcept:
         cdef Py_ssize_t i = self.first + k
@@ -217,7 +218,7 @@ cdef class Feed:
         return -1
 
     cdef bint post(self) noexcept:
-        """Post the next ticket, if it is prepared and there is room; return whether it was posted."""
+        """Post the next ticket if it is prepared and a cell is free. Return True if posted."""
         cdef Py_ssize_t ring_number = self.source.target()
         cdef Ring ring
         cdef Ticket* t
@@ -254,8 +255,7 @@ cdef class Feed:
         self.cancelled_count += 1
 
     cdef void cancel_all(self, uint32_t ring_number) noexcept:
-        """Cancel the tickets of a ring. In a queue, unclaimed tickets go first, from the newest on, so that
-        no gap is left."""
+        """Cancel a ring's tickets. In a queue, start with unclaimed ones, newest first, to leave no gap."""
         cdef bint back = self.queues
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, ring_number)
         cdef Py_ssize_t k, kept = 0
@@ -286,7 +286,7 @@ cdef class Feed:
             ring.calling = -1
 
     cpdef int free_cancelled(self) except -1:
-        """Free the cells of cancelled tickets that no runner works on."""
+        """Free the cells of cancelled tickets that no runner is working on."""
         cdef Py_ssize_t k = 0
         cdef Ticket t
         cdef Ring ring
@@ -307,7 +307,7 @@ cdef class Feed:
         return 0
 
     cdef object free(self, Py_ssize_t k, Ring ring):
-        """Free the cell of an answered ticket; return the cell's object."""
+        """Free the cell of an answered ticket and return the object in the cell."""
         cdef Ticket t = self.at(k)[0]
         left = self.decoder.free(t.entry, self.cell(&t))
         self.remove(k)
@@ -316,35 +316,35 @@ cdef class Feed:
         return left
 
     def tickets(self, uint32_t ring_number):
-        """List cell and number of each outstanding ticket of a ring, the oldest first."""
+        """Return (cell, number) of each outstanding ticket in a ring, oldest first."""
         return [(self.at(k).cell, self.at(k).number) for k in range(self.length)
                 if self.at(k).ring_number == ring_number]
 
     def post_call(self, uint32_t worker, Request request, str name not None,
                   Request assignment=None, uint64_t epoch=0):
-        """Post a call beside a worker's queue; the worker takes it before unclaimed items.
+        """Post a call to a worker, which handles the call before its unclaimed items.
 
-        A worker has one call at a time: an unanswered one is cancelled.
+        A worker has one call at a time. A new call cancels an unanswered one.
 
         Parameters
         ----------
         request : Request or None
-            If None, the reply is what the producer's ``begin`` returned.
+            If None, the reply is the return value of the producer's ``begin``.
         name : str
-            The call's name in messages.
+            The name of the call in messages.
         assignment, epoch : Request or None, int
-            The epoch that the worker begins first, with that assignment, or 0.
+            The epoch that the worker starts before the call, with this assignment; 0 for none.
 
         Returns
         -------
         tuple of int
-            Cell and number of the ticket.
+            The cell and number of the ticket.
         """
         cdef Ring ring = self.rings[worker]
         cdef uint32_t cell = cseq_ring_round(ring.r)
         self.cancel_call(worker)
         self.free_cancelled()
-        # One cell may hold a cancelled call that the worker is still busy with.
+        # One cell may hold a cancelled call that the worker is still executing.
         while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
             cell += 1
             if cell == ring.r.capacity:
@@ -357,7 +357,7 @@ cdef class Feed:
         return cell, self.ticket - 1
 
     cdef uint64_t note_first(self, cseq_meter* m) noexcept:
-        """Note the very first batch: the wait until now, which is returned, is the start."""
+        """Record the very first batch. The wait so far counts as startup time and is returned."""
         cdef uint64_t waited = m.waited_ns
         cdef Py_ssize_t k
         cdef uint32_t owner
@@ -376,24 +376,24 @@ cdef class Feed:
     # -- the epoch
 
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
-        """Begin an epoch, and cancel the tickets of an earlier one. One step of C.
+        """Start an epoch and cancel the tickets of the previous one, in a single C step.
 
         Parameters
         ----------
         source : Source
         ordered : bool
-            Whether tickets are taken in their own order, not in the order of completion.
+            Whether tickets are delivered in posting order rather than in completion order.
         place : Place, optional
-            Becomes the place of this epoch in the same step, with this feed as its progress.
+            Set to this epoch in the same step, with this feed as its progress.
         """
         if place is not None:
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)
 
     def run_clock(self):
-        """Count time for the epoch. A pause after the last batch belongs to no epoch."""
+        """Start counting time for the epoch. A pause after the last batch belongs to no epoch."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
-        # After a pause, the time since the last step is not the loop's.
+        # After a pause, the time since the last step does not count as loop time.
         cdef bint goes_on = m.since_ns != 0
         cdef uint64_t now = cseq_now_ns()
         cseq_meter_start_epoch(m, now)
@@ -407,7 +407,7 @@ cdef class Feed:
         self.free_cancelled()
 
     cdef int reset(self, Source source, bint ordered, place) except -1:
-        """Cancel the posted tickets, and clear the counts."""
+        """Cancel all posted tickets and reset the counts."""
         cdef uint32_t k
         # Dropped last, since destructors may run code.
         before = self.source, self.batch, self.error
@@ -433,10 +433,10 @@ cdef class Feed:
 
     @property
     def position(self):
-        """Units of the epoch before the next ticket."""
+        """The number of units in the epoch before the next ticket."""
         return self.before + self.done
 
-    # -- whose turn it is
+    # -- finding the next ticket
 
     cdef Py_ssize_t find(self) noexcept:
         """Return the position of the next ticket if it is ready, else -1."""
@@ -447,7 +447,7 @@ cdef class Feed:
             k = self.locate(self.decoded)
             if k >= 0:
                 return k
-        # In no order: tickets that are not ready go to the end of the line.
+        # Unordered: tickets that are not ready move to the end of the line.
         for k in range(self.length):
             if self.is_ready(k if self.queues else 0):
                 return self.first_of(k) if self.queues else 0
@@ -456,8 +456,8 @@ cdef class Feed:
         return -1
 
     cdef inline Py_ssize_t first_of(self, Py_ssize_t k) noexcept:
-        """Return the position of the first ticket in the queue of a ready ticket. It is ready by now, since
-        a worker answers in order, even if it was not when it was checked."""
+        """Return the position of the first ticket in the queue of the ready ticket `k`. That first
+        ticket is ready too, since a worker answers in order."""
         cdef Py_ssize_t j
         for j in range(k):
             if self.at(j).ring_number == self.at(k).ring_number:
@@ -474,9 +474,9 @@ cdef class Feed:
     # -- waiting, for `wait`
 
     def advance(self):
-        """Post all tickets that can be posted; return whether the next ticket is ready.
+        """Post as many tickets as possible and return whether the next ticket is ready.
 
-        Return None if no ticket is left, or raise the source's exception, if it has one.
+        If no ticket is left, raise the source's exception if there is one, else return None.
         """
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef uint64_t now
@@ -498,14 +498,14 @@ cdef class Feed:
         return cseq_ring_notices(self.r[0])
 
     def awaited(self):
-        """List ring number and cell of the awaited tickets: the next one, or in no order, all."""
+        """Return (ring number, cell) of the awaited tickets: the next one, or all if unordered."""
         cdef Py_ssize_t k, count = min(self.length, 1) if self.ordered else self.length
         return [(self.at(k).ring_number, self.at(k).cell) for k in range(count)]
 
     def wait(self, uint32_t seen, list awaited=None):
-        """Sleep until an awaited ticket may be ready, and run signal handlers; see `Ring.wait`.
+        """Sleep until an awaited ticket may be ready, then run signal handlers; see `Ring.wait`.
 
-        `awaited` lists other tickets, in the form that the method `awaited` returns.
+        `awaited` lists the tickets to wait for. The default is the result of the method `awaited`.
         """
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, 0)
         cdef bint spun = self.spun and awaited is None
@@ -523,7 +523,7 @@ cdef class Feed:
         PyErr_CheckSignals()
 
     cdef int wait_any(self, uint32_t seen, list awaited, bint spun) except -1:
-        """Sleep until one of some tickets may be ready, each the first of its queue."""
+        """Sleep until one of the given tickets may be ready; only the first in each queue counts."""
         cdef Ring ring
         cdef uint32_t ring_number, cell, count = 0
         cdef uint64_t before, awake
@@ -531,7 +531,7 @@ cdef class Feed:
             if ring.unwoken:
                 ring.wake()
         first = {}
-        # All rings use the gate of the first.
+        # All rings share the gate of the first ring.
         self.asked[0] = self.r[0]
         for ring_number, cell in reversed(awaited):
             first[ring_number] = cell
@@ -549,7 +549,7 @@ cdef class Feed:
         return 0
 
     cdef bint expect(self, uint32_t seen) noexcept:
-        """Wait for the next ticket without sleeping; return whether it is ready."""
+        """Spin until the next ticket is ready or time runs out. Return True if it is ready."""
         cdef Ticket* t = self.at(0)
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
         self.spun = not ring.expect(t.cell, seen)
@@ -558,9 +558,9 @@ cdef class Feed:
     # -- peek, decode, commit
 
     cdef Py_ssize_t reach(self, uint64_t generation) except -1:
-        """Wait until the next ticket is decoded and can be committed; return its position in the line.
+        """Wait until the next ticket is decoded and can be committed, and return its position.
 
-        May run any code, except between the last look and the return.
+        This may run any code, except between the last check and the return.
         """
         cdef Py_ssize_t k
         while True:
@@ -581,7 +581,7 @@ cdef class Feed:
                 return k
 
     cdef Py_ssize_t find_soon(self) except -2:
-        """Make the next batch, or wait for it without sleeping; then `find`."""
+        """Make the next batch or spin until it is ready, then call `find`."""
         if self.make_next is not None:
             self.make_next()
         elif not self.ordered or not self.length or not self.expect(self.notices()):
@@ -589,7 +589,7 @@ cdef class Feed:
         return self.find()
 
     cdef bint is_settled(self, Py_ssize_t k, uint64_t generation) except -1:
-        """Prepare the commit of a decoded ticket; return whether the ticket is still decoded."""
+        """Prepare the commit of a decoded ticket. Return True if the ticket is still decoded."""
         while not self.source.is_ready(self.taken_count + 1):
             self.source.prepare(self.taken_count + 1)
             if not self.run.is_at(generation):
@@ -600,12 +600,12 @@ cdef class Feed:
         return self.is_decoded(k) and self.run.is_at(generation)
 
     cdef int decode(self, Py_ssize_t k) except -1:
-        """Decode the ready ticket at a position. The end of a worker's items is taken out."""
+        """Decode the ready ticket at position `k`. Remove it if it ends a worker's items."""
         cdef Ticket t = self.at(k)[0]
         cdef cseq_cell* c = self.cell(&t)
         cdef uint64_t* f = c.converted if c.stage else c.record
         before = batch = error = note = left = None
-        # Objects of another ticket are dropped at the end, since their destructors may run code.
+        # Objects of another ticket are dropped on return, since their destructors may run code.
         if self.decoded != NONE:
             before = self.batch, self.error
         if c.status == ENDED:
@@ -623,7 +623,7 @@ cdef class Feed:
                 batch = self.decoder.divide(batch)
             left = self.decoder.left
         except BaseException as raised:
-            # The next attempt may find more memory. Only once, as the batch itself may raise MemoryError.
+            # Raise the first MemoryError, as a retry may find more memory. The second may be the batch's.
             if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
                     or isinstance(raised, MemoryError) and self.short != t.number):
                 if isinstance(raised, MemoryError):
@@ -640,9 +640,9 @@ cdef class Feed:
         return 0
 
     cdef int commit(self, Py_ssize_t k, bint done) except -1:
-        """Take out the decoded ticket at a position, and post the next one, which is prepared.
+        """Remove the decoded ticket at position `k` and post the next one, which is prepared.
 
-        `done` says whether the loop goes on after it. The caller refers to the decoded batch.
+        `done` says whether the loop continues afterwards. The caller holds the decoded batch.
         """
         cdef Ticket t = self.at(k)[0]
         cdef uint32_t status = self.cell(&t).status
@@ -662,13 +662,13 @@ cdef class Feed:
         if status & ENDED:
             self.cancel_all(t.ring_number)
         self.clear()
-        # More than one key may have waited for room.
+        # Several keys may have been waiting for a free cell.
         while self.post() and self.source.keyed:
             pass
         return 0
 
     cdef void note_step(self) noexcept:
-        """Measure the loop's wait for the ticket that is taken out, and its step before that."""
+        """Measure the wait for the current ticket and the training step before it."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef Py_ssize_t k, ready = 0, most = min(self.length, MOST_LOOKS)
         cdef uint64_t waited, now = cseq_now_ns()
@@ -691,9 +691,9 @@ cdef class Feed:
                 cseq_count_u64(&m.early_ns, waited)
 
     cdef PyObject* take_batch(self, uint64_t generation) except NULL:
-        """Take the next batch. The caller has the lock, and gets the reference.
+        """Return the next batch as an owned reference. The caller holds the lock.
 
-        An object that is handed over as it is keeps its reference count: see `_headers`.
+        An object that is handed over unchanged keeps its reference count: see `_headers`.
 
         Raises
         ------
@@ -736,16 +736,16 @@ cdef class Feed:
             rest()
 
     cpdef int check(self, uint64_t generation) except -1:
-        """Raise InterruptedError if a generation is over, instead of any later error."""
+        """Raise InterruptedError if a generation is over. It takes precedence over later errors."""
         if not self.run.is_at(generation):
             raise InterruptedError(self.interrupted) from None
         return 0
 
     def glance(self):
-        """Return the item that the next call returns, if it is ready in an ordered epoch of keys.
+        """Return the next item without consuming it if it is ready, for ordered epochs of keys.
 
-        Otherwise return None. The item is decoded, and stays next. No key is drawn. An exception is
-        returned as its `ItemFailure`.
+        Otherwise return None. The item is decoded and remains the next one. No key is drawn. An
+        exception is returned as an `ItemFailure`.
         """
         self.run.lock.acquire(-1)
         try:
@@ -759,19 +759,20 @@ cdef class Feed:
             if self.error is not None:
                 return ItemFailure(self.error, self.at(0).ring_number)
             return None if self.batch is AS_IT_IS else self.batch
-        # The call that takes the item decodes it again.
+        # The call that consumes the item decodes it again.
         except MemoryError:
             self.short = NONE
             return None
         finally:
             self.run.lock.release()
 
-    # -- calls of workers
+    # -- calls to workers
 
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit the answer to a call: free its cell, if that was not done.
+        """Commit the answer to a call: free its cell unless the cell is already free.
 
-        `ends`: the answer is an exception, which ends the worker's own items, but not items of keys.
+        `ends` means that the answer is an exception, which ends the worker's own items but not items
+        of keys.
         """
         cdef Ring ring = self.rings[worker]
         if not ring.peek(cell, ticket):
@@ -785,24 +786,24 @@ cdef class Feed:
             before = self.batch, self.error
             self.cancel_all(worker)
             self.clear()
-        # This includes tickets that a call in the middle of this one cancelled.
+        # This includes tickets that a nested call cancelled.
         self.free_cancelled()
 
 
 @cython.final
 cdef class FeedIterator:
-    """An iterator over an epoch, until its generation ends.
+    """An iterator over one epoch; it becomes invalid when its generation ends.
 
-    Threads may share it: each batch goes to one of them. It has no subclass in Python, where each
-    step of a ``for`` would look up `__next__` and call it as a method.
+    Threads may share an iterator; each batch goes to one of them. It has no Python subclass, because a
+    ``for`` loop would look up `__next__` and call it as a method at every step.
 
     Parameters
     ----------
     feed : Feed
     generation : int
-        This iterator is void when the generation of the feed's run changes.
+        The iterator becomes invalid when the generation of the feed's run changes.
     keeper : object, optional
-        Kept alive, and with it the pool.
+        A reference that keeps the pool alive.
     """
 
     cdef readonly uint64_t generation

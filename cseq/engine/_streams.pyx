@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The sources of a stream's epoch: workers' own items, or items of keys."""
+"""Ticket sources for an epoch of a stream: workers' own items or keyed items."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
@@ -25,7 +25,7 @@ cdef object NOTHING = object()
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:
-    """Write the requests that a ticket refers to into its cell's words, which are returned.
+    """Write a ticket's requests into the words of its cell and return these words.
 
     `name` is the name of a call in messages.
     """
@@ -43,8 +43,7 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 @cython.final
 @cython.no_gc_clear
 cdef class Request:
-    """Data for a worker process, in a slot that is held while this object exists; for a thread, the object
-    itself.
+    """Data for a worker: a slot held while this object exists, or the object itself for a thread.
 
     Parameters
     ----------
@@ -54,7 +53,7 @@ cdef class Request:
     Attributes
     ----------
     slot : int
-        The lowest free slot when this was made, or -1.
+        The slot, which was the lowest free one at construction, or -1 for threads.
     value : object
     """
 
@@ -70,7 +69,7 @@ cdef class Request:
             self.slots.set_free(self.slot)
 
     def locate(self, uint64_t capacity, record):
-        """Set the slot's committed bytes, and the `codec.Record` of the data in it."""
+        """Set the number of committed bytes in the slot and the `codec.Record` of its data."""
         cdef int k
         self.slots.resize(self.slot, capacity)
         self.words[0], self.words[1] = self.slot, <int64_t>capacity
@@ -79,19 +78,19 @@ cdef class Request:
 
 
 cdef class StreamSource(Source):
-    """Tickets of workers, each with its own queue and its own assignment for the epoch.
+    """The tickets of workers that each have a queue and an assignment for the epoch.
 
     Parameters
     ----------
     rings : list of Ring
-        By worker.
+        One ring per worker.
     epoch : int
     assignments : list of Request
-        By worker.
+        One assignment per worker.
     depth : int
-        The most tickets of a worker that are in the ring.
+        The maximum number of tickets in a worker's ring.
     first : int
-        The worker that gets the first ticket.
+        The worker that receives the first ticket.
     """
 
     cdef list rings
@@ -113,9 +112,9 @@ cdef class StreamSource(Source):
 
 @cython.final
 cdef class ItemSource(StreamSource):
-    """The workers' own items, one worker after the other, until a worker's items end."""
+    """The workers' own items, round robin; workers that run out of items are skipped."""
 
-    # By worker: the number of its tickets, or NO_MORE.
+    # For each worker: the number of its tickets, or NO_MORE.
     cdef uint64_t* asked
 
     def __cinit__(self, *_, **__):
@@ -154,12 +153,12 @@ cdef class ItemSource(StreamSource):
 
 
 cdef Block ints_of(key, Py_ssize_t most):
-    """Return the numbers of a list of 1 to `most` ints in int64 (no subclasses), else None."""
+    """Return a list of 1 to `most` ints (no subclasses) as int64; return None for any other key."""
     cdef Py_ssize_t k
     cdef int64_t* words
     cdef int overflow = 0
     cdef Block block
-    # A copy, since another thread may change the list.
+    # Copy first, since another thread may change the list.
     cdef tuple numbers
     if type(key) is not list:
         return None
@@ -179,13 +178,13 @@ cdef Block ints_of(key, Py_ssize_t most):
 
 @cython.final
 cdef class KeySource(StreamSource):
-    """Items named by keys of an iterator: `prefetch` keys are drawn ahead, then one per item taken.
+    """Items requested by keys from an iterator.
 
-    A key goes through three steps::
+    `prefetch` keys per worker are drawn ahead, then one per consumed item. A key takes three steps::
 
         draw     store the iterator's next key in `key`; the next step may be interrupted
-        write    store its ints, or a `Request`, in `drawn`
-        post     post its ticket, in the step that takes an item out: C alone
+        write    store the key's ints or a `Request` in `drawn`
+        post     post the ticket while an item is being removed; runs only C code
 
     Parameters
     ----------
@@ -193,21 +192,21 @@ cdef class KeySource(StreamSource):
     pickle : callable
         ``pickle(key, number)`` → `Request`.
     prefetch : int
-        How many keys of each worker are drawn ahead of the items that were taken.
+        The number of keys per worker that are drawn ahead of the consumed items.
     in_order : bool
-        Whether items come in the order of the keys, so that tickets go to the workers in turn.
+        Whether items are delivered in key order. The workers then receive tickets in turn.
     free : bool
-        Whether a key goes to the worker with the fewest keys, instead of to the workers in turn.
+        Whether a key goes to the worker with the fewest keys instead of to the next worker.
     samples : callable, optional
-        ``samples(key)`` is how many samples its item counts for, at least 1. By default 1.
+        ``samples(key)`` returns the number of samples in an item, at least 1. The default is 1.
     """
 
     cdef object keys
-    # A key that is drawn and not yet written, or NOTHING.
+    # The key that was drawn but not yet written, or NOTHING.
     cdef object key
-    # Keys to be posted: a `Block` or `Request`, and how many samples its item has.
+    # The keys to post, each as a `Block` or `Request` and the number of samples in its item.
     cdef list drawn
-    # Exceptions are raised after the items of all keys; `incomplete` again until an epoch begins.
+    # `error` is raised after the last item; if it is `incomplete`, again until the next epoch starts.
     cdef object samples, error, incomplete, pickle
     cdef bint in_order, free
     cdef uint64_t ahead, per_worker, posted
@@ -229,11 +228,12 @@ cdef class KeySource(StreamSource):
         return self.draw_key() if self.key is NOTHING else self.write_key()
 
     cdef int draw_key(self) except -1:
-        """Draw a key. An exception of the iterator is raised after the items of earlier keys.
+        """Draw a key.
 
-        Any other BaseException, such as a signal handler's KeyboardInterrupt, is raised at once.
-        The iterator is then asked again. If the exception ended it, as it ends a generator, that is
-        an error, which is raised again and again until an epoch begins.
+        An Exception from the iterator is raised after the items of all earlier keys. Any other
+        BaseException, such as KeyboardInterrupt from a signal handler, is raised at once, and the
+        iterator is called again later. If the exception exhausted the iterator, as it does with a
+        generator, every later call raises an error until a new epoch starts.
         """
         check_depth()
         try:
@@ -253,7 +253,7 @@ cdef class KeySource(StreamSource):
 
     cdef int write_key(self) except -1:
         written = ints_of(self.key, <Py_ssize_t>self.ring(0).r.batch_size - KEY_INTS)
-        # A ticket of 0 samples would ask for nothing: see `publish`.
+        # A ticket with 0 samples would request nothing: see `publish`.
         count = 1 if self.samples is None else max(1, self.samples(self.key))
         if written is None:
             try:

@@ -1,7 +1,7 @@
-"""A pool: a crew, the tickets it works on, and the feed, the loop's end of both.
+"""A pool: a crew, its tickets, and the feed that connects both to the loop.
 
-One thread calls a pool. Other threads wake it with `notify_all`; their errors (a worker that cannot
-be made, or that died too often) are raised in the calling thread by `Crew.check`.
+One thread at a time calls a pool. Other threads wake that thread with `notify_all`. `Crew.check`
+raises their errors in the calling thread: a worker cannot be made, or died too often.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# Seconds between two lines of advice in the log, at least: at an epoch's end, and in its middle.
+# The minimum time in seconds between two log lines of advice: at the end of an epoch, and within.
 LONG, OFTEN = 20.0, 600.0
-# The fraction of time for which the loop waits that is logged, and that is a warning.
+# The fraction of time spent waiting from which advice is logged, and is logged as a warning.
 LOGGED, WARNED = 0.05, 0.2
 
 
 class Pool(Generic[K]):
-    """A crew, the tickets that it works on, and the feed.
+    """A crew, its tickets, and the feed.
 
-    The constructor starts nothing, because a signal handler may raise before a `Run` exists that
+    The constructor starts nothing, because a signal handler may raise before there is a `Run` that
     closes the pool.
 
     Attributes
     ----------
     run : RunState
-        The generation under way, and the lock for the calls of this pool.
+        The current generation, and the lock for calls of this pool.
     takes_turns : bool
         Whether the workers are threads that share a GIL.
     logged_causes : set of str
-        Causes of waiting that were logged. All pools of a manager share the set.
+        The causes of waiting already logged. All pools of a manager share the set.
     is_hurried : bool
         Whether `close` waits at most `HURRY` seconds for a busy runner.
     """
@@ -86,20 +86,20 @@ class Pool(Generic[K]):
 
     @property
     def supervisor(self) -> Supervisor | None:
-        """The worker processes, if there are any."""
+        """The supervisor of the worker processes, or None."""
         return self.crew.supervisor
 
     def open(self) -> None:
-        """Start the runners. If this is interrupted, `close` ends them."""
+        """Start the runners. After an interruption, `close` stops them."""
         self.tickets.open()
 
     def notify_all(self) -> None:
-        """Make a call that waits in another thread check the run's generation."""
+        """Wake a call that waits in another thread, so that it checks the run's generation."""
         self.rings[0].notify_all()
 
     def close(self) -> None:
-        """End everything that was started, in bounded time. Calling it twice is fine."""
-        # Inline, no other thread ends the tickets in the ring.
+        """Stop everything that was started, in bounded time. May be called twice."""
+        # An inline crew has no other thread that ends the tickets in the ring.
         if self.crew.is_inline:
             self.lanes.leave_traces()
             self.feed.end()
@@ -107,10 +107,10 @@ class Pool(Generic[K]):
         self.tickets.close()
 
     def _check(self, awaited: Awaited | None) -> None:
-        """Raise errors of workers and other threads, and of tickets that take too long.
+        """Raise errors from workers and other threads, and WorkerTimeout for slow tickets.
 
-        `awaited` lists the awaited tickets if they are not the feed's. With
-        on_timeout='restart', a slow worker is restarted instead.
+        `awaited` lists the awaited tickets if they differ from the feed's. With
+        on_timeout='restart', a slow worker is restarted instead of raising WorkerTimeout.
         """
         crew, options = self.crew, self.tickets.options
         crew.check()
@@ -129,7 +129,7 @@ class Pool(Generic[K]):
         capacity: int,
         record: tuple[int, ...],
     ) -> tuple[Any, BaseException | None]:
-        """Decode a batch that C cannot; see `Feed`."""
+        """Decode a batch that the C code cannot decode; see `Feed`."""
         crew = self.crew
         entry = cell + self.rings[ring_number].first_entry
         if status & RAISED:
@@ -139,13 +139,13 @@ class Pool(Generic[K]):
         return batch if crew.convert is None else crew.convert(batch), None
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Name the ticket in an exception; return the exception and the note."""
+        """Name the ticket in an exception. Return the exception and the note."""
         return self.tickets.describe(ring_number, cell, error)
 
     def list_left(
         self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
     ) -> list[Any]:
-        """Note the samples that a batch lacks; return their entries."""
+        """Record the samples missing from a batch and return their entries."""
         return self.tickets.list_left(ring_number, cell, left)
 
     def await_next(self) -> None:
@@ -158,14 +158,14 @@ class Pool(Generic[K]):
             self._gpu_dry += idle
 
     def look(self) -> None:
-        """Record and log how the run goes, and resize it, about ten times a second."""
+        """Record progress, log advice and resize the pool; called about ten times a second."""
         self._history.note()
         if self.controller is not None:
             self.controller()
         self._advise(OFTEN)
 
     def _advance(self) -> bool | None:
-        """Post what can be posted; return whether the next ticket is ready."""
+        """Post tickets. Return True if the next one is ready, else None."""
         ready = self.feed.advance()
         if ready is None:
             self._advise(LONG)
@@ -173,7 +173,7 @@ class Pool(Generic[K]):
         return ready or None
 
     def _advise(self, seconds: float) -> None:
-        """Log why the loop waited: at most every `seconds`, and once per cause."""
+        """Log why the loop waited, at most every `seconds` and once per cause."""
         if now_ns() - self._advised_ns < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
             return
         before, self._advised_stats, self._advised_ns = self._advised_stats, self.stats(), now_ns()
@@ -189,7 +189,7 @@ class Pool(Generic[K]):
     def await_for(
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
     ) -> T:
-        """Sleep until `look` returns a result; `awaited` lists the tickets if not the feed's."""
+        """Sleep until `look` returns a result; `awaited` lists tickets other than the feed's."""
         feed, began = self.feed, now_ns()
         self.tickets.note_wait()
         while True:
@@ -205,7 +205,7 @@ class Pool(Generic[K]):
             feed.wait(notices, awaited)
 
     def stats(self) -> Stats:
-        """Return counts and times of this pool so far, even after its feed was dropped."""
+        """Return the pool's counts and times so far, even if its feed no longer exists."""
         return self.crew.stats(
             past=self._history.rows,
             skips=self.feed.skips if self._skips else 0,

@@ -1,4 +1,4 @@
-"""Make a batch of any epoch once more, in the calling thread: `MSequence.remake`."""
+"""Rebuild a batch of any epoch in the calling thread: `MSequence.remake`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["Remade", "locate", "remake"]
 
 
 class Remade(NamedTuple):
-    """A batch that was made once more.
+    """A rebuilt batch.
 
     Attributes
     ----------
     batch : object
-        The batch as the loop gets it.
+        The batch as the loop receives it.
     indices : numpy.ndarray
-        Its samples, int64, shape (samples,).
+        The samples of the batch, int64, shape (samples,).
     seconds : float
-        The time that the indexer and the conversion took.
+        The time spent in the indexer and the conversion.
     """
 
     batch: object
@@ -43,14 +43,14 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return the batches of an epoch from `batch` on, and how many units come before it.
+    """Return the batches of an epoch from `batch` on, and the number of units before `batch`.
 
     Parameters
     ----------
     batch : int
-        The batch's number in the epoch, as messages name it.
+        The batch number in the epoch, as shown in messages.
     consumed : int
-        Units of the epoch that were consumed before it was resumed.
+        The number of units consumed before the epoch was resumed.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[Ord
 
 
 def remake(job: Job, epoch: int, batch: int, consumed: int) -> Remade:
-    """Make a batch of a manager's job, in this thread; see `MSequence.remake`."""
+    """Rebuild a batch of a manager's job in this thread; see `MSequence.remake`."""
     sampler = job.sampler.changed()
     source, before = locate(sampler, epoch, batch, consumed)
     job = job._replace(sampler=sampler, output=outputs.resolve(job.output), on_error="raise")

@@ -1,7 +1,7 @@
-"""How 'auto' chooses the number of workers and the buffer: as the advice says.
+"""How 'auto' chooses the number of workers and the buffer: it follows the advice.
 
-`Tuner` depends only on the windows that it is given, one after another. `Controller` gives it a
-pool's windows, and resizes the pool::
+A `Tuner` depends only on the sequence of windows that it receives. A `Controller` passes it the
+windows of a pool and resizes the pool::
 
     feed ──ten times a second──► Controller ──Window──► Tuner ──► advise
                                      │ resize              ▲ Decision
@@ -26,33 +26,33 @@ __all__ = ["Controller", "Decision", "Tuner", "log_change"]
 
 log = logging.getLogger("cseq")
 
-# The shortest window in seconds, and the longest, after windows without a change.
+# The shortest window in seconds, and the longest, reached after windows without a change.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
-# After `QUICK` changes, windows get longer as well. The buffer has `AHEAD` batches for each new
-# worker: half are ready when sleeping workers are woken.
+# After `QUICK` changes, windows also become longer. When workers are added, the buffer holds
+# `AHEAD` batches per worker: half of them are ready when sleeping workers are woken.
 QUICK, AHEAD = 3, 3
-# A change of the rate by less than the first factor was useless; below the second, it did harm.
+# A change was useless if the new rate is below the first factor, harmful if below the second.
 BETTER, WORSE = 1.05, 0.95
-# If batch time / step time changes by this factor, the tuner discards what it learned.
+# If batch time / step time changes by this factor, the tuner discards what it has learned.
 CHANGED = 1.5
 UNLIMITED = 1 << 30
 
 
 class Decision(NamedTuple):
-    """Another size, and why."""
+    """A new size and the reason for it."""
 
     size: Size
     why: str
 
 
 class Tuner:
-    """Decides from one window after another, without a clock.
+    """Decides from successive windows, without a clock.
 
-    The number of workers becomes the advised one at once. The buffer becomes the advised one if
-    that is larger. A change of the workers that did harm is reverted. Once more workers or a larger
-    buffer were useless, the tuner tries no more while batch and step times stay about the same. So
-    the changes come to an end.
+    The number of workers is set to the advised number at once. The buffer is set to the advised
+    size if that is larger. A change of the number of workers that did harm is reverted. After more
+    workers or a larger buffer proved useless, the tuner stops increasing them while batch and step
+    times stay about the same. The changes therefore terminate.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Tuner:
     Attributes
     ----------
     span : float
-        The least number of seconds in the next window.
+        The minimum length of the next window in seconds.
     """
 
     def __init__(self, auto: tuple[bool, bool]) -> None:
@@ -73,19 +73,19 @@ class Tuner:
         self._forget(0.0)
 
     def _forget(self, ratio: float) -> None:
-        """Discard the limits that were learned; `ratio` is the new batch time / step time."""
+        """Discard the learned limits; `ratio` is the new batch time / step time."""
         self._ratio = ratio
         self._enough = Size(UNLIMITED, UNLIMITED)
 
     def is_enough(self, window: Window) -> bool:
-        """Tell whether a window is long enough to decide."""
+        """Return True if a window is long enough for a decision."""
         batches = max(ENOUGH_BATCHES, PER_WORKER * window.workers)
         return window.elapsed >= self.span and window.batches >= batches
 
     def look(self, window: Window, size: Size, most: Size) -> Decision | None:
-        """Return a new size, at most `most`, or None to keep `size`.
+        """Return a new size up to `most`, or None to keep `size`.
 
-        `window` begins after the last change, when all workers were ready.
+        `window` starts after the last change, when all workers are ready.
         """
         decision = self._judge(window, size) or self._next(window, size, most)
         if decision is None:
@@ -96,7 +96,7 @@ class Tuner:
         return decision
 
     def _judge(self, v: Window, size: Size) -> Decision | None:
-        """Learn from the last change; revert a change of the workers that did harm."""
+        """Learn from the last change. Revert a harmful change of the number of workers."""
         ratio = v.index / v.step if v.step > 0 else 1e9
         trial, self._trial = self._trial, None
         if trial is None:
@@ -150,27 +150,27 @@ def log_change(before: Size, after: Size, why: str) -> None:
 
 
 class Controller:
-    """Measures a pool and resizes it, on the thread that takes its batches.
+    """Measures and resizes a pool on the thread that consumes its batches.
 
-    A signal handler may interrupt a call anywhere. The next call finishes the work.
+    A signal handler may interrupt a call at any point. The next call finishes the work.
     """
 
     def __init__(self, pool: Any, auto: tuple[bool, bool]) -> None:
         self._pool = pool
         self._tuner = Tuner(auto)
-        # The figures at the beginning of the window, and when to look again (ns of `now_ns`).
+        # The statistics at the start of the window, and the time of the next check (`now_ns`).
         self._window_start: Stats | None = None
         self._due_ns = 0
         self._resizing: Size | None = None
 
     def __call__(self) -> None:
-        """Look at the pool if that is due."""
+        """Check the pool if a check is due."""
         if now_ns() < self._due_ns:
             return
         pool, tuner = self._pool, self._tuner
         if self._resizing is not None:
             self._resize(self._resizing)
-        # Workers that are not ready have done nothing yet.
+        # Workers that are still starting would distort the window.
         if not pool.is_staffed:
             self._window_start = None
             return

@@ -1,11 +1,11 @@
-"""The life of a worker, in a process or in a thread: made, at work, disposed of.
+"""The life cycle of a worker in a process or thread: construction, work, disposal.
 
 ::
 
     trainer                                        worker process
       Feed ── tickets, indices ──► ring ─────────►  Runner ── indices ──► indexer
       SlotReader ◄── views ── slots (arena) ◄─── TicketWriter ◄── batch
-      Supervisor ◄── end of file ── socket ──────►  `main`; ends when its socket does
+      Supervisor ◄── end of file ── socket ──────►  `main`; exits when its socket closes
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def main(sock: socket.socket, local: object = None) -> None:
     Parameters
     ----------
     sock : socket
-        Connected to the trainer. When the connection ends, so does this process.
+        A connection to the trainer. The process exits when the connection closes.
     local : object, optional
-        The user's object, if `os.fork` passed it on, instead of a file.
+        The user's object if it was inherited through `os.fork` rather than read from a file.
     """
     entered = enter(sock)
     setup = entered.setup
@@ -76,27 +76,27 @@ def serve(
     copied: bool,
     convert: Callable[[Any], object] | None = None,
 ) -> None:
-    """Answer the tickets of a ring until it is closed to this worker.
+    """Answer the tickets of a ring until the ring is closed to this worker.
 
     Parameters
     ----------
     read_object : callable
         Returns the user's object.
     starting : context manager
-        Entered while the indexer or producer is made.
+        A context in which the indexer or producer is made.
     tell : callable
-        Called with the text of a warning.
+        A function that receives warning texts.
     copied : bool
-        Whether this process has its own copy of the user's object and writes batches into slots.
+        Whether this process has its own copy of the user's object and writes batches to slots.
     convert : callable, optional
-        Applied to every batch.
+        A function applied to every batch.
     """
     context.enter(batch_context)
     with starting:
         worker, made = task.make(read_object, batch_context, copied=copied)
     if writer.room is not None:
         writer.room.allocate_in_slots()
-        # In a process that the user's code forks, `cseq.empty` is numpy's.
+        # If the user's code forks, `cseq.empty` is `numpy.empty` in the child.
         in_forked_children(partial(setattr, batch_context, "allocator", None))
     work = task.work(made, runner.ring, batch_context, writer, tell, convert)
     try:
@@ -119,7 +119,7 @@ def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
 def convert(
     source: Source, function: Callable[[Any], object], batch_writer: BatchWriter, runner: Runner
 ) -> None:
-    """Convert the batch of a converter's ticket by a function, and publish it."""
+    """Convert the batch of a converter's ticket with `function` and publish the result."""
     try:
         record = batch_writer.write(runner, function(source.fetch(runner)))
         batch_writer.publish(runner, record)

@@ -1,1 +1,1 @@
-"""Who works on tickets: worker processes, threads, or the loop's own thread."""
+"""The runners of tickets: worker processes, threads, or the training thread."""

@@ -1,4 +1,4 @@
-"""The base of all crews, and the name of the file of their rings."""
+"""The base class of all crews, and the file name of their rings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return the name in `/proc` of the file of a pool's rings: the facts that `top` shows."""
+    """Return the name that a pool's ring file has in `/proc`: the values that `top` shows."""
     facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
@@ -47,48 +47,48 @@ def file_name(tickets: Tickets, *, threads: bool = False) -> str:
 
 
 class Staff(Protocol):
-    """Workers that are watched: a `Supervisor` or a `ThreadGroup`."""
+    """Supervised workers: a `Supervisor` or a `ThreadGroup`."""
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
-        """Raise WorkerTimeout for work that takes too long, or restart its worker."""
+        """Raise WorkerTimeout or restart the worker if a ticket takes too long."""
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer or producer."""
+        """Return True if a worker has made its indexer or producer."""
 
 
 class Crew:
     """The runners of a pool, and the rings that they share with the loop.
 
-    The constructor makes `rings`, `reader` and `lanes`, and starts nothing, because a signal
-    handler may raise before a `Run` exists that closes the crew. Then the pool calls, in this
-    order: `resize` (batches only: the initial number of workers), `prepare`, `launch`;
-    `begin_epoch` for each epoch; `check` and `check_time` whenever the loop waits, and `resize`
-    between two batches; `close` at last, or at any time after the constructor.
+    The constructor makes `rings`, `reader` and `lanes`. It starts nothing, because a signal handler
+    may raise before there is a `Run` that closes the crew. The pool then calls `resize` (batches
+    only: the initial number of workers), `prepare` and `launch`, in this order. It calls
+    `begin_epoch` for each epoch, `check` and `check_time` whenever the loop waits, and `resize`
+    between two batches. It may call `close` at any time after the constructor.
 
-    A worker of the crew runs `engine.worker.serve` with the task that `Tickets.task` returns. The
-    crew honours the `WorkerOptions` of its tickets, or `arguments.refuse` rejects them. What dies
-    is the crew's own concern: it replaces the worker, and counts in `Tickets.deaths`.
+    Each worker runs `engine.worker.serve` with the task that `Tickets.task` returns. The crew must
+    support the `WorkerOptions` of its tickets unless `arguments.refuse` rejects them. The crew
+    itself handles deaths: it replaces the worker and counts the death in `Tickets.deaths`.
 
     Attributes
     ----------
     rings, make_next, on_cancel
-        See `Feed`. The last two are None if others make the batches.
+        See `Feed`. The last two are None unless this crew makes the batches on demand.
     convert, leaf_for
-        See `Decoder`. They are None if workers or converters deliver what the loop takes.
+        See `Decoder`. They are None if workers or converters deliver final batches.
     reader : BatchReader
-        The trainer's end, which decodes finished batches: it has `decoder`, `decode` and `error`.
+        Decodes finished batches on the trainer side; it has `decoder`, `decode` and `error`.
     lanes : Lanes
-        The runners, for traces: their kind, and how many of them are workers.
+        The kind of the runners and the number of workers, for traces.
     staff : Staff, optional
-        The workers, if they are watched.
+        The supervised workers.
     supervisor : Supervisor, optional
-        The same, if they are processes.
+        The same object as `staff` if the workers are processes.
     of : str
         The public class that uses this crew, for reports.
     is_inline : bool
-        Whether the loop's own thread makes each batch on demand.
+        Whether the training thread makes each batch on demand.
     timed : int
-        The timeout of a ticket applies to runners up to this number.
+        The highest runner number to which the ticket timeout applies.
     """
 
     rings: list[Ring]
@@ -108,7 +108,7 @@ class Crew:
         self.tickets = tickets
 
     def _converter(self) -> Converter | None:
-        """Return a converter, if batches are converted on this side of the rings."""
+        """Return a converter if batches are converted on this side of the rings, else None."""
         output = self.tickets.output
         if output is None or output.kind == "null":
             return None
@@ -117,35 +117,35 @@ class Crew:
         return Converter(output)
 
     def prepare(self, worker: object, name: str = "worker") -> None:
-        """Set the user's object, which messages call `name`."""
+        """Set the user's worker object, which messages call `name`."""
 
     def launch(self) -> None:
-        """Start the workers, once, after `prepare`."""
+        """Start the workers that are not running yet; call this after `prepare`."""
 
     def begin_epoch(self) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
 
     def resize(self, num_workers: int) -> None:
         """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many workers fit into memory, at most `num_workers`; `present` run already."""
+        """Return how many workers fit in memory, up to `num_workers`; `present` are running."""
         return num_workers
 
     def check(self) -> None:
-        """Raise errors of workers and of other threads."""
+        """Raise errors from workers and from other threads."""
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
-        """Raise WorkerTimeout for work that takes too long, or restart its worker."""
+        """Raise WorkerTimeout or restart the worker if a ticket takes too long."""
         if self.staff is not None:
             self.staff.check_time(working, timeout, restart=restart)
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer or producer."""
+        """Return True if a worker has made its indexer or producer."""
         return self.staff is None or self.staff.is_ready(runner_number)
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:  # noqa: ARG002
-        """Return the error of a ticket that killed its workers, or None."""
+        """Return the error for a ticket that killed its workers, or None."""
         return None
 
     def write(self, value: object, name: str) -> Request:
@@ -157,9 +157,9 @@ class Crew:
         raise NotImplementedError
 
     def stats(self, **counted: Any) -> Stats:
-        """Return counts and times, including those that are counted elsewhere."""
+        """Return counts and times, including those passed in `counted`."""
         return Stats.read(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
-        """End everything that was started, in bounded time. Calling it twice is fine."""
+        """Stop everything that was started, in bounded time. May be called twice."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""The loop's own thread, which makes each batch itself: test mode.
+"""Test mode: the training thread makes each batch itself.
 
-The ring has one cell, and its runner works on the trainer's thread when the loop wants a batch.
+The ring has one cell, and its runner works on the training thread when the loop needs a batch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger("cseq")
 
 
 class InlineIndexing(indexer.Indexing):
-    """The work of the first stage, on the trainer's own thread."""
+    """The indexing stage on the training thread."""
 
-    # A process that the user's code forks has its own copy of the loop, and goes on with it.
+    # If the user's code forks, the child has its own copy of the loop and continues with it.
     end_copy = staticmethod(lambda _: None)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish the present ticket with the indexer's exception; raise any other exception."""
+        """Publish the current ticket with the indexer's exception; raise any other exception."""
         if failure.ends_program(error):
             raise error
         if isinstance(error, RecursionError) and is_deep():
@@ -49,7 +49,7 @@ class InlineIndexing(indexer.Indexing):
 
 
 class InlineCrew(Crew):
-    """Same order, same results, no process and no thread."""
+    """Makes batches in the same order with the same results, without processes or threads."""
 
     of = "MSequence"
     is_inline = True
@@ -75,11 +75,11 @@ class InlineCrew(Crew):
         )
 
     def prepare(self, worker: object, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the user's object."""
+        """Set the user's worker object."""
         self._worker = worker
 
     def begin_epoch(self) -> None:
-        """Make the indexer, before the first epoch."""
+        """Make the indexer before the first epoch."""
         if self._indexing.indexer is None:
             self._build()
 
@@ -97,12 +97,12 @@ class InlineCrew(Crew):
         indexer.FirstBatch(self._indexing, self._task.output, log.warning)
 
     def stats(self, **counted: Any) -> Stats:
-        """Count the delivered batches."""
+        """Return the number of delivered batches and of skips."""
         batches = Meters.read_rings(self.rings).counts()["batches"]
         return Stats(batches=batches, skips=counted["skips"])
 
     def close(self, *, hurried: bool) -> None:  # noqa: ARG002
-        """Close the indexer, if this crew made it."""
+        """Close the indexer if this crew made it."""
         made, self._made, self._indexing.indexer = self._made, None, None
         self._batch_context.clear_ticket()
         call_here(partial(indexer.dispose, self._worker, made, copied=False), self._batch_context)

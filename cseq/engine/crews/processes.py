@@ -1,4 +1,4 @@
-"""Worker processes, replaced when they die; rings and slots in shared memory."""
+"""Worker processes with rings and slots in shared memory; dead ones are replaced."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ProcessCrew(Crew):
         options, output = tickets.options, tickets.output
         in_processes = tickets.converts_in_processes
         self._locks: PageLocks | None = None
-        # Converter threads copy to the device from where a batch lies.
+        # Converter threads copy batches to the device directly from their slots.
         if output is not None and output.use_cuda and not in_processes:
             from cseq.converter.page_locks import PageLocks
 
@@ -100,7 +100,7 @@ class ProcessCrew(Crew):
             self.convert, self.leaf_for = converter.convert, converter.leaf_for
 
     def prepare(self, worker: object, name: str = "worker") -> None:
-        """Prepare everything that the workers need, and start converters that are threads."""
+        """Prepare everything that the workers need, and start converter threads."""
         options = self.tickets.options
         if self._group is not None:
             self._group.start_threads()
@@ -113,11 +113,11 @@ class ProcessCrew(Crew):
         )
 
     def launch(self) -> None:
-        """Start the processes, once."""
+        """Start the processes; later calls do nothing."""
         self.supervisor.launch()
 
     def begin_epoch(self) -> None:
-        """Begin an epoch; deaths are counted per epoch."""
+        """Start an epoch; deaths are counted per epoch."""
         self.supervisor.begin_epoch()
 
     def resize(self, num_workers: int) -> None:
@@ -125,7 +125,7 @@ class ProcessCrew(Crew):
         self.supervisor.resize(num_workers)
 
     def room_for(self, num_workers: int, present: int) -> int:
-        """Return how many workers fit into memory: new ones may use half of the free memory."""
+        """Return how many workers fit in memory; new workers may use half of the free memory."""
         free = available_memory()
         largest = max(private_memory(pid) for pid in self.supervisor.pids())
         if free is None or not largest:
@@ -134,19 +134,19 @@ class ProcessCrew(Crew):
         return min(num_workers, present + more)
 
     def check(self) -> None:
-        """Raise errors of processes and of converter threads."""
+        """Raise errors from processes and converter threads."""
         self.supervisor.check()
         if self._group is not None:
             self._group.check()
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:
-        """Return the error of a ticket that killed its workers, or None."""
+        """Return the error for a ticket that killed its workers, or None."""
         return self.supervisor.died_of(ring_number, cell)
 
     def write(self, value: object, name: str) -> Request:
         """Write a value for a worker into a slot.
 
-        A signal handler may do the same in the meantime, with another encoder.
+        A signal handler may call this method meanwhile; it then uses another encoder.
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
@@ -159,9 +159,9 @@ class ProcessCrew(Crew):
         return request
 
     def _pickle(self, value: object, name: str) -> Pickled:
-        """Pickle a value for a worker; a worker forked from this process has its classes."""
+        """Pickle a value for a worker; a worker forked from this process knows its classes."""
         if self.supervisor.takes_objects:
-            # `dump` raises the exception again, and explains it.
+            # If this fails, `dump` raises the exception again with an explanation.
             with contextlib.suppress(Exception):
                 buffers: list[memoryview] = []
                 return Pickled(dumps([value], buffers), buffers)
@@ -170,12 +170,12 @@ class ProcessCrew(Crew):
     def requested_key(self, ring_number: int, cell: int) -> object:
         """Return the key that the ticket in a cell refers to. Thread-safe."""
         slot, capacity, *record = self.rings[ring_number].indices(cell)[CALLED].tolist()
-        # Not mapped by the arena, whose lock the loop's thread may hold.
+        # Do not map through the arena: the training thread may hold its lock.
         offset = slot * self._arena.width
         return codec.decode(Mapping(self._arena.fd, offset, capacity, own=True), record)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return counts and times; batches that are converted again count as retries."""
+        """Return counts and times; repeated conversions count as retries."""
         deaths = self.supervisor.deaths
         lost = 0 if self._imports is None else self._imports.lost
         return super().stats(
@@ -186,9 +186,9 @@ class ProcessCrew(Crew):
         )
 
     def close(self, *, hurried: bool) -> None:
-        """End the workers, then free the memory that they used."""
+        """Stop the workers, then free the memory that they used."""
         self.supervisor.closed = True
-        # First, since imports may still read the converter processes' memory.
+        # Close imports first, since they may still read the memory of converter processes.
         if self._imports is not None:
             self._imports.close()
         self.supervisor.close(hurried=hurried)

@@ -1,4 +1,4 @@
-"""Workers and converters in threads, which hand over batches as objects."""
+"""Worker and converter threads, which pass batches as objects."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ MADE, WAITS = 0, -1
 
 
 class ThreadGroup:
-    """Threads that run one stage each, and the first exception that one of them raised.
+    """Threads that run one stage each, and the first exception raised in any of them.
 
     Attributes
     ----------
     begun : dict
-        By runner number: when its thread began to make an indexer (`now_ns`), or MADE, or WAITS.
+        For each runner number: the start time (`now_ns`) of indexer construction, MADE or WAITS.
     """
 
     def __init__(self, ring: Ring, instead: str = "") -> None:
@@ -63,13 +63,13 @@ class ThreadGroup:
         self.failure = failure.Failure()
 
     def add(self, name: str, target: Callable[[], None], runner_number: int) -> None:
-        """Add the thread of a runner; it ends when the ring is closed."""
+        """Add the thread of a runner; the thread exits when the ring is closed."""
         self._threads.add(name, partial(self._guard, target, runner_number))
 
     def start_threads(self) -> None:
-        """Start the threads that were added since the last start."""
+        """Start the threads added since the last start."""
         threads, self._threads = self._threads, Threads()
-        # Noted before the start, so that `join` waits for the threads if a signal handler raises.
+        # Recorded before the start, so `join` waits for the threads if a signal handler raises.
         self._started.append(threads)
         threads.start()
 
@@ -82,7 +82,7 @@ class ThreadGroup:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Store the first exception, and wake the loop."""
+        """Store the exception if it is the first one, and wake the loop."""
         self.failure.note(error)
         self._ring.notify_all()
 
@@ -91,11 +91,11 @@ class ThreadGroup:
         self.failure.check()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Whether a worker has made its indexer or producer."""
+        """Return True if a worker has made its indexer or producer."""
         return self.begun.get(runner_number) == MADE
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
-        """Raise WorkerTimeout for work that takes too long; threads cannot be restarted."""
+        """Raise WorkerTimeout if a ticket takes too long; threads cannot be restarted."""
         starting = [(k, since) for k, since in list(self.begun.items()) if since > 0]
         for runner_number, took in overdue(working, starting, timeout):
             raise WorkerTimeout(
@@ -107,7 +107,7 @@ class ThreadGroup:
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
-        """Wait for all threads, at most `seconds` in all, or `HURRY` seconds if `hurried`."""
+        """Wait for all threads up to a total of `seconds`, or `HURRY` seconds if `hurried`."""
         deadline = time.monotonic() + (HURRY if hurried else seconds)
         stuck = []
         for threads in self._started:
@@ -126,7 +126,7 @@ class ThreadGroup:
 def add_converters(
     tickets: Tickets, ring: Ring, source: Source, batch_writer: Objects, group: ThreadGroup
 ) -> None:
-    """Add threads of the second stage, each with its own CUDA stream."""
+    """Add converter threads, each with its own CUDA stream."""
     first, output = tickets.num_workers + 1, tickets.output
     if output is None:
         return
@@ -141,7 +141,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
     from cseq.converter.cuda import CudaConverter
 
-    # A copy by all cores would take these from the indexers.
+    # A copy on all cores would slow down the indexers.
     torch.set_num_threads(1)
     converter = CudaConverter(output)
     try:
@@ -151,7 +151,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
 
 def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
-    """Make rings of threads in one memory; return them and the memory's file, or None."""
+    """Make the rings for threads in one memory. Return them and the memory's file, or None."""
     count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
     width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
@@ -169,7 +169,7 @@ def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | No
 
 
 def _file_for(size: int, name: str) -> Descriptor | None:
-    """Make a file in memory, on Linux, where other programs can read a ring's meters."""
+    """Make an in-memory file, which lets other programs read the meters of a ring; Linux only."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -183,7 +183,7 @@ def _file_for(size: int, name: str) -> Descriptor | None:
 
 
 class ThreadCrew(Crew):
-    """Workers in threads. They hand over the objects themselves; no thread is replaced."""
+    """Worker threads, which pass objects without copying. Threads are never replaced."""
 
     of = "MTSequence"
     _worker: object = None
@@ -198,7 +198,7 @@ class ThreadCrew(Crew):
         self.staff = self._group = ThreadGroup(self.rings[0], tickets.instead)
         self._wanted = tickets.num_workers
         self._is_launched = False
-        # The first thread that acquires this lock warns about its first batch.
+        # Only the first thread that acquires this lock logs warnings about its first batch.
         self._unwarned = threading.Lock()
         # Guards `ThreadGroup.begun`, whose keys are the runners with a thread.
         self._lock = Lock()
@@ -210,12 +210,12 @@ class ThreadCrew(Crew):
             self.convert = receive
 
     def prepare(self, worker: object, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the user's object, and add converters."""
+        """Set the user's worker object and add converters."""
         self._worker = worker
         add_converters(self.tickets, self.rings[0], self.reader, self.reader, self._group)
 
     def launch(self) -> None:
-        """Start the threads that are wanted but missing."""
+        """Start the missing threads."""
         self._is_launched = True
         with self._lock.hold():
             for worker in range(self._wanted):
@@ -235,7 +235,7 @@ class ThreadCrew(Crew):
         self._group.check()
 
     def write(self, value: object, name: str) -> Request:  # noqa: ARG002
-        """Refer to a value for a worker."""
+        """Wrap a value for a worker."""
         return Request(None, value)
 
     def requested_key(self, ring_number: int, cell: int) -> object:
@@ -244,19 +244,19 @@ class ThreadCrew(Crew):
         return key and key.value
 
     def _serve(self, worker: int) -> None:
-        """Work while the ring is open to this worker."""
+        """Run a worker while its ring is open to this worker."""
         runner_number, is_alone = worker + 1, len(self.rings) > 1
         ring = self.rings[worker if is_alone else 0]
         while True:
             self._work(worker, ring, 1 if is_alone else runner_number)
-            # With the lock: `launch` either sees this thread, which goes on, or adds another.
+            # Hold the lock: `launch` either sees this thread and it continues, or adds another one.
             with self._lock.hold():
                 if self._is_over(ring) or runner_number > self._wanted:
                     del self._group.begun[runner_number]
                     return
 
     def _work(self, worker: int, ring: Ring, owner: int) -> None:
-        """Make an indexer or producer, and work until the ring is closed to this thread."""
+        """Make an indexer or producer, then work until the ring is closed to this thread."""
         tickets = self.tickets
         task = tickets.task(worker + 1, forks=False)
         converter = None if tickets.num_converters else self._converter()
@@ -279,7 +279,7 @@ class ThreadCrew(Crew):
 
     @contextlib.contextmanager
     def _starting(self, runner_number: int, ring: Ring) -> Iterator[None]:
-        """Let one thread at a time make its indexer; raise `_Over` once the pool is over."""
+        """Let one thread at a time make its indexer; raise `_Over` if the pool is over."""
         while not self._making.acquire(timeout=LOOK_SECONDS):
             if self._is_over(ring):
                 raise _Over
@@ -310,4 +310,4 @@ class ThreadCrew(Crew):
 
 
 class _Over(Exception):
-    """The pool was closed before a thread could begin."""
+    """The pool was closed before a thread could start."""

@@ -1,1 +1,1 @@
-"""What a pool asks for: batches of an order, or items of streams."""
+"""The requests of a pool: batches of an order, or items of streams."""

@@ -1,4 +1,4 @@
-"""The base of the tickets that a pool and its crew serve."""
+"""The base class of tickets, which a pool and its crew process."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
     from cseq.processes.deaths import Deaths, Held
 
-    # Samples, and the texts of their errors.
+    # Samples and their error texts.
     Left = tuple[tuple[object, str], ...]
-    # Ring number and cell of tickets.
+    # The ring number and cell of each ticket.
     Awaited = list[tuple[int, int]]
-    # Runner number, since when it works (ns of `now_ns`), and its ticket's location.
+    # A runner number, the start time of the work (`now_ns`), and the location of the ticket.
     Working = list[tuple[int, int, str]]
 
 __all__ = ["Tickets"]
 
 
 class Tickets:
-    """The tickets of a pool: the shape of its rings, and how messages name a ticket.
+    """The tickets of a pool: the shape of its rings, and the names of tickets in messages.
 
     Attributes
     ----------
     pool : Pool
         Set by the pool.
     num_workers, num_converters : int
-        The maximum of each.
+        The maximum number of workers and of converters.
     rings, runners, cells, words, limit, calls : int
-        The number of rings, and of runners of each; for the others, see `Ring`.
+        The number of rings and of runners per ring. For the others, see `Ring`.
     ahead : int
-        Slots that workers may fill before the loop takes one.
+        The number of slots that workers may fill before the loop consumes one.
     errors, interrupted : str
         See `Feed`.
     instead : str
-        The remedy in a thread's WorkerTimeout.
+        The remedy shown in the WorkerTimeout of a thread.
     """
 
     pool: Any
@@ -67,15 +67,15 @@ class Tickets:
         return None
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask | ItemTask:
-        """Return a worker's task, for a process if `forks`. Thread-safe."""
+        """Return the task of a worker, for a process if `forks`. Thread-safe."""
         raise NotImplementedError
 
     def deaths(self) -> Deaths:
-        """Make the counter of deaths, which decides whether a worker is replaced."""
+        """Make the death counter, which decides whether a worker is replaced."""
         raise NotImplementedError
 
     def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:
-        """Describe a cell's ticket, listing at most `most` indices. Thread-safe."""
+        """Describe the ticket in a cell, listing up to `most` indices. Thread-safe."""
         raise NotImplementedError
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
@@ -83,18 +83,18 @@ class Tickets:
         raise NotImplementedError
 
     def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
-        """Note the samples that a batch lacks; see `Feed`."""
+        """Record the samples missing from a batch; see `Feed`."""
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List work on the awaited tickets, or on those that the feed waits for."""
+        """List the work on `awaited` tickets, or on the tickets that the feed waits for."""
         raise NotImplementedError
 
     def note_wait(self) -> None:
-        """Note that the loop begins to wait."""
+        """Record that the loop starts waiting."""
 
     def open(self) -> None:
-        """Start the crew. If this is interrupted, `Pool.close` ends it."""
+        """Start the crew. After an interruption, `Pool.close` stops it."""
 
     def close(self) -> None:
-        """Drop the user's object, because a pool is in a reference cycle."""
+        """Drop the user's object, because the pool is part of a reference cycle."""

@@ -29,17 +29,17 @@ ADVICE = "look at what the indexer does with these indices"
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
-    """Return how many tickets are posted before sleeping workers are woken for them.
+    """Return how many tickets are posted before sleeping workers are woken.
 
-    Waking a worker for each ticket costs more than making a small batch. When workers sleep, up to
-    `buffer` minus this number of batches are ready or being made. The loop uses them until the
-    woken workers have made the next, so there must be one batch for each worker.
+    Waking a worker for each ticket costs more than making a small batch. While workers sleep, up to
+    `buffer` minus this number of batches are ready or in progress. The loop consumes these until
+    the woken workers deliver new ones, so at least one batch per worker is needed.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
 
 class Batches(Tickets):
-    """The tickets of one ring, which ask for batches of samples in an order."""
+    """The tickets of one ring, which request batches of samples in a given order."""
 
     pool: Pool[Batches]
     rings = 1
@@ -61,7 +61,7 @@ class Batches(Tickets):
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler of the present epochs."""
+        """The current sampler."""
         return self._job.sampler
 
     @property
@@ -69,7 +69,7 @@ class Batches(Tickets):
         return self.pool.rings[0]
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask:
-        """Return a worker's task."""
+        """Return the task of a worker."""
         job = self._job
         stage = INDEXER if runner_number <= job.num_workers else CONVERTER
         return BatchTask(
@@ -84,7 +84,7 @@ class Batches(Tickets):
         )
 
     def deaths(self) -> Deaths:
-        """Make the counter of deaths, which decides whether a worker is replaced."""
+        """Make the death counter, which decides whether a worker is replaced."""
         job, fails = self._job, self.errors == "skip"
         return Deaths(job.options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails)
 
@@ -100,12 +100,12 @@ class Batches(Tickets):
         crew.launch()
 
     def close(self) -> None:
-        """Drop the user's object, because a pool is in a reference cycle."""
+        """Drop the user's object, because the pool is part of a reference cycle."""
         self._job = self._job.without_worker()
 
     @property
     def size(self) -> Size:
-        """The present number of workers and buffer; inline, those with workers."""
+        """The current number of workers and buffer size; for an inline crew, the initial ones."""
         if self.pool.crew.is_inline:
             return self._job.start
         return Size(self.pool.num_workers, self._ring.limit)
@@ -120,7 +120,7 @@ class Batches(Tickets):
         return self.pool.stats()
 
     def most(self, stats: Stats) -> Size:
-        """Return the largest size that fits into memory, as far as `stats` show."""
+        """Return the largest size that fits in memory according to `stats`."""
         size, job = self.size, self._job
         nbytes = stats.nbytes / max(stats.batches, 1)
         limit = memory_limit_of(job.options.memory_limit)
@@ -129,10 +129,10 @@ class Batches(Tickets):
         return Size(workers, max(size.buffer, buffer))
 
     def resize(self, num_workers: int, buffer: int) -> None:
-        """Change the number of workers, from 1 to the `Job`'s, and the buffer.
+        """Change the buffer and the number of workers, from 1 to the job's `num_workers`.
 
-        Call this on the thread that takes batches. No result depends on the size. Surplus workers
-        finish their tickets and leave; if one dies first, another worker gets its ticket.
+        Call this on the thread that consumes batches. Results do not depend on the size. Surplus
+        workers finish their tickets and exit. If one dies first, another worker gets its ticket.
         """
         pool, ring = self.pool, self._ring
         if pool.crew.is_inline:
@@ -148,15 +148,15 @@ class Batches(Tickets):
 
     @property
     def skipped(self) -> list[Skipped]:
-        """Samples and batches that were left out because of an error."""
+        """The samples and batches that were skipped because of an error."""
         return list(self.pool.feed.skipped)
 
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
-        """Begin an epoch after `consumed` samples, for the iterator of this generation.
+        """Start an epoch after `consumed` samples for the iterator of this generation.
 
-        No batch of an earlier epoch is delivered. In one step of C, `place` becomes this epoch's
-        place, and the feed its progress. If the epoch was already begun at this place, and the loop
-        has taken nothing, the finished batches are kept.
+        No batch of an earlier epoch is delivered. In one C step, `place` becomes the place of this
+        epoch with the feed as its progress. If the epoch already started at this place and the loop
+        has consumed nothing, finished batches are kept.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place
@@ -172,8 +172,8 @@ class Batches(Tickets):
     def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
         """Continue the epoch from `position` with another sampler, unless the epoch is over.
 
-        The caller holds the run's lock. The iterator stays; batches that were made ahead are
-        dropped.
+        The caller holds the lock of the run. The iterator stays valid. Batches that were made ahead
+        are dropped.
         """
         epoch = place.now(sampler).epoch
         self._job = self._job._replace(sampler=sampler)
@@ -193,7 +193,7 @@ class Batches(Tickets):
     def describe(
         self, ring_number: int, cell: int, error: BaseException
     ) -> tuple[BaseException, object]:
-        """Name the batch in an exception; log it if the batch is left out."""
+        """Name the batch in an exception. Log the exception if the batch is skipped."""
         epoch, batch, indices, location, _ = self.held(ring_number, cell, failure.SHOWN)
         error, entry = failure.ordinary(error), None
         if self._job.on_error == "skip" and isinstance(error, Exception):
@@ -201,14 +201,14 @@ class Batches(Tickets):
         return failure.named(error, location), entry
 
     def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
-        """Log the samples that a batch lacks."""
+        """Log the samples missing from a batch."""
         epoch, batch, *_ = self.held(ring_number, cell)
         return note_samples(epoch, batch, left)
 
     def working(self, _: Awaited | None) -> Working:
-        """List the awaited tickets in work: runner number, since when (ns), batch."""
+        """List the awaited tickets in progress: runner number, start time (ns), batch."""
         held = [(*self._ring.holder(cell), cell) for _, cell in self.pool.feed.awaited()]
-        # `since` is 0 for an instant after the claim.
+        # `since` is briefly 0 after the claim.
         return [
             (runner_number, since, self.held(0, cell, failure.SHOWN).location)
             for runner_number, since, cell in held

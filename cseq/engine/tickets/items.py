@@ -1,4 +1,4 @@
-"""Items of workers, items of keys, calls of producers: the tickets of `Streams`."""
+"""The tickets of `Streams`: workers' own items, keyed items, calls to producers."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "Naming"]
 
-# The most tickets of one worker in flight, even if `prefetch` is larger; and the most bytes of all
-# cells, beyond those for `prefetch` items of each worker.
+# The maximum number of tickets in flight per worker, even if `prefetch` is larger; and the maximum
+# number of bytes for cells beyond `prefetch` items per worker.
 DEEPEST, MOST_BYTES = 64, 16 << 20
-# A longer list of ints is pickled. A worker may still be busy with a cancelled call.
+# Longer lists of ints are pickled. Besides a call, a worker may hold a cancelled call.
 KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
-    """How messages name an item, and how many samples it counts for.
+    """The names of items in messages, and the number of samples per item.
 
     Attributes
     ----------
     unit : str
-        A noun for the item.
+        A noun for an item.
     lost : str
-        What the log adds when a worker was replaced.
+        Text that is added to the log message when a worker is replaced.
     samples : callable, optional
-        ``samples(key)`` is how many samples `stats` counts for the item of a key; by default 1.
+        ``samples(key)`` returns the number of samples that `stats` counts per item; default 1.
     interrupted : str
-        The text of the InterruptedError if no epoch is under way.
+        The InterruptedError message when no epoch is active.
     """
 
     unit: str = "item"
@@ -58,7 +58,7 @@ class Naming(NamedTuple):
 
 
 class Items(Tickets):
-    """The tickets of queues, one for each worker. Only `Pool.close` is thread-safe."""
+    """The tickets of queues, one per worker. Only `Pool.close` is thread-safe."""
 
     pool: Pool[Items]
     calls = CALLS
@@ -79,9 +79,9 @@ class Items(Tickets):
         self.errors, self.interrupted = errors, naming.interrupted
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
-        # Besides items, a worker may hold one cancelled ticket.
+        # In addition to its items, a worker may hold one cancelled ticket.
         besides = 1 + CALLS
-        # One worker may get all keys, unless their cells would take too much memory.
+        # One worker may receive all keys unless their cells would use too much memory.
         self.words = words = KEYS + KEY_ROOM
         cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
@@ -89,30 +89,30 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # Epoch 0 is none. `_idle`: since when a runner has been ready without a ticket.
+        # Epoch 0 means none. `_idle`: when each runner became ready without a ticket.
         self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
         self.assignments: list[Request] = []
 
     def task(self, runner_number: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
-        """Return a worker's task."""
+        """Return the task of a worker."""
         return ItemTask(self.num_workers)
 
     def deaths(self) -> Deaths:
-        """Make the counter of deaths, which decides whether a worker is replaced."""
+        """Make the death counter, which decides whether a worker is replaced."""
         most, naming = self.options.max_restarts, self._naming
         advice = "look at what makes it"
         return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
 
     def feed_of(self, pool: Pool[Items]) -> Feed:
-        """Set up the rings; return the feed, to which the pool then refers weakly.
+        """Set up the rings and return the feed, to which the pool keeps only a weak reference.
 
         The finalizer of dropped `Streams` refers to the pool, and the feed refers to the iterator
         of keys, which may refer to the `Streams`.
         """
         for ring in pool.rings:
             # Waking a worker costs more than making a small item. A worker sleeps only when all its
-            # items are ready, so it is woken when half of them have been asked for again.
+            # items are ready, and is woken when half of them have been requested again.
             ring.wake_at = (self._depth + 1) // 2
         feed = pool.feed
         pool.feed = weakref.proxy(feed)
@@ -124,11 +124,11 @@ class Items(Tickets):
     # -- waiting
 
     def note_wait(self) -> None:
-        """Note that the loop begins to wait: times are measured from here."""
+        """Record that the loop starts waiting; times are measured from here."""
         self._idle, self._wait_began = {}, now_ns()
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work of awaited workers, and since when, counted from the start of the wait."""
+        """List the work of awaited workers; start times do not precede the wait of the loop."""
         everything = []
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for worker, cell in first.items():
@@ -136,7 +136,7 @@ class Items(Tickets):
             working = self._held_by(worker)
             if working or not self.pool.crew.is_ready(runner_number):
                 self._idle.pop(runner_number, None)
-            # The process of a ready worker without a ticket may be stopped.
+            # If a ready worker has no ticket, its process may be stopped.
             else:
                 since = self._idle.setdefault(runner_number, now_ns())
                 working = [(runner_number, since, self.held(worker, cell).location)]
@@ -196,7 +196,7 @@ class Items(Tickets):
         free: bool,
         first: int,
     ) -> list[Any]:
-        """Begin an epoch: post its tickets and start the workers. Return the replies."""
+        """Start an epoch: post its tickets and start the workers. Return the replies."""
         feed = self.pool.feed
         self._end()
         try:
@@ -230,7 +230,7 @@ class Items(Tickets):
                 name = f"the beginning of epoch {self._epoch - 1}"
                 posts = [self.post_call(worker, None, name) for worker in range(self.num_workers)]
             feed.refill()
-            # This raises the exception of the iterator of keys, if there was one.
+            # This raises the exception of the key iterator, if any.
             source.finish()
             for ring in self.pool.rings:
                 ring.wake()
@@ -247,7 +247,7 @@ class Items(Tickets):
         return replies
 
     def _write_all(self, assignments: Sequence[object]) -> list[Request]:
-        """Write the workers' assignments, each object once."""
+        """Write the workers' assignments; an object that is repeated is written once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
@@ -263,7 +263,7 @@ class Items(Tickets):
     def ask(
         self, method: str, args: tuple[object, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method in some workers. An interrupted call is cancelled by the next one."""
+        """Call a method in some workers. The next call cancels an interrupted call."""
         generation = self.pool.run.generation
         try:
             self.pool.crew.check()
@@ -274,7 +274,7 @@ class Items(Tickets):
             request = self.pool.crew.write((method, args), f"{method}'s arguments")
             name = f"a call of {method}()"
             posts = [self.post_call(worker, request, name) for worker in workers]
-            # The request is freed with the last ticket that refers to it.
+            # The last ticket that refers to the request frees it.
             del request
             return [self._reply(*post, generation) for post in posts]
         except InterruptedError:
@@ -282,19 +282,19 @@ class Items(Tickets):
             raise
 
     def post_call(self, worker: int, request: Request | None, name: str) -> tuple[int, int, int]:
-        """Post a call; return the worker, and cell and number of its ticket."""
+        """Post a call. Return the worker and the cell and number of the ticket."""
         assignments = self.assignments
         epoch = (assignments[worker], self._epoch) if assignments else ()
         return worker, *self.pool.feed.post_call(worker, request, name, *epoch)
 
     def _await_answer(self, worker: int, cell: int, ticket: int, generation: int) -> Answer | None:
-        """Sleep until a ticket is answered; return None if it has left the ring."""
+        """Sleep until a ticket is answered. Return None if the ticket has left the ring."""
         peek = self.pool.rings[worker].peek
         answer: Any = self.pool.await_for(generation, lambda: peek(cell, ticket), [(worker, cell)])
         return answer or None
 
     def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> object:
-        """Wait for the answer to a call, and take it out."""
+        """Wait for the answer to a call and remove it from the ring."""
         answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:
             raise InterruptedError("a signal handler made another call")
@@ -314,13 +314,13 @@ class Items(Tickets):
         try:
             error = failure.named(_signed(error, worker), location)
             raise error
-        # The traceback refers to this frame: a reference cycle.
+        # Break the reference cycle: the traceback refers to this frame.
         finally:
             del error
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:
-    """Set the worker's number on the cause of an exception, if the worker raised it."""
+    """Set the worker number on the cause of an exception if the worker raised it."""
     cause = error.__cause__
     if isinstance(cause, RemoteTraceback):
         cause.worker = worker
