@@ -1,6 +1,6 @@
-"""Feed training loops: in order, each sample once, the same for the same seed.
+"""Feed training loops in order, each sample once, reproducibly for a given seed.
 
-A batch travels as a ticket in a cell of a ring. The cell's state tells how far it has come::
+A batch travels as a ticket in a cell of a ring. The cell's state records its progress::
 
     main process      worker of stage 1       worker of stage 2       main process
 
@@ -8,47 +8,46 @@ A batch travels as a ticket in a cell of a ring. The cell's state tells how far 
     indices of          user's                 CPU → CUDA             in the order
     (seed, epoch)       indexer[…]             device                 of tickets
 
-Without a CUDA device, READY follows INDEXING, and the end that decodes a batch makes its tensors.
-The data lie beside the ring in slots of shared memory; between threads, they stay where they are.
-
-To learn how cseq works, read docs/inside/architecture.md, which follows one batch step by step, and
-the modules with a star on the way. Imports point down this list of modules::
+Without a CUDA device, READY follows INDEXING, and the side that decodes a batch creates its
+tensors. Processes exchange data through shared-memory slots beside the ring. Threads share the
+objects themselves. To learn how cseq works, read docs/inside/architecture.md, which follows one
+batch step by step, together with the starred modules. A module imports only modules below it::
 
     cseq/
-    ├── testing.py      for tests of training scripts: kill workers, wait for them
-    ├── __main__.py     cseq, the command: run a script with cseq's DataLoader in torch's place
-    ├── observe/        for people who look: reports; cseq run --watch, bench, doctor, top
-    ├── adapters/       other libraries' interfaces: loaders, frameworks, metrics systems
-    ├── tokens/         documents of tokens in, training rows out: readers of files, rows, batches
-    ├── kinds.py        MPSequence, MTSequence, RaySequence: of processes, threads, a Ray fleet
+    ├── testing.py      helpers for testing training scripts: kill workers, wait for workers
+    ├── __main__.py     the cseq command: runs a script with cseq's DataLoader instead of torch's
+    ├── observe/        tools for users: reports; cseq run --watch, bench, doctor, top
+    ├── adapters/       interfaces to other libraries: loaders, frameworks, metrics systems
+    ├── tokens/         training rows from tokenized documents: file readers, rows, batches
+    ├── kinds.py        MPSequence, MTSequence, RaySequence: for processes, threads, a Ray fleet
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
-    ├── manager.py      ★ a manager's lifecycle: started, used in a `with`, finished
-    ├── runs.py         ★ one start of a manager or loader, up to its end; all runs of the process
-    ├── tracing.py      a trace of every batch: recorded, written as JSON
-    ├── report/         a page about a run: figures as SVG, HTML, the doctor's findings
-    ├── fleet/          batches from other machines: a crew of threads, each of which asks an actor
+    ├── manager.py      ★ a manager's lifecycle: start, use in a `with`, finish
+    ├── runs.py         ★ one run of a manager or loader; all runs of the process
+    ├── tracing.py      a trace of every batch, recorded and written as JSON
+    ├── report/         a page about a run: SVG figures, HTML, the doctor's findings
+    ├── fleet/          batches from other machines: a crew of threads, each querying one actor
     ├── engine/         ★ a pool is a crew (processes, threads, the loop's own thread) × tickets;
-    │                   _feed posts these, and takes out batches and items
+    │                   _feed posts tickets and retrieves batches and items
     ├── arguments.py    the arguments of MSequence: types and checks
-    ├── options.py      options of workers, for MSequence and Streams
-    ├── store/          shards of a store and decoded samples, kept for all of a machine
-    ├── order/          ★ which samples, in which order, for which rank; the loop's place
-    ├── indexing/       ★ in a worker: the user's code makes a batch of indices
+    ├── options.py      worker options for MSequence and Streams
+    ├── store/          store shards and decoded samples, kept for all processes of a machine
+    ├── order/          ★ which samples, in which order, for which rank; the loop's position
+    ├── indexing/       ★ inside a worker: user code turns indices into a batch
     ├── converter/      batch → tensors: on the CPU where it is decoded, on CUDA in stage 2
-    ├── processes/      worker processes: started, replaced when they die, ended
-    ├── encoding/       ★ how a batch, an exception, the user's worker travel to another process
+    ├── processes/      worker processes: start, replacement after a death, shutdown
+    ├── encoding/       ★ how batches, exceptions and the user's worker reach another process
     ├── measure/        counts and times of a run; why its loop waits
-    ├── memory/         ★ the shared memory that batches lie in
+    ├── memory/         ★ the shared memory that holds batches
     ├── stage.py        ★ the loop of every runner: claim, work, publish
-    ├── check.py        checks of arguments
+    ├── check.py        argument checks
     ├── files.py        files that are written whole or not at all
-    ├── threads.py      threads that a signal handler cannot break; logs on another thread
-    ├── system.py       the machine or container: cores, threads of libraries, memory
-    ├── _work.pyx       ★ runners, and their work: batches made and published
-    ├── _lock.pyx       locks and latches that outlive signal handlers
-    ├── _core.pyx       ★ the ring (include/cseq_ring.h), the shuffle, readers of its orders
-    ├── _memory.pyx     ★ memory that arrays lie on
+    ├── threads.py      threads that a signal handler cannot break; logging on another thread
+    ├── system.py       the machine or container: cores, library threads, memory
+    ├── _work.pyx       ★ runners and their work: making and publishing batches
+    ├── _lock.pyx       locks and latches that survive signal handlers
+    ├── _core.pyx       ★ the ring (include/cseq_ring.h), the shuffle, readers of shuffled orders
+    ├── _memory.pyx     ★ the memory behind arrays
     └── errors.py       every error, drawn as a tree
 """
 
@@ -58,7 +57,7 @@ import os
 import sys
 import typing
 
-# Another project, named cseq on the package index, installs this file into the same folder.
+# Another project, named cseq on the package index, installs cli.py into the same folder.
 if os.path.exists(f"{__path__[0]}/cli.py"):
     raise ImportError(
         f"{__path__[0]} has files of another project, named cseq on the package index: run "
@@ -168,11 +167,11 @@ _ELSEWHERE = {
     "trace": "cseq.tracing",
 }
 
-# Type checkers see the names above alone.
+# Type checkers see only the names above.
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a name at its first use; few programs need all, and some lack torch or Ray."""
+        """Import a name on first use: few programs need every name, and some lack torch or Ray."""
         if name in _ELSEWHERE:
             from importlib import import_module
 
@@ -190,7 +189,7 @@ if not typing.TYPE_CHECKING:
             raise AttributeError(str(error), name=name) from error
 
     def __dir__() -> list[str]:
-        """List the public names, and those that need torch or Ray if it is installed."""
+        """List the public names; include names that need torch or Ray only if it is installed."""
         from importlib.util import find_spec
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()

@@ -1,4 +1,4 @@
-"""``cseq``: a script with cseq's DataLoader, or a look at loops and machines."""
+"""The ``cseq`` command: run a script with cseq's DataLoader, or inspect loops."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Parameters
     ----------
     arguments : sequence of str, optional
-        The arguments to parse, by default the command line's.
+        The arguments to parse. The default is the command-line arguments.
     """
     parser = argparse.ArgumentParser(
         prog="cseq", description=DESCRIPTION, epilog=f"{EXAMPLES}\n\n{DOCS}", formatter_class=RAW
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="the script is a module")
-    # One argument takes both: argparse would drop the script's own `--` from a second one.
+    # One argument holds both: argparse would drop the script's own `--` from a second argument.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument("target", metavar="FILE.py:make", help="a function that returns either")
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(given, "look"):
         parser.print_help()
         return
-    # Encodings of files on Windows lack arrows.
+    # On Windows, file encodings lack arrows.
     if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     status = given.look(given)
@@ -105,7 +105,7 @@ def _run(given: argparse.Namespace) -> str | None:
     else:
         _watch()
     sys.argv = given.script
-    # A first `--` ends our own options.
+    # A leading `--` ends the options of cseq.
     if sys.argv[0] == "--" and sys.argv[1:]:
         del sys.argv[0]
     if given.is_module:
@@ -138,7 +138,7 @@ def _top(given: argparse.Namespace) -> int | str:
 
 
 def _replace(given: argparse.Namespace) -> None:
-    """Put cseq's workers into every DataLoader, in processes that the script starts, too."""
+    """Use cseq's workers in every DataLoader, even in processes that the script starts."""
     if given.rng is not None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng
 
@@ -172,7 +172,7 @@ def _watch() -> None:
 
 
 def _tell_engines(pid: int) -> None:
-    """Say which engine each kind of loader had, unless this is a forked copy of the process."""
+    """Print which engine each kind of loader used, unless this is a forked child."""
     from cseq.adapters.torch.fallback import lines
 
     if os.getpid() == pid and sys.stderr is not None:
@@ -194,12 +194,12 @@ def _run_module(name: str) -> None:
 
 
 def _run_script(script: str) -> None:
-    """Run a file as ``python`` does, or a folder or an archive that has a ``__main__.py``."""
-    # This is ``__file__`` even after a chdir. It keeps a `..` that follows a link.
+    """Run a file, or a folder or archive that has a ``__main__.py``, as ``python`` does."""
+    # `__file__` stays valid after a chdir. A `..` that follows a symbolic link is kept.
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)
-        # This puts the folder or archive first on `sys.path`.
+        # `run_path` puts the folder or archive first on `sys.path`.
         runpy.run_path(path, run_name="__main__")
         return
     try:
@@ -210,8 +210,8 @@ def _run_script(script: str) -> None:
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     _enter(os.path.dirname(os.path.realpath(path)))
-    # As in python, the module stays after the script ends: threads that still run and functions of
-    # `atexit` find their names. `runpy` would remove it, and sets `sys.argv[0]` to `__file__`.
+    # As in python, the module outlives the script, so running threads and `atexit` functions still
+    # find their names. `runpy` would remove the module and set `sys.argv[0]` to `__file__`.
     module = ModuleType("__main__")
     module.__dict__.update(
         __annotations__={},
@@ -225,8 +225,8 @@ def _run_script(script: str) -> None:
 
 
 def _enter(folder: str | None) -> None:
-    """Replace, on ``sys.path``, the folder in which ``-m cseq`` was called, or remove it."""
-    # These flags put neither folder on the path.
+    """Replace the folder that ``-m cseq`` put on ``sys.path``, or remove it if `folder` is None."""
+    # With these flags, neither folder is on the path.
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     if folder is None:

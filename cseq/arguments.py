@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         type: str
         index: int
 
-    # 'cuda', 'cuda:1', 'cpu' or 'null'. Any string, since the number of a device may be computed.
+    # 'cuda', 'cuda:1', 'cpu' or 'null'; str, because scripts may compute the device number.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [
@@ -65,24 +65,24 @@ __all__ = [
 F = typing.TypeVar("F", bound="Callable[..., None]")
 
 MOST_EPOCHS = 2**63
-# The workers of each `thread_type`, in `repr`.
+# What `repr` calls the workers of each `thread_type`.
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 # The default batch size.
 BATCH_SIZE = 32
 AUTO = "auto"
-# 'auto' begins with at most AUTO_START workers and at least FIRST_BUFFER batches. It may take
-# LEAST_READERS to AUTO_READERS workers beyond the cores, and AUTO_BUFFER batches, with at most
-# AUTO_WORDS indices in all.
+# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. Beyond the number
+# of cores, the limit on workers is between LEAST_READERS and AUTO_READERS. The limit on batches is
+# AUTO_BUFFER, with at most AUTO_WORDS indices in total.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
-# Each batch has a mapping in two processes, and Linux allows a process some 65000.
+# Each batch has a mapping in two processes, and Linux allows about 65000 mappings per process.
 MOST_BUFFER = 2**14
 # A ticket counts its words in 32 bits.
 MOST_BATCH = 2**32 - 1
 
 
 def explained(initialise: F) -> F:
-    """Make an ``__init__`` suggest the right argument for a keyword that it does not take."""
+    """Make an ``__init__`` suggest the right argument for an unknown keyword."""
     signature = inspect.signature(initialise)
 
     @functools.wraps(initialise)
@@ -105,7 +105,7 @@ def sizes_of(
 ) -> tuple[Size, Size, tuple[bool, bool]]:
     """Check `num_workers` and `buffer` for cells of `words` indices.
 
-    Returns the first and the largest size of a pool, and which of the two arguments are 'auto'.
+    Return a pool's initial and maximum sizes, and a flag per argument for whether it is 'auto'.
     """
     if buffer is None:
         buffer = AUTO if thread_type == "ray" else 10
@@ -139,17 +139,17 @@ def sizes_of(
 
 
 def is_auto(name: str, value: object) -> bool:
-    """Tell whether a number is 'auto'. Another word is an error."""
+    """Return True if a number is 'auto'. Any other string is an error."""
     if isinstance(value, str) and value != AUTO:
         raise TypeError(f"{name}={value!r} is not an integer; give one, or 'auto'")
     return isinstance(value, str)
 
 
 def workers_of_auto() -> tuple[int, int]:
-    """Return the number of workers that 'auto' begins with, and the most that it may take.
+    """Return the initial and the maximum number of workers for 'auto'.
 
-    At first, the loop's core is left free. Workers that turn out to wait for a disk or a network
-    may outnumber the cores.
+    The initial number leaves one core free for the loop. Workers that turn out to wait for a disk
+    or a network may outnumber the cores.
     """
     cores = share()
     start = max(1, min(AUTO_START, cores - 1))
@@ -157,24 +157,24 @@ def workers_of_auto() -> tuple[int, int]:
 
 
 class Job(NamedTuple):
-    """The checked arguments of `MSequence`. `MSequence.start` resolves them and makes a pool.
+    """The checked arguments of `MSequence`, which `MSequence.start` resolves to create a pool.
 
     Attributes
     ----------
     output : Output
-        From `out_type` and `dtype`; in a pool, as far as this machine has it.
+        The output for `out_type` and `dtype`. In a pool, it is limited to what this machine has.
     num_workers, buffer : int
-        The largest numbers.
+        The maximum numbers.
     num_converters : int
-        In a pool, 0 without CUDA.
+        The number of converters. In a pool without CUDA, it is 0.
     start : Size
-        The first size of a pool.
+        The initial size of a pool.
     auto : (bool, bool)
         Whether `num_workers` and `buffer` change during a run.
     compat : bool or None
-        If False, CUDA conversion happens in processes, else in threads.
+        If False, CUDA conversion runs in processes, otherwise in threads.
     fleet : RayFleet or None
-        The fleet that was given as `worker`.
+        The fleet that was passed as `worker`.
     """
 
     worker: Any
@@ -193,7 +193,7 @@ class Job(NamedTuple):
     compat: bool | None = None
 
     def without_worker(self) -> Job:
-        """Return the job of a closed pool: a pool is part of a cycle that would keep the worker."""
+        """Return the job for a closed pool, whose reference cycle would keep the worker alive."""
         return self._replace(worker=None, fleet=None)
 
 
@@ -201,7 +201,7 @@ def sampler_of(
     worker: Any, dset_size: Any, order: Order, batch_size: object, seed: Any, drop_last: Any,
     ordered: Any, shard: Shard, pad: Any, repeat: object,
 ) -> Sampler:  # fmt: skip
-    """Check the arguments that say which samples a batch has."""
+    """Check the arguments that determine the samples of each batch, and make the sampler."""
     return Sampler(
         samples_of(worker, order) if dset_size is None else dset_size,
         order,
@@ -217,7 +217,7 @@ def sampler_of(
 
 
 def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
-    """Refuse options of a sequence for processes that Ray starts, or started if `given`."""
+    """Reject options that Ray's processes cannot use, and options of the fleet if it is `given`."""
     given_options = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
@@ -227,7 +227,7 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
-    """Check `worker`. If it is a fleet, return the fleet's worker and the fleet, else None."""
+    """Check `worker`. Return the worker and its fleet, or None if there is no fleet."""
     if thread_type not in KINDS:
         raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
@@ -258,13 +258,13 @@ def batch_size_of(batch_size: object, order: Order) -> int:
 
 
 def own_order(worker: object) -> Order | None:
-    """Return an indexer's own order, if any."""
+    """Return the order that an indexer brings with it, if any."""
     order = getattr(worker, "order", None) if indexer.is_indexer(worker) else None
     return order if isinstance(order, Order) else None
 
 
 def order_of(worker: object, order: object, shuffle: object) -> Order:
-    """Check `order`, or return the worker's own, or make one for `shuffle`."""
+    """Check `order`. If it is None, return the worker's own order or create one for `shuffle`."""
     if order is None:
         order = own_order(worker)
     if order is None:
@@ -286,7 +286,7 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
 
 
 def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> int:
-    """Check `repeat`. True becomes the largest number."""
+    """Check `repeat`. True becomes the maximum number of epochs."""
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
@@ -302,10 +302,10 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
 
 
 def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
-    """Check `num_converters`, or choose it. Without workers there are none.
+    """Check or choose the number of converters. Without workers, it is 0.
 
-    One thread keeps a device busy with copies of page-locked slots; more would compete for the GIL.
-    Batches of worker threads are first copied to page-locked memory, which takes several.
+    One thread can keep a device busy copying page-locked slots; more would compete for the GIL.
+    Batches from worker threads are first copied to page-locked memory, which needs several threads.
     """
     if converters is None:
         return min(workers, 1 if thread_type == "proc" else max(4, workers // 4))
@@ -320,7 +320,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
 
 
 def dtype_of(worker: object, dtype: object) -> object:
-    """Resolve 'auto': a data set, or a worker with its own order, keeps the types of arrays."""
+    """Resolve 'auto': a dataset, or a worker with its own order, keeps its array types."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
     is_kept = indexer.takes_samples(worker) or own_order(worker) is not None
@@ -328,7 +328,7 @@ def dtype_of(worker: object, dtype: object) -> object:
 
 
 def samples_of(worker: object, order: Order) -> int:
-    """Return the number of samples if `dset_size` is left out."""
+    """Return the number of samples when `dset_size` is omitted."""
     length = indexer.length_of(worker)
     if length is None:
         length = order.samples

@@ -1,4 +1,4 @@
-"""Checks of arguments: an error names the argument, its value and the remedy."""
+"""Argument checks. Each error names the argument, its value and the remedy."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 
 T = TypeVar("T")
 
-# With as many converters, 16 bits number them all.
+# Together with as many converters, all runners can be numbered in 16 bits.
 MOST_WORKERS = 2**15 - 1
 
-# A value of an array takes 4 bytes of a table that is made of them.
+# Each array value takes 4 bytes in the table that is built from the array.
 MOST_VALUES = 2**32
 
-# Keywords, mostly of torch's DataLoader, that have another name here, or none.
+# Keywords, mostly from torch's DataLoader, that have a different name here or no equivalent.
 ELSEWHERE = {
     "batch_sampler": "batches are cut from the order of the epoch: give batch_size, shuffle, "
     "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "that is `num_workers` here",
 }
 
-# The same where cseq collates the samples of a data set.
+# The same keywords for datasets, whose samples cseq collates.
 OF_DATASET = ELSEWHERE | {
     "collate": "give cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "give cseq.from_dataset(dataset, collate=...) as `worker`",
@@ -68,9 +68,9 @@ OF_DATASET = ELSEWHERE | {
 def unexpected(
     caller: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]
 ) -> TypeError:
-    """Make the error for an unknown keyword, with what to write instead.
+    """Return the error for an unknown keyword, with a hint about what to write instead.
 
-    `elsewhere` has this for names that are known from elsewhere.
+    `elsewhere` maps names that other libraries use to hints.
     """
     instead = elsewhere.get(name)
     if instead is None:
@@ -82,7 +82,7 @@ def unexpected(
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Check an integer in [least, most]; numpy's integers are accepted, bools are not."""
+    """Check an integer in [least, most]. NumPy integers are accepted; bools are not."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -99,7 +99,7 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> i
 
 
 def one_dimensional(name: str, given: Any, most: int = MOST_VALUES) -> NDArray[Any]:
-    """Return an argument as an array, with one value at least."""
+    """Return an argument as a one-dimensional array with at least one value."""
     try:
         values = np.asarray(given)
     except (TypeError, ValueError) as error:
@@ -119,7 +119,7 @@ def integers(
     remedy: str = "give integers of at least 0",
     most: int = MOST_VALUES,
 ) -> NDArray[np.integer[Any]]:
-    """Return an argument as an array of integers. One that is an array is not copied."""
+    """Return an argument as an integer array. An existing array is not copied."""
     values = one_dimensional(name, given, most)
     if values.dtype.kind not in "iu":
         raise TypeError(
@@ -129,14 +129,14 @@ def integers(
 
 
 def flag(name: str, value: object) -> bool:
-    """Check True or False."""
+    """Check a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={value!r} is neither True nor False")
     return bool(value)
 
 
 def choice(name: str, value: T, options: Sequence[object]) -> T:
-    """Check one of a few values."""
+    """Check that a value is one of the options."""
     if value not in options:
         listed = ", ".join(map(repr, options))
         raise ValueError(f"{name}={value!r} is unknown; give one of {listed}")
@@ -144,7 +144,7 @@ def choice(name: str, value: T, options: Sequence[object]) -> T:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Check a time span above 0, or None for no bound."""
+    """Check a positive number of seconds, or None for no limit."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -155,7 +155,7 @@ def seconds(name: str, value: object) -> float | None:
 
 
 def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Check the shape of an array, as numpy does."""
+    """Check an array shape as NumPy does."""
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
     dims = tuple(map(operator.index, sizes))
     if min(dims, default=0) < 0:

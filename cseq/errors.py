@@ -3,15 +3,15 @@
 ::
 
     CseqError
-    ├── WorkerError       (RuntimeError)  an indexer raised something that cannot be pickled
+    ├── WorkerError       (RuntimeError)  an indexer raised an exception that cannot be pickled
     ├── WorkerDied        (RuntimeError)  worker processes died too often to be replaced
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
-    └── RemoteTraceback                   the cause of an error from another process: its text
+    └── RemoteTraceback                   the traceback from another process, as a ``__cause__``
 
-An exception that an indexer raises comes out of the loop as itself. What would end the loop or the
-program there (StopIteration, ``sys.exit``) becomes a ``RuntimeError``. Wrong arguments are
-``TypeError`` and ``ValueError``, misuse of a manager's lifecycle is ``OSError``, and a stale
-iterator raises ``InterruptedError``.
+The loop re-raises an indexer's exception with its original type. An exception that would silently
+end the loop or the program (StopIteration, ``sys.exit``) becomes a ``RuntimeError``. Invalid
+arguments raise ``TypeError`` or ``ValueError``, misuse of a manager's lifecycle raises ``OSError``,
+and a stale iterator raises ``InterruptedError``.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ __all__ = ["CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerT
 
 
 class CseqError(Exception):
-    """The root of cseq's own errors."""
+    """The base class of cseq's own errors."""
 
 
 class WorkerError(CseqError, RuntimeError):
     """An indexer raised an exception that cannot be pickled and sent to the trainer.
 
-    Its type, text and traceback are in the message and in ``__cause__``.
+    The message and ``__cause__`` contain that exception's type, text and traceback.
     """
 
 
 class WorkerDied(CseqError, RuntimeError):
-    """A worker process died, and the budget for replacing it is spent.
+    """A worker process died, and the restart limit is exhausted.
 
     Attributes
     ----------
     epoch, batch : int or None
-        The batch it worked on, if it had one.
+        The batch that the worker was making, if any.
     indices : list of int
-        That batch's indices; empty if there was none.
+        The indices of that batch. The list is empty if there was no batch.
     exitcode : int or None
-        Exit code, or minus the signal's number; None if it is unknown.
+        The exit code, or the negative signal number, or None if unknown.
     worker : int or None
-        The worker's number, from 0.
+        The worker's number, starting from 0.
     pid : int or None
-        Its process id.
+        The worker's process id.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class WorkerDied(CseqError, RuntimeError):
 
 
 class WorkerTimeout(CseqError, TimeoutError):
-    """A batch took longer than `timeout`; the message shows where its worker was."""
+    """A batch took longer than `timeout`. The message shows what its worker was executing."""
 
 
 class RemoteTraceback(CseqError):
-    """A traceback in another process, as text; the ``__cause__`` of the error raised there.
+    """The text of a traceback from another process, as the ``__cause__`` of the error raised there.
 
     Attributes
     ----------
     worker : int or None
-        The number of the worker that raised it, from 0, if known.
+        The number of the worker that raised the error, starting from 0, if known.
     process : str
-        What the process is called.
+        A description of the process.
     own : str or None
-        The text of the exception that this one causes, if the traceback was added to it. The text
-        of this one is then short, so that both together show the traceback once; ``args[0]`` is the
-        traceback in any case.
+        The text of the resulting exception, if the traceback was added to that exception.
+        ``str()`` of this object is then short, and a report shows the traceback only once.
+        ``args[0]`` is always the traceback.
     """
 
     worker: int | None = None
@@ -92,7 +92,7 @@ class RemoteTraceback(CseqError):
 
     @property
     def place(self) -> str:
-        """The process that raised it, in words."""
+        """A description of the process that raised the error."""
         return f"a {self.process}" if self.worker is None else f"{self.process} {self.worker}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and those that processes lock."""
+"""Files that are written whole or not at all, and files that processes lock."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["locked", "whole"]
 
 @contextlib.contextmanager
 def whole(path: str) -> Iterator[IO[str]]:
-    """Write a file of text as a whole or not at all; it is compressed if its name ends in .gz.
+    """Write a text file completely or not at all. A name that ends in .gz is compressed.
 
-    An OSError names the file. An earlier process with this number, which was killed, may have left
-    a part; nor is a link followed there.
+    An OSError names the final file. A leftover part file from a killed process with the same id is
+    removed first, and a symbolic link in its place is not followed.
     """
     part = f"{path}.{os.getpid()}.part"
     try:
@@ -45,10 +45,10 @@ def _open(path: str, *, packed: bool) -> IO[str]:
 
 
 def locked(path: str, *, shared: bool = False) -> int | None:
-    """Open a file, or make it, and lock it until it is closed.
+    """Open or create a file and lock it until it is closed.
 
-    Wait for the process that has locked it. Return None if another process has renamed or removed
-    the file meanwhile.
+    If another process holds the lock, wait. Return None if another process renamed or removed the
+    file in the meantime.
     """
     import fcntl
 

@@ -1,4 +1,4 @@
-"""The kinds of `MSequence`, by what makes the batches."""
+"""The subclasses of `MSequence`, one for each kind of worker."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["MPSequence", "MTSequence", "RaySequence"]
 
 
 class _Kind(MSequence[B_co]):
-    """An `MSequence` whose class sets `thread_type`. Arguments after it move up by one."""
+    """An `MSequence` whose class sets `thread_type`, so later arguments move up by one."""
 
     @arguments.explained
     def __init__(
@@ -62,7 +62,7 @@ class _Kind(MSequence[B_co]):
 class MPSequence(_Kind[B_co]):
     """Whole batches from worker processes, for indexers that run Python code.
 
-    It takes the parameters of `MSequence`, except ``thread_type``.
+    It accepts the parameters of `MSequence` except ``thread_type``.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class MPSequence(_Kind[B_co]):
 class MTSequence(_Kind[B_co]):
     """Whole batches from threads, for indexers that read, wait, or compute without the GIL.
 
-    It takes the parameters of `MSequence`, except ``thread_type``.
+    It accepts the parameters of `MSequence` except ``thread_type``.
 
     Examples
     --------
@@ -94,11 +94,11 @@ class MTSequence(_Kind[B_co]):
 class RaySequence(_Kind[B_co]):
     """Whole batches from worker processes on the nodes of a Ray cluster.
 
-    It takes the parameters of `MSequence`, except ``thread_type``. `worker` may be a `RayFleet`,
-    which then has the workers. Otherwise, `start` makes a fleet, which `finish` ends: `num_workers`
-    processes with one CPU each, spread over the nodes, with this manager's `timeout`, `threads` and
-    `seed_globals`. If Ray is not connected yet, `start` connects as ``ray.init()`` does. `buffer`
-    is 'auto' by default, within `memory_limit`.
+    It accepts the parameters of `MSequence` except ``thread_type``. `worker` may be a `RayFleet`,
+    whose workers are then used. Otherwise, `start` creates a fleet, which `finish` shuts down: it
+    has `num_workers` processes with one CPU each, spread over the nodes, and uses this manager's
+    `timeout`, `threads` and `seed_globals`. If Ray is not connected yet, `start` connects as
+    ``ray.init()`` does. `buffer` defaults to 'auto' within `memory_limit`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A manager: started, used in a `with`, finished; each start is a `Run`."""
+"""A manager is started, used in a `with` and finished. Each start makes a `Run`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Manager", "pool_of"]
 
 
 def pool_of(kind: str, job: Job) -> Pool[Batches]:
-    """Make a pool that makes batches in processes, in threads, on a Ray fleet, or inline."""
+    """Create a pool that makes batches in processes, in threads, on a Ray fleet, or inline."""
     make: Callable[[Batches], Crew]
     if kind == "ray":
         from cseq.fleet.ray import FleetCrew, of_fleet
@@ -54,10 +54,10 @@ def pool_of(kind: str, job: Job) -> Pool[Batches]:
 
 
 class Manager:
-    """Has one run after another: its pool, the loop's place, and the lock around both.
+    """The owner of consecutive runs, the loop's position, and the lock that guards both.
 
-    `_stats` and `_skipped` are the last run's while none runs; `_trace` is the last start's. The
-    log names each of `_logged_causes` once.
+    Between runs, `_stats` and `_skipped` belong to the last run. `_trace` belongs to the last
+    start. Each cause in `_logged_causes` is logged only once.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Manager:
         self._logged_causes: set[str] = set()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied: whether two share an order or workers is undefined."""
+        """Refuse pickling and copying: copies would have no defined way to share workers."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
             "that needs one, with the same arguments, and call load_state_dict(state_dict()) to "
@@ -85,7 +85,7 @@ class Manager:
         return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
-        """Hold the lock for a call that must not interrupt another one."""
+        """Hold the lock for a call that must not interrupt another call."""
         rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
@@ -93,15 +93,15 @@ class Manager:
         return self._lock.hold()
 
     def _look(self) -> Hold:
-        """Hold the lock to read what it protects; in the middle of a call, only if it is free.
+        """Hold the lock to read protected state. Inside another call, do not wait for the lock.
 
-        Its holder may be waiting for that very call.
+        The lock's holder may be waiting for that very call.
         """
         within = self._run is not None and self._run.lock.is_mine
         return self._lock.hold(0 if within else -1)
 
     def _put_off(self, call: Callable[[], object]) -> bool:
-        """Defer a call to the end of the call that this thread is in, if any."""
+        """Defer a call until the end of the call that this thread is executing, if any."""
         run = self._run
         for lock in (self._lock,) if run is None else (self._lock, run.lock):
             if lock.is_mine:
@@ -112,9 +112,9 @@ class Manager:
         return False
 
     def _open(self, pool: Pool[Batches]) -> None:
-        """Start a pool, while nothing runs."""
+        """Start a pool when none is running."""
         pool.logged_causes = self._logged_causes
-        # The pool opens last: if a signal handler raises before, `_end` has a run to close.
+        # The pool opens last: if a signal handler raises earlier, `_end` has a run to close.
         self._run = run = Run(pool)
         try:
             run.close_with(self)
@@ -124,13 +124,13 @@ class Manager:
             raise
 
     def _started(self) -> Self:
-        """Return the manager at the end of a start, unless a callback finished it meanwhile."""
+        """Return the started manager. Raise if a callback finished it in the meantime."""
         if self._run is None:
             raise InterruptedError("finish() was called while the manager was being started")
         return self
 
     def _present(self) -> Run[Batches]:
-        """Return the run, for an iterator of this process."""
+        """Return the run for an iterator in this process."""
         run = self._run
         assert run is not None
         if not run.is_ours:
@@ -141,17 +141,17 @@ class Manager:
         return run
 
     def finish(self) -> None:
-        """Stop the workers within a bounded time. You can call it twice.
+        """Stop the workers within a bounded time. A second call has no effect.
 
-        A signal handler, an order or a destructor may call it in the middle of another call of the
-        manager. It then only sets a mark: the other call takes no more batches and ends the run.
+        A signal handler, an order or a destructor may call this method in the middle of another
+        call on the manager. The other call then receives no more batches and ends the run itself.
 
-        While an exception propagates (Ctrl-C), workers get 0.5 s instead of 5 s to end their batch.
+        While an exception propagates (Ctrl-C), workers get 0.5 s instead of 5 s to finish a batch.
 
         Raises
         ------
         OSError
-            It was called inside the manager's own ``with``, whose end calls it.
+            The method was called inside the manager's own ``with``, which calls it on exit.
         """
         self._refuse_inside_with("finish")
         if not self._put_off(self.finish):
@@ -160,15 +160,15 @@ class Manager:
                 self._end()
 
     def _begin_trace(self, path: str | os.PathLike[str] | None, rank: int) -> None:
-        """Record until `_end` if there is a path. Nothing runs yet."""
+        """Record until `_end` if a path is given. Call this before the run starts."""
         if path is not None:
             self._trace = trace = tracing.Trace(path, rank=rank)
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End the run, if any. If a signal handler raises here, call it again to go on.
+        """End the run, if any. If a signal handler raises here, another call continues.
 
-        `ended` is the exception that propagates.
+        `ended` is the propagating exception.
         """
         self._is_entered = False
         run = self._run
@@ -205,7 +205,7 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # This comes before any call: `finish` has to work after an interrupt.
+        # This precedes any call because `finish` must work after an interrupt.
         self._is_entered = False
         if not self._put_off(self.finish):
             with self._lock.hold():
@@ -217,7 +217,7 @@ class Manager:
         Returns
         -------
         Stats
-            A snapshot: numbers of batches, seconds, and what limits the rate (`Stats.bottleneck`).
+            A snapshot of batch counts, times, and the limiting factor (`Stats.bottleneck`).
 
         Examples
         --------
@@ -232,21 +232,21 @@ class Manager:
             return replace(stats, source_tokens=self._count_tokens())
 
     def _count_tokens(self) -> dict[str, int]:
-        """Return the tokens of each source that the loop had, if the manager knows them."""
+        """Return the number of tokens that the loop received from each source, if known."""
         return {}
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop waits, since the last start, and what helps.
+        """Return why the loop has waited since the last start, and what would help.
 
         Parameters
         ----------
         since : Stats, optional
-            An earlier result of `stats` in this run. Only what came after it counts.
+            An earlier result of `stats` in this run. Only later batches count.
 
         Returns
         -------
         Advice
-            Print it, or read its `cause` (a word) and its `change` (the arguments to change).
+            Print it, or read `cause` (a word) and `change` (the arguments to change).
 
         Examples
         --------
@@ -262,15 +262,15 @@ class Manager:
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
         """Write an HTML page about the run: why the loop waited, and what would help.
 
-        It is about the present run, or else the last one. The page needs no script and no network,
-        and you can print it.
+        The page covers the current run, or the last run if none is active. It uses no scripts and
+        no network and is suitable for printing.
 
         Parameters
         ----------
         path : str or path
-            The file to write. An existing one is replaced.
+            The file to write. An existing file is replaced.
         title : str, optional
-            The page's heading, by default the script's name.
+            The page heading. The default is the script's name.
 
         Examples
         --------
@@ -288,8 +288,8 @@ class Manager:
     def skipped(self) -> list[Skipped]:
         """The samples and whole batches that ``on_error='skip'`` left out since the last start.
 
-        The list has the latest 1000, each with ``epoch``, ``batch``, ``sample`` (or None for a
-        whole batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.
+        The list contains the latest 1000 entries, each with ``epoch``, ``batch``, ``sample`` (None
+        for a whole batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.
         """
         with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.tickets.skipped

@@ -1,4 +1,4 @@
-"""Options of workers, for MSequence and Streams; how many workers a pool has."""
+"""Worker options for MSequence and Streams, and the size of a pool."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ MAX_RESTARTS = 100
 
 
 class WorkerOptions(NamedTuple):
-    """How workers are started, replaced and limited: options of `MSequence` and `Streams`, checked.
+    """Options for starting, replacing and limiting the workers of `MSequence` and `Streams`.
 
     Attributes
     ----------
     memory_limit : int or None
-        In bytes, or None for a rank's part of a quarter of the memory of the workers' machine.
+        A number of bytes, or None for a rank's share of a quarter of the memory of the workers'
+        machine.
     """
 
     start_method: str | None = None
@@ -32,7 +33,7 @@ class WorkerOptions(NamedTuple):
     preload: bool = True
 
     def checked(self) -> WorkerOptions:
-        """Return the checked options."""
+        """Check the options and return them."""
         limit, threads = self.memory_limit, self.threads
         return WorkerOptions(
             choice("start_method", self.start_method, (None, *start_methods())),
@@ -46,7 +47,7 @@ class WorkerOptions(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How many workers a pool has, and the most batches ahead of the loop."""
+    """The number of workers in a pool, and the maximum number of batches ahead of the loop."""
 
     num_workers: int
     buffer: int

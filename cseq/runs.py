@@ -1,7 +1,7 @@
-"""One start of a manager, loader or stream; all runs of this process.
+"""One run of a manager, loader or stream; the list of all runs in this process.
 
-An iterator ends when its run's generation number changes, even in other threads and in forked
-processes. When a run's owner is garbage collected, a thread of its own closes the run.
+An iterator ends when its run's generation number changes, including in other threads and forked
+processes. When a run's owner is garbage collected, a separate thread closes the run.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
-# The name of the threads that close dropped runs.
+# The name of threads that close runs without an owner.
 NAME = "cseq-close"
-# How long the interpreter's end waits for runs that are being closed, and for threads in a batch.
+# How long interpreter exit waits for closing runs, and for threads that are making a batch.
 EXIT_SECONDS = 15.0
-# How long it then waits for records that are still to be logged.
+# How long interpreter exit then waits for pending log records.
 LOG_SECONDS = 2.0
 # How long `close` waits for another thread's call.
 LOCK_SECONDS = 5.0
@@ -44,16 +44,16 @@ K = TypeVar("K", bound="Tickets")
 
 
 class Run(Generic[K]):
-    """One start of a manager, up to its end.
+    """One run of a manager, from its start to its end.
 
     Attributes
     ----------
     lock : Lock
         See `RunState`.
     about : str
-        The name of its data, for reports.
+        The name of the run's data, for reports.
     is_ended : bool
-        Whether `close` was called. From then on, even if that was interrupted, the run can only be
+        Whether `close` was called. Even if that call was interrupted, the run can then only be
         closed.
     """
 
@@ -69,19 +69,19 @@ class Run(Generic[K]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process, and not one that forked it, started the run."""
+        """Whether this process started the run, as opposed to a parent that forked it."""
         return os.getpid() == self._pid
 
     def close_with(self, owner: object) -> None:
-        """Close this run when its owner is garbage collected, unless `close` ended it before."""
+        """Close this run when its owner is garbage collected, unless it is already closed."""
         self._finalizer = weakref.finalize(owner, close_elsewhere, self.close, self._pid)
-        # At the interpreter's end, `_close_all` closes it.
+        # At interpreter exit, `_close_all` closes the run.
         self._finalizer.atexit = False
 
     def interrupt(self) -> int:
-        """End every iterator made so far, including one waiting in another thread.
+        """End all existing iterators, including those waiting in other threads.
 
-        Returns the new generation.
+        Return the new generation.
         """
         generation = self.pool.run.interrupt()
         if self.is_ours:
@@ -89,14 +89,14 @@ class Run(Generic[K]):
         return generation
 
     def close(self, *, hurried: bool = False) -> None:
-        """End the iterators and the pool. A forked process has no pool to end.
+        """Close the iterators and the pool. A forked process has no pool to close.
 
-        If `hurried`, or while an exception propagates (Ctrl-C), the pool does not wait for a worker
-        that is busy with a batch.
+        With `hurried`, or while an exception propagates (Ctrl-C), the pool does not wait for busy
+        workers.
 
-        A pool is never closed in the middle of a call. If this thread is in a call, or another
-        thread's call takes longer than `LOCK_SECONDS`, the run is only marked, and that call closes
-        it.
+        A pool is never closed in the middle of a call. If this thread is inside a call, or another
+        thread's call takes longer than `LOCK_SECONDS`, the run is only marked as ended, and that
+        call closes the pool.
         """
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
@@ -112,11 +112,11 @@ class Run(Generic[K]):
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
         elif self._finalizer is not None:
-            # This comes last, so that the finalizer repeats a close that was interrupted.
+            # Detach last, so the finalizer can repeat an interrupted close.
             self._finalizer.detach()
 
     def _close_pool(self) -> bool:
-        """Close the pool, unless a call is under way. Return whether it is closed."""
+        """Close the pool unless a call is in progress. Return whether the pool was closed."""
         if self.lock.is_mine:
             return False
         with self.lock.hold(LOCK_SECONDS) as hold:
@@ -127,9 +127,9 @@ class Run(Generic[K]):
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
-# Each is called with every run that is about to end.
+# Callbacks that receive every run before it ends.
 on_close: list[Callable[[Run[Any]], object]] = []
-# One for each run whose owner was dropped, until the run is closed.
+# One latch for each run whose owner is gone, until the run is closed.
 _closings: set[Latch] = set()
 
 
@@ -139,17 +139,17 @@ def present() -> list[Run[Any]]:
 
 
 def close_elsewhere(close: Callable[[], object], pid: int) -> None:
-    """Call `close` on another thread without waiting for it. The interpreter's end waits.
+    """Call `close` on another thread without waiting for it. Interpreter exit waits.
 
-    Garbage collection can happen on any thread, between any two instructions, so it must not wait.
-    In a child that the owner's process `pid` forked, there is nothing to close, and no thread can
-    start before Python knows of the fork.
+    Garbage collection can run on any thread between any two instructions, so it must not block.
+    In a forked child of the owner's process `pid`, there is nothing to close, and no thread can
+    start until Python has handled the fork.
     """
     if os.getpid() != pid:
         return
     closed = Latch()
     _closings.add(closed)
-    # The thread pops `close`, so that nothing refers to it afterwards.
+    # The thread pops `close`, so no reference to it remains.
     pending = [close]
 
     def work() -> None:
@@ -160,15 +160,15 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
             closed.set()
 
     def start_thread() -> None:
-        # In a thread that `threading` did not start, `threading.current_thread`, which `close` may
-        # call, would register a dummy that stays in its list.
+        # `close` may call `threading.current_thread`. In a thread that `threading` did not start,
+        # this would register a dummy thread permanently.
         try:
             threading.Thread(target=work, name=NAME, daemon=True).start()
         except RuntimeError:
             work()
 
-    # Starting a `threading.Thread` here would take locks that this thread may hold. RuntimeError
-    # means that there can be no more threads.
+    # Starting a `threading.Thread` here would acquire locks that this thread may already hold.
+    # RuntimeError means that no more threads can start.
     try:
         _thread.start_new_thread(start_thread, ())
     except RuntimeError:
@@ -176,7 +176,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
 
 
 def await_closings(seconds: float) -> None:
-    """Wait at most `seconds` until the runs of dropped owners are closed."""
+    """Wait up to `seconds` until all runs without an owner are closed."""
     deadline = time.monotonic() + seconds
     for closing in list(_closings):
         closing.wait(max(0.0, deadline - time.monotonic()))
@@ -184,14 +184,14 @@ def await_closings(seconds: float) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all runs at the interpreter's end, and wait for runs that are being closed."""
+    """Close all runs at interpreter exit, and wait for runs that are already closing."""
     end_daemons()
     deadline = time.monotonic() + HURRY
     for run in list(_runs):
         if run.is_ours and run.pool.supervisor is not None:
             run.pool.supervisor.hurry(deadline)
     await_closings(EXIT_SECONDS)
-    # The stack closes all runs even if one raises.
+    # The stack closes every run even if one raises.
     with contextlib.ExitStack() as stack:
         stack.callback(await_left, EXIT_SECONDS)
         for run in list(_runs):
@@ -200,7 +200,7 @@ def _close_all() -> None:
 
 
 def _interrupt_all() -> None:
-    """Keep a forked process from taking batches out of its parent's rings."""
+    """Prevent a forked process from consuming batches from its parent's rings."""
     # The closing threads do not exist here.
     _closings.clear()
     for run in _runs:

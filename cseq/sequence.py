@@ -1,4 +1,4 @@
-"""MSequence: its arguments, epochs, states."""
+"""MSequence, with its arguments, epochs and states."""
 
 from __future__ import annotations
 
@@ -47,105 +47,105 @@ MOST_EPOCH = 2**64 - 1
 
 
 class MSequence(Manager, Generic[B_co]):
-    """The managers' base class: workers make whole batches, which the loop gets in order.
+    """The base class of managers, whose workers make whole batches for the loop in order.
 
-    An epoch has each sample once.
+    An epoch contains each sample once.
 
     Parameters
     ----------
     worker : class, callable or indexer
-        Makes an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is a new
-        one-dimensional ``int64`` array. A class, or another callable without arguments, is called
-        once in every worker process or thread (in threads one after another). An object that has
-        ``__getitem__``, such as an array, is the indexer itself: processes get copies, threads
-        share it. A torch ``Dataset``, or a class of these, goes through `from_dataset`. If the
-        indexer has ``close()``, it is called when its worker ends.
+        Creates an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is a
+        new one-dimensional ``int64`` array. A class, or another callable without arguments, is
+        called once in every worker process or thread (sequentially for threads). An object with
+        ``__getitem__``, such as an array, is used as the indexer: processes get copies, threads
+        share it. A torch ``Dataset``, or a Dataset class, is passed to `from_dataset`. If the
+        indexer has a ``close()`` method, it is called when the worker exits.
     dset_size : int or one-dimensional array or list of int, optional
-        The number of samples, or their indices (which are never changed). By default,
-        ``len(worker)``, or the number that `order` has.
+        The number of samples, or an array of their indices, which is never modified. The default
+        is ``len(worker)``, or the number of samples in `order`.
     num_workers : int or 'auto'
-        Worker processes or threads. With 0, `start` does the same as `start_test`. With 'auto',
-        cseq changes the number during the run to what the loop needs (docs/how-to/auto.md).
+        The number of worker processes or threads. With 0, `start` behaves like `start_test`. With
+        'auto', cseq adapts the number to the loop during the run (docs/how-to/auto.md).
     num_converters : int, optional
-        Threads that move batches to the CUDA device, at most `num_workers`. Without CUDA, there are
-        none. The default is 1 for processes, else ``max(num_workers // 4, min(num_workers, 4))``.
+        The number of threads that move batches to CUDA, up to `num_workers`, or 0 without CUDA. The
+        default is 1 for processes, otherwise ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
-        Samples in a batch. The last one may be smaller.
+        The number of samples in a batch. The last batch may be smaller.
     buffer : int, 'auto' or None
-        How many batches are made ahead of the loop, from 1 to 16384, or 'auto' for as many as help.
-        The default is 10, or 'auto' on a Ray cluster.
+        The number of batches to make ahead of the loop, from 1 to 16384, or 'auto' for as many as
+        help. The default is 10, or 'auto' on a Ray cluster.
     shuffle : bool or 'feistel'
-        True: a new order for each epoch, which depends only on the seed, the epoch and the number
-        of samples. 'feistel': such an order that needs no table, for more than about 10**9 samples.
-        False: the order of the samples. `Shuffled` and `Sequential` do the same, as ``order=``.
+        True uses a new order for each epoch, which depends only on the seed, the epoch and the
+        number of samples. 'feistel' does so without a table, for more than about 10**9 samples.
+        False keeps the samples in order. `Shuffled` and `Sequential` are the same as ``order=``.
     thread_type : 'proc', 'thread' or 'ray'
         Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
-        ``'cuda'`` or ``'cuda:1'`` gives tensors on that device, or on the CPU if there is no CUDA;
-        ``'cpu'`` or None gives CPU tensors, or arrays if there is no torch; ``'null'`` gives what
-        the indexer returned. A callable is applied to every array.
+        ``'cuda'`` or ``'cuda:1'`` returns tensors on that device, or on the CPU without CUDA.
+        ``'cpu'`` or None returns CPU tensors, or arrays without torch. ``'null'`` returns the
+        indexer's result unchanged. A callable is applied to every array.
     seed : int, optional
-        In [0, 2**64). By default, cseq draws one. The property `seed` shows it.
+        An integer in [0, 2**64). By default, cseq draws a seed, available as the property `seed`.
     dtype : data type, 'auto' or None
-        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type, as
-        integer labels need. 'auto' means None if `worker` is what `from_dataset` returns or has an
+        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type,
+        which integer labels need. 'auto' means None if `worker` comes from `from_dataset` or has an
         order, otherwise 'float32'.
     drop_last : bool
-        Leave out the last batch if it is smaller than the others.
+        Drop the last batch if it is smaller than the others.
     ordered : bool
-        False: deliver batches as they become ready.
+        If False, deliver batches as soon as they are ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How processes are started, by default 'forkserver', or 'spawn' on macOS and Windows.
+        How to start processes. The default is 'forkserver', or 'spawn' on macOS and Windows.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         This rank's part of every global batch of ``batch_size * world_size`` samples. All ranks get
-        the same number of samples, so up to ``world_size - 1`` samples from the beginning of an
-        epoch come again at its end. A torch process group, or a DeviceMesh of one dimension, gives
-        this process's rank in it. 'auto' finds the shard at the first `start` or ``len``: from a
-        worker of Ray Train, an initialized torch process group, JAX, or the variables of torchrun,
-        Lightning, Open MPI, MPICH or srun. A different answer later is an error. So is a DeviceMesh
-        with other dimensions than data: give ``mesh["dp"]`` then.
+        the same number of samples, so up to ``world_size - 1`` samples from the start of an epoch
+        are repeated at its end. A torch process group or a one-dimensional DeviceMesh determines
+        this process's rank. 'auto' detects the shard at the first `start` or ``len`` from a Ray
+        Train worker, an initialized torch process group, JAX, or the environment variables of
+        torchrun, Lightning, Open MPI, MPICH or srun. If a later detection differs, it is an error.
+        A DeviceMesh with dimensions other than data is also an error: pass ``mesh["dp"]``.
     on_error : 'raise' or 'skip'
-        'raise': the loop raises the indexer's exception. 'skip': cseq logs it and leaves out the
-        batch, or with `from_dataset` only the sample. `skipped` lists both.
+        With 'raise', the loop raises the indexer's exception. With 'skip', cseq logs the exception
+        and omits the batch, or only the sample with `from_dataset`. `skipped` lists both.
     max_restarts : int
-        How many worker processes may die and be replaced in an epoch.
+        The number of worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that a batch may take before `on_timeout` applies. A worker may take ten times as
-        long to get ready.
+        The number of seconds that a batch may take before `on_timeout` applies. A worker may take
+        ten times as long to start.
     on_timeout : 'raise' or 'restart'
-        Raise `WorkerTimeout`, or replace the worker process and make the batch again.
+        Whether to raise `WorkerTimeout`, or to replace the worker process and retry the batch.
     memory_limit : int, str or None
-        The most shared memory for held batches, in bytes or as '2GiB'. Beyond it, batches are
-        copied. Free shared memory that no batch in flight needs counts too, and beyond the limit it
-        goes back to the system. The default is a quarter of the memory of the machine or container,
-        divided by the ranks on it.
+        The maximum shared memory for held batches, in bytes or as '2GiB'. Beyond the limit, batches
+        are copied. Free shared memory that no batch in flight needs also counts; beyond the limit,
+        it is returned to the system. The default is a quarter of the memory of the machine or
+        container, divided by the number of ranks on it.
     pad : bool
-        If False, ranks repeat no sample. Some ranks may then have one batch, or one sample, less
+        If False, ranks repeat no samples. Some ranks may then have one batch or one sample fewer
         than others.
     threads : int or None
-        How many threads torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV use in each worker
-        process. Environment variables such as ``OMP_NUM_THREADS`` take precedence. None leaves each
-        library its own default, usually all cores. No effect with ``thread_type='thread'``.
+        The number of threads that torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV use in each
+        worker process. Environment variables such as ``OMP_NUM_THREADS`` take precedence. None
+        keeps each library's default, usually all cores. No effect with ``thread_type='thread'``.
     preload : bool
-        The fork server imports the modules that `worker` refers to once, for all workers. If one of
-        them starts threads, opens files or initializes CUDA on import, each worker imports what it
-        needs, as with False.
+        Whether the fork server imports the modules that `worker` refers to, once for all workers.
+        If one of them starts threads, opens files or initializes CUDA on import, each worker
+        imports what it needs, as with False.
     order : Order, optional
-        An order to use instead of `shuffle`, by default the attribute `order` of `worker`, if this
-        is an indexer that has one. If its units are batches (`Buckets`), leave out `batch_size`. If
-        they are rows (`Packed`), `batch_size` counts rows.
+        An order to use instead of `shuffle`. The default is the `order` attribute of `worker`, if
+        `worker` is an indexer that has one. If the order's units are batches (`Buckets`), omit
+        `batch_size`. If the units are rows (`Packed`), `batch_size` counts rows.
     repeat : int or True
-        How many epochs one ``iter()`` goes through; True means without end. Workers start the next
-        epoch while the loop uses the last batches of this one. `max_restarts` counts for all.
+        The number of epochs in one ``iter()``; True means no limit. Workers start the next epoch
+        while the loop uses the last batches of the current one. `max_restarts` applies to all.
     seed_globals : bool
-        Seed `random`, ``numpy.random`` and torch's CPU generator before each batch, from the key of
-        `rng`, in worker processes and in test mode. Only imported ones are seeded. Threads share
-        them with the training loop, so they are not seeded there.
+        Whether to seed `random`, ``numpy.random`` and torch's CPU generator before each batch from
+        the key of `rng`, in worker processes and in test mode. Only imported modules are seeded.
+        Worker threads share these generators with the training loop and do not seed them.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong. The message names it, its value, and what to do.
+        An argument is invalid. The message names the argument, its value, and the remedy.
 
     Examples
     --------
@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
     ) -> None:
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: arguments.ThreadType = thread_type
-        # No other rank has a seed that was drawn here.
+        # Other ranks do not know a seed that is drawn here.
         self._drawn = self._own_seed = seed is None
         self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
@@ -229,7 +229,7 @@ class MSequence(Manager, Generic[B_co]):
         return self._job.sampler
 
     def _settle_shard(self) -> None:
-        """Resolve shard='auto'. The first answer holds; a different one later is an error."""
+        """Resolve shard='auto'. A later result that differs from the first one is an error."""
         if not self._automatic:
             return
         with self._lock.hold():
@@ -246,12 +246,12 @@ class MSequence(Manager, Generic[B_co]):
     # -- description
 
     def __len__(self) -> int:
-        """Batches in an epoch, for this rank."""
+        """Return the number of batches in an epoch for this rank."""
         return self.length
 
     @property
     def length(self) -> int:
-        """Batches in an epoch, for this rank."""
+        """The number of batches in an epoch for this rank."""
         self._settle_shard()
         return self._sampler.length
 
@@ -263,13 +263,13 @@ class MSequence(Manager, Generic[B_co]):
         return f"{type(self).__name__}({shown})"
 
     def _repr_html_(self) -> str:
-        """Show in a notebook why the loop waits, and what `repr` shows."""
+        """Return HTML for notebooks: why the loop waits, and the facts that `repr` shows."""
         from cseq.report.page import in_notebook
 
         return in_notebook(self.stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Name the arguments and the state, without resolving shard='auto'."""
+        """Yield the arguments and the state without resolving shard='auto'."""
         with self._look():
             auto, run, sampler = self._job.auto, self._run, self._sampler
             order = sampler.order
@@ -302,22 +302,22 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def dset_size(self) -> int:
-        """The number of samples. Without an `order`, an epoch over all ranks has each of them."""
+        """The number of samples. Without an `order`, an epoch over all ranks includes each one."""
         return self._sampler.dset_size
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch, or rows if `order` has rows. If `order` has batches, it is 1."""
+        """The samples per batch. It counts rows if `order` has rows, and is 1 if it has batches."""
         return self._sampler.batch_size
 
     @property
     def seed(self) -> int:
-        """The seed, given or drawn."""
+        """The seed, whether passed or drawn."""
         return self._sampler.seed
 
     @property
     def use_cuda(self) -> bool:
-        """Whether batches are tensors on a CUDA device: False if this machine has none."""
+        """Whether batches are tensors on a CUDA device. It is False if this machine has none."""
         return outputs.resolve(self._job.output).use_cuda
 
     @property
@@ -330,21 +330,21 @@ class MSequence(Manager, Generic[B_co]):
         return self._place.now(self._sampler).epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``, or of the latest one if it has given no batch yet.
+        """Set the epoch of the next ``iter()``, or of the latest one if it has no batch yet.
 
-        If `load_state_dict` loaded a position in this epoch, the position stays. If the loop is in
-        the middle of this epoch, it continues, and `state_dict` still returns its position. The
-        next ``iter()`` then begins the epoch again, unless the loop has finished it by then.
+        A position in this epoch that `load_state_dict` loaded is kept. If the loop is in the middle
+        of this epoch, the loop continues, and `state_dict` still returns its position. The next
+        ``iter()`` then restarts the epoch, unless the loop has finished it by then.
 
         Parameters
         ----------
         epoch : int
-            In [0, 2**64).
+            An integer in [0, 2**64).
 
         Raises
         ------
         TypeError, ValueError
-            `epoch` is not an integer, or out of range.
+            `epoch` is not an integer or is out of range.
         """
         number = integer("epoch", epoch, least=0, most=MOST_EPOCH)
         with self._alone():
@@ -355,8 +355,8 @@ class MSequence(Manager, Generic[B_co]):
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = place.moved(self._sampler, number)
             else:
-                # If the lock is taken, another thread is taking the first batch. Else the present
-                # iterator stays, and so does its place.
+                # If the lock is held, another thread is fetching the first batch. Otherwise, the
+                # current iterator and its position remain.
                 with run.lock.hold(0) as hold:
                     if place.begun or not hold.has:
                         self._place = place.moved(self._sampler, number)
@@ -366,10 +366,10 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def sampler(self) -> RankSampler:
-        """An object with two methods of torch's ``DistributedSampler``, for frameworks.
+        """An object for frameworks, with two methods of torch's ``DistributedSampler``.
 
-        ``len()`` returns the number of samples that this rank gets in an epoch. ``set_epoch`` sets
-        the manager's epoch.
+        ``len()`` returns the number of samples for this rank in an epoch. ``set_epoch`` sets the
+        manager's epoch.
         """
         return RankSampler(self._count_samples, self.set_epoch)
 
@@ -379,27 +379,27 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def batch_sampler(self) -> None:
-        """None, as in a DataLoader without batching, so that frameworks use `sampler`."""
+        """None, as in a DataLoader without batching, so frameworks use `sampler`."""
         return
 
     # -- any batch
 
     def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
-        """Return the samples of a batch of any epoch. See `remake`."""
+        """Return the sample indices of a batch in any epoch. See `remake`."""
         sampler, consumed = self._any(epoch)
         return remaking.locate(sampler, epoch, batch, consumed)[0].samples(0)[0]
 
     def remake(self, epoch: int, batch: int) -> Remade:
-        """Make a batch of any epoch again, in the calling thread, as the loop got it.
+        """Recreate a batch of any epoch in the calling thread, exactly as the loop received it.
 
-        Use it to look at a batch that was slow, odd or left out, with a debugger or a profiler. It
-        makes a new indexer and does not affect the run.
+        Use it to examine a slow, unusual or skipped batch with a debugger or a profiler. The call
+        creates a new indexer and does not affect the run.
 
         Parameters
         ----------
         epoch, batch : int
-            Their numbers in messages, `skipped` and `worker_info`. If the present epoch was
-            resumed, its batches are numbered as this manager makes them.
+            The numbers shown in messages, `skipped` and `worker_info`. If the current epoch was
+            resumed, batches are numbered in the order in which this manager makes them.
 
         Returns
         -------
@@ -411,7 +411,7 @@ class MSequence(Manager, Generic[B_co]):
         IndexError
             The epoch has no such batch.
         Exception
-            What the indexer raises, as in the loop.
+            The indexer raised the exception, as in the loop.
 
         Examples
         --------
@@ -425,7 +425,7 @@ class MSequence(Manager, Generic[B_co]):
         return remaking.remake(self._job, epoch, batch, consumed)
 
     def _any(self, epoch: int) -> tuple[Sampler, int]:
-        """Return the sampler, and the position at which this manager began the epoch."""
+        """Return the sampler, and the position where this manager started the epoch."""
         self._settle_shard()
         place = self._place
         return self._sampler, place.consumed if place.first == epoch else 0
@@ -438,28 +438,28 @@ class MSequence(Manager, Generic[B_co]):
         *,
         trace: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """Start the workers and return the manager. An earlier start is interrupted.
+        """Start the workers and return the manager. A run in progress is interrupted.
 
         Parameters
         ----------
         compat : bool, optional
-            False: converters for CUDA are processes, not threads of this process. This is slower:
-            the loop waits for the device whenever it opens their memory.
+            If False, CUDA converters are processes instead of threads. This is slower, because the
+            loop waits for the device whenever it opens memory from a converter.
         trace : str or path, optional
-            Write what happens to every batch until `finish` into this file. See `cseq.trace`.
+            A file for a trace of every batch until `finish`. See `cseq.trace`.
 
         Returns
         -------
         MSequence
-            The manager. Iterate over it, or use it in a ``with``, which calls `finish` at its end.
+            The manager. Iterate over it, or use it in a ``with``, which calls `finish` on exit.
             The loop raises an indexer's exceptions, `WorkerDied` and `WorkerTimeout`.
 
         Raises
         ------
         TypeError
-            `worker` cannot be pickled for worker processes. The message names the part that cannot.
+            `worker` cannot be pickled for worker processes. The message names the offending part.
         OSError
-            It was called inside the manager's own ``with``.
+            The method was called inside the manager's own ``with``.
         """
         compat = None if compat is None else flag("compat", compat)
         with self._alone():
@@ -471,19 +471,20 @@ class MSequence(Manager, Generic[B_co]):
         return self._thread_type if self._job.num_workers else "inline"
 
     def start_test(self, test_mode: arguments.TestMode = "default") -> Self:
-        """Start test mode: the calling thread makes each batch when the loop asks for it.
+        """Start test mode, where the calling thread makes each batch on demand.
 
-        It has the same order and results as `start`, without workers, and returns the manager.
+        Test mode uses no workers. Order and results are the same as with `start`, and the method
+        returns the manager.
 
         Parameters
         ----------
         test_mode : {'default', 'cpu', 'numpy'}
-            Whether batches are as with `start`, CPU tensors, or what the indexer returned.
+            Whether batches are the same as with `start`, CPU tensors, or the indexer's results.
 
         Raises
         ------
         OSError
-            It was called inside the manager's own ``with``.
+            The method was called inside the manager's own ``with``.
         ValueError
             `test_mode` is unknown.
 
@@ -521,8 +522,8 @@ class MSequence(Manager, Generic[B_co]):
     def __iter__(self) -> Iterator[B_co]:
         """Return an iterator over the next epoch. Earlier iterators are interrupted.
 
-        An epoch begins when the loop gets its first batch, an exception instead, or its end. Until
-        then, another ``iter()`` is over the same epoch, and keeps the batches made ahead.
+        An epoch starts when the loop receives its first batch, an exception, or the end of the
+        epoch. Until then, another ``iter()`` covers the same epoch and keeps prefetched batches.
 
         Raises
         ------
@@ -548,25 +549,25 @@ class MSequence(Manager, Generic[B_co]):
             return FeedIterator(run.pool.feed, generation, self)
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
-        """Give the `Mixture` that this manager reads other weights, from the next batch on.
+        """Change the weights of this manager's `Mixture`, starting with the next batch.
 
-        They hold until the next change, even in later epochs, whose size stays. Each source
-        continues where it is. A state has the weights: it loads into a manager whose mixture was
-        made with the same first weights as this one's. With several ranks, call it on each, after
-        the same batch. The batches that were made ahead are made again.
+        The weights apply until the next change, also to later epochs, whose size stays the same.
+        Each source continues at its current position. A state includes the weights. It loads into a
+        manager whose mixture was created with the same initial weights. With several ranks, call
+        this method on every rank after the same batch. Prefetched batches are remade.
 
         Parameters
         ----------
         weights : dict of str to number
-            The share of each source. Only ratios count, and 0 leaves a source out.
+            The share of each source. Only ratios matter, and 0 excludes a source.
 
         Raises
         ------
         TypeError
-            The order is not a `Mixture` or a `Balanced` one.
+            The order is neither a `Mixture` nor a `Balanced` order.
         ValueError
-            The weights do not match its sources; a step or window of `Balanced` is not over; or
-            `repeat` or ``ordered=False`` was given, so that there is no such batch.
+            The weights do not match the sources, a step or window of `Balanced` is incomplete, or
+            the manager uses `repeat` or ``ordered=False``, where no next batch is defined.
 
         Examples
         --------
@@ -614,18 +615,18 @@ class MSequence(Manager, Generic[B_co]):
     # -- checkpoint and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the loop, after the last batch that it received.
+        """Return the loop's position after the last batch that the loop received.
 
         Returns
         -------
         dict
-            A few JSON values, the same on every rank. Batches that are ready but were not delivered
-            do not count: they come after a resume.
+            A few JSON values that are the same on every rank. Batches that are ready but not yet
+            delivered do not count and are delivered after a resume.
 
         Raises
         ------
         ValueError
-            It was called in the middle of an epoch with ``ordered=False``.
+            The method was called in the middle of an epoch with ``ordered=False``.
         """
         with self._look():
             place = self._place
@@ -645,26 +646,26 @@ class MSequence(Manager, Generic[B_co]):
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next ``iter()`` continue from the position in a state.
 
-        The number and kind of workers, `batch_size` and the number of ranks may differ: the present
-        ranks share the rest of the epoch. If you gave this manager no seed, it uses the state's.
+        The number and kind of workers, `batch_size` and the number of ranks may differ: the current
+        ranks share the rest of the epoch. A manager created without a seed uses the state's seed.
 
         Parameters
         ----------
         state : dict
-            What `state_dict` returned, in this program or another, directly or after JSON or
+            A result of `state_dict` from this program or another, passed directly or after JSON or
             `torch.save`. The dict itself is not kept.
         strict : bool
-            False: the data or the order may have changed. The epoch continues at the same position
-            of the present order, so samples may come twice or not at all.
+            If False, the data or the order may have changed. The epoch continues at the same
+            position in the current order, so samples may be repeated or missed.
 
         Raises
         ------
         TypeError
             `state` is not a state.
         ValueError
-            The state has a different seed, order or version. The message names both.
+            The state has a different seed, order or version. The message names both values.
         OSError
-            It was called inside the manager's own ``with``, and the seed or order would change.
+            The seed or order would change inside the manager's own ``with``.
 
         Examples
         --------
@@ -693,6 +694,6 @@ class MSequence(Manager, Generic[B_co]):
             elif self._run is not None:
                 self._run.interrupt()
             job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
-            # Both change in one statement: a signal handler may look at them.
+            # Both change in one statement because a signal handler may read them.
             self._place, self._job = place, job
             self._own_seed = False

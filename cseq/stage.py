@@ -1,8 +1,8 @@
-"""The loop that every runner runs: claim, work, publish.
+"""The loop that every runner executes: claim, work, publish.
 
-A runner is a thread or a process; its end of the ring is a `Runner`. Its *work* is what it does
-with a ticket, up to publishing the batch: in a slot of shared memory between processes, as the
-object itself between threads.
+A runner is a thread or a process. Its side of the ring is a `Runner`. Its *work* is the processing
+of a ticket, including the publication of the batch: processes use a shared-memory slot, threads
+pass the object itself.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ __all__ = [
 
 # The stages of a ticket.
 INDEXER, CONVERTER = 0, 1
-# What a published ticket holds: a batch, or bits that say that there is an exception, and that no
-# more follow in this queue.
+# The contents of a published ticket: a batch, or flags for an exception and for the last ticket of
+# this queue.
 BATCH, RAISED, ENDED = 0, 1, 2
 
 # An idle runner wakes up once a second.
 IDLE_NS = 1_000_000_000
-# A sleep and its wake-up cost about SPIN_NS, two handovers of the GIL by sleeping GIL_SPIN_NS.
-# LONG_SPIN_NS are for a core that would be idle otherwise.
+# A sleep and its wake-up cost about SPIN_NS. Two GIL handovers with a sleep cost GIL_SPIN_NS.
+# LONG_SPIN_NS is for a core that would otherwise be idle.
 SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
 
-# Seconds that a busy runner gets once nothing waits for its batch.
+# The seconds that a busy runner gets when nothing waits for its batch anymore.
 HURRY = 0.5
-# A worker may take this many times `timeout` to get ready.
+# A worker may take this many times `timeout` to start.
 START_SHARE = 10
 
 
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Find the runners that take too long; yield their numbers, with what took how long.
+    """Find the runners that take too long. Yield each number with a description of the delay.
 
     Parameters
     ----------
     working : iterable
-        Runners' numbers, since when they work (ns of `now_ns`), and on what.
+        Each busy runner's number, start time (ns of `now_ns`) and task.
     starting : iterable
-        Numbers of runners whose worker the user's code makes ready, and since when.
+        The number and start time of each runner whose worker is still being created by user code.
     timeout : float
-        Seconds.
+        The limit in seconds.
     """
     for runner_number, since, task in working:
         seconds = (now_ns() - since) / 1e9
@@ -77,10 +77,10 @@ def overdue(
 
 
 def spin_ns(runners: int, *, turns: bool = False) -> int:
-    """Return for how many ns runners and trainer spin before they sleep.
+    """Return how long runners and the trainer spin before they sleep, in nanoseconds.
 
-    If they outnumber the cores, this is the shortest time of any use: a spinning party would keep
-    another one from its work. On one core, nobody spins.
+    If runners and trainer outnumber the cores, the time is the shortest useful one, because
+    spinning would keep another runner from its work. On a single core, the time is 0.
     """
     if cores() == 1:
         return 0
@@ -90,10 +90,10 @@ def spin_ns(runners: int, *, turns: bool = False) -> int:
 def run(
     runner: Runner, work: Callable[[Runner], object], *, idle: Callable[[], None] | None = None
 ) -> None:
-    """Do `work` on every ticket that can be claimed, until the ring is closed.
+    """Run `work` on every claimed ticket until the ring is closed.
 
-    `work` publishes the ticket, even after an exception of the user's code; an exception of `work`
-    itself is a bug of cseq and ends the runner. `idle` is called whenever no ticket has come for
+    `work` publishes the ticket even after an exception in user code. An exception in `work` itself
+    is a bug in cseq and ends the runner. `idle` is called whenever no ticket has arrived for
     ``runner.park`` nanoseconds.
     """
     if idle is None:

@@ -1,7 +1,7 @@
 """A stream of items from each worker process, each in its own order.
 
-Worker w of N makes its own items. The trainer asks for them ahead by tickets, on one ring for each
-worker. If a worker dies, its replacement works on its tickets again. See docs/inside/streams.md.
+Worker w of N makes its own items. The trainer requests items in advance by tickets on one ring per
+worker. If a worker dies, its replacement processes the tickets again. See docs/inside/streams.md.
 
 ::
 
@@ -11,8 +11,8 @@ worker. If a worker dies, its replacement works on its tickets again. See docs/i
               next(iterator)     ◄── slots ───────────── producer.items(start)
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
-In an epoch of *keys*, each item has a key. The trainer draws keys from an iterator: `prefetch` for
-each worker at first, then one for each item that it returns.
+In an epoch of *keys*, each item has a key. The trainer draws keys from an iterator: initially
+`prefetch` keys per worker, then one key for each item that it returns.
 """
 
 from __future__ import annotations
@@ -39,76 +39,76 @@ if TYPE_CHECKING:
 
 __all__ = ["ItemFailure", "KeyProducer", "Naming", "Producer", "Streams"]
 
-# Items.
+# The maximum of `prefetch`.
 MOST_AHEAD = 2**62
 
 
 class Streams:
-    """Streams of items from worker processes, made ahead of the loop.
+    """Streams of items that worker processes make ahead of the loop.
 
     Parameters
     ----------
     producer : callable
-        ``producer(number, num_workers)`` makes a worker's `Producer`, in its process. It travels
-        there as the workers of `MPSequence` do: by value if it cannot be imported.
+        ``producer(number, num_workers)`` creates a worker's `Producer` in the worker's process. It
+        is sent there in the same way as an `MPSequence` worker: by value if it cannot be imported.
     num_workers : int
     prefetch : int
-        The most items of a worker that are asked for, being made, or waiting. In an epoch of keys,
-        how many keys for each worker are drawn ahead of the items taken.
+        The maximum number of items per worker that are requested, in progress, or waiting. In an
+        epoch of keys, the number of keys per worker that are drawn ahead of the consumed items.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How processes are started, by default by a fork server where there is one.
+        How to start processes. The default is a fork server where available.
     max_restarts : int
-        Worker processes that may die and be replaced in an epoch.
+        The number of worker processes that may die and be replaced in an epoch.
     timeout : float, optional
-        Seconds that an item, or a call, may take before `on_timeout` applies. They count from when
-        the worker begins or the loop waits, whichever is later. A worker may take ten times as long
-        to get ready.
+        The number of seconds that an item or a call may take before `on_timeout` applies. Time
+        counts from when the worker starts it or the loop starts waiting, whichever is later. A
+        worker may take ten times as long to start.
     on_timeout : 'raise' or 'restart'
-        Raise `WorkerTimeout`, or replace the worker, which tries again.
+        Whether to raise `WorkerTimeout`, or to replace the worker and retry.
     memory_limit : int, str or None
-        Most shared memory that held items may occupy; beyond it, items are copied. See `MSequence`.
+        The maximum shared memory for held items. Beyond it, items are copied. See `MSequence`.
     threads, preload
         See `MSequence`.
     errors : 'raise' or 'return'
-        Raise an item's exception, or return an `ItemFailure` with the ``error`` and the number of
-        the ``worker``.
+        Whether to raise an item's exception, or to return an `ItemFailure` with the ``error`` and
+        the number of the ``worker``.
     naming : Naming
-        What messages call an item, and how many samples it counts for.
+        The name of an item in messages, and the number of samples that it counts as.
     lethal : 'raise' or 'return'
-        In an epoch of keys, an item that killed three workers is a `WorkerDied`. It ends the
-        streams, or replaces that item alone.
+        In an epoch of keys, an item that killed three workers is a `WorkerDied`. With 'raise', it
+        ends the streams. With 'return', it replaces only that item.
     launch : 'now' or 'begin'
-        Start the workers in the constructor; or in the first `ask`, or in the first `begin` after
-        it posted their work. A forked worker then makes its first items while others are forked,
-        and it sees what the iterator of keys changed in this process.
+        With 'now', the constructor starts the workers. With 'begin', the first `ask` does, or the
+        first `begin` after posting work. A forked worker then makes its first items while others
+        are forked, and sees what the iterator of keys changed in this process.
     kind : 'processes' or 'threads'
-        What the workers are. Between threads nothing is pickled: they share `producer`, assignments
-        and keys with the trainer, and items with the loop. No thread dies or can be replaced.
+        The kind of workers. Threads do not pickle anything: they share `producer`, assignments and
+        keys with the trainer, and items with the loop. A thread cannot die or be replaced.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong, or `producer` cannot be pickled.
+        An argument is invalid, or `producer` cannot be pickled.
 
     Notes
     -----
-    The start does not wait for the workers: the first call that waits for them raises an exception
-    of `producer`. An item is encoded before the producer is asked for the next one, so the producer
-    may reuse its buffers. An item stays intact as long as there are references to any part.
+    The start does not wait for the workers. The first call that waits raises any exception from
+    `producer`. An item is encoded before the producer is asked for the next one, so the producer
+    may reuse its buffers. An item stays intact as long as any part of it is referenced.
 
-    An exception replaces its item. Its ``__cause__`` shows the worker's traceback and has the
+    An exception takes its item's place. Its ``__cause__`` shows the worker's traceback and has the
     worker's number (``worker``). If `Producer.items` raises, the worker's stream ends until the
     next `begin`. If a key's item raises, or an item cannot be pickled or decoded, nothing ends.
 
-    A worker that died is replaced: the new process begins the epoch from the same assignment and
+    A dead worker is replaced. The new process starts the epoch from the same assignment and
     continues with the first item that was not received (`Producer.items`). Changes that `ask` made
     in the dead worker are lost.
 
-    If a signal handler raises (Ctrl-C) in ``next``, no item was taken, and the next call returns
-    it. If one raises in `begin`, no epoch is under way. A handler that takes items or begins an
-    epoch in the middle of another call gets RuntimeError.
+    If a signal handler raises (Ctrl-C) in ``next``, no item was consumed, and the next call returns
+    the item. If a handler raises in `begin`, no epoch is active. A handler that consumes items or
+    begins an epoch in the middle of another call gets a RuntimeError.
 
-    One thread at a time may call methods; any may call `interrupt` and `close`.
+    Only one thread at a time may call methods, but any thread may call `interrupt` and `close`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Streams:
 
     @property
     def num_workers(self) -> int:
-        """Worker processes."""
+        """The number of workers."""
         return self._run.pool.num_workers
 
     def begin(
@@ -178,41 +178,41 @@ class Streams:
         assign: Literal["turn", "free"] = "turn",
         first: int = 0,
     ) -> list[Any]:
-        """Begin an epoch in every worker, and ask for items ahead. An earlier epoch is dropped.
+        """Start an epoch in every worker and request items in advance. Drop an earlier epoch.
 
         Parameters
         ----------
         assignments : sequence
-            The argument of each worker's ``begin``, one for each worker, pickled, of any size.
+            The argument of each worker's ``begin``. Each one is pickled and may have any size.
         keys : iterator, optional
-            The items are ``producer.make(key)`` of these, instead of ``producer.items(start)``. A
-            key is anything that can be pickled. `prefetch` keys for each worker are drawn here, and
+            With keys, items are ``producer.make(key)`` instead of ``producer.items(start)``. A key
+            can be any object that can be pickled. `prefetch` keys per worker are drawn here, and
             exactly one more before each item is returned or raised. The iterator runs in the
-            calling thread. Its exception ends the epoch: it is raised here, or once, after the
-            items of the keys before.
+            calling thread. An exception from the iterator ends the epoch. It is raised here, or
+            once after the items of earlier keys.
         ordered : bool
-            If False, items come as they become ready, the oldest first.
+            If False, items are returned as they become ready, oldest first.
         assign : 'turn' or 'free'
-            'turn': keys go to the workers in turn; with ``ordered=False``, to the next one that has
-            fewer than `prefetch` keys whose items were not taken. 'free': a key goes to the worker
-            with the fewest keys to work on.
+            With 'turn', keys are assigned round-robin. With ``ordered=False``, workers that have
+            `prefetch` keys with unconsumed items are skipped. With 'free', a key goes to the worker
+            with the fewest pending keys.
         first : int
-            The worker that comes first, both in getting keys and in ``iter``.
+            The first worker in the rotation, both for keys and in ``iter``.
 
         Returns
         -------
         list
-            The replies of the workers' ``begin``, in the order of the workers. It is empty with
-            `keys`: no reply is awaited, and an exception of ``begin`` is raised instead of an item.
+            The replies of the workers' ``begin`` in worker order. With `keys`, the list is empty:
+            no reply is awaited, and an exception from ``begin`` is raised instead of an item.
 
         Raises
         ------
         TypeError, ValueError
-            An argument is wrong, or something cannot be pickled.
+            An argument is invalid, or an object cannot be pickled.
         OSError
             The streams are closed, or belong to the process that forked this one.
         BaseException
-            An exception of the iterator of keys, or of a producer's ``begin``.
+            The iterator of keys or a producer's ``begin`` raised an exception.
         """
         if len(assignments) != self.num_workers:
             raise ValueError(
@@ -235,25 +235,25 @@ class Streams:
             rest()
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
-        """Call a method of the producers, and wait for the replies.
+        """Call a method of the producers and wait for the replies.
 
-        A worker makes the call before the items that it was asked for but has not begun.
+        A worker executes the call before requested items that it has not started.
 
         Parameters
         ----------
         method : str
         *args : object
-            The arguments, pickled.
+            The arguments, which are pickled.
         worker : int, optional
-            The number of the worker to ask, by default all workers.
+            The number of the worker to call. The default is all workers.
         behind : bool
-            Call after all items that were asked for are made. A worker that answered makes no item
-            until one is taken.
+            If True, execute the call after all requested items are made. A worker that has replied
+            makes no item until one is consumed.
 
         Returns
         -------
         object or list
-            The worker's reply, or all workers' replies, in their order.
+            The worker's reply, or a list of all replies in worker order.
 
         Raises
         ------
@@ -262,7 +262,7 @@ class Streams:
         OSError
             The streams are closed, or belong to the process that forked this one.
         Exception
-            The method raised it. The worker's stream is then over, but not an epoch of keys.
+            The method raised an exception. This ends the worker's stream, but not an epoch of keys.
         """
         run = self._ours()
         if worker is not None and not 0 <= worker < self.num_workers:
@@ -277,49 +277,49 @@ class Streams:
 
     @property
     def latest(self) -> int:
-        """The number of the worker whose item was returned last."""
+        """The number of the worker that made the last returned item."""
         worker: int = self._feed.latest
         return worker
 
     @property
     def glance(self) -> Callable[[], Any]:
-        """Return the next item of an ordered epoch of keys without taking it, or None.
+        """A function that returns the next item of an ordered epoch of keys without consuming it.
 
-        It is None if that item is not ready. No key is drawn. See `Feed.glance`.
+        It returns None if that item is not ready. No key is drawn. See `Feed.glance`.
         """
         return self._feed.glance
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the epoch: one item of each worker in turn, or the items of the keys.
+        """Iterate over the epoch: one item from each worker in turn, or the items of the keys.
 
-        Workers without items are left out. With ``ordered=False``, items come as they become ready.
+        Workers without items are skipped. With ``ordered=False``, items are returned when ready.
         """
         self._feed.check(self._feed.generation)
         return FeedIterator(self._feed, self._feed.generation, self)
 
     def interrupt(self) -> None:
-        """End the epoch: it gives no more items. A call that waits raises InterruptedError."""
+        """End the epoch, which yields no more items. A waiting call raises InterruptedError."""
         self._run.interrupt()
 
     def close(self) -> None:
-        """Stop the workers within a bounded time. You can call it twice."""
+        """Stop the workers within a bounded time. A second call has no effect."""
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times so far. Each item is a batch; `naming` counts its samples."""
+        """Return counts and times so far. Each item is a batch whose samples `naming` counts."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
-        """Process ids of the workers, in their order, each None until the process has started."""
+        """Return the workers' process ids in order, with None for a process not yet started."""
         supervisor = self._run.pool.supervisor
         return [] if supervisor is None else supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
-        """Latest process of each worker, by the worker's number. It may have ended.
+        """Return the latest process of each worker by number. A process may have exited.
 
-        It is always the same dict, updated at each start, so its holder knows the processes even
-        after the streams are gone. With `wait`, all are started on return, unless the streams end
-        meanwhile.
+        The method always returns the same dict, which is updated at each start and remains valid
+        after the streams are gone. With `wait`, all processes have started on return, unless the
+        streams end in the meantime.
         """
         supervisor = self._run.pool.supervisor
         if supervisor is None:
@@ -340,7 +340,7 @@ class Streams:
         self.close()
 
     def _ours(self) -> Run[Items]:
-        """Return the run, if it can be used here."""
+        """Return the run. Raise OSError if it cannot be used in this process."""
         rest()
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")

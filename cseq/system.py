@@ -1,13 +1,13 @@
-"""The machine or container: control groups, cores, threads of libraries, memory.
+"""The machine or container: control groups, cores, library threads, memory.
 
-By default each numerical library uses all cores in every process, though several workers share
-them. Libraries read the environment when they load. A forked process may have loaded them already,
-so torch and OpenBLAS are called.
+By default, each numerical library uses all cores in every process, although workers share the
+cores. Libraries read the environment when they load. A forked process may inherit loaded libraries,
+so torch and OpenBLAS need explicit calls.
 
 ::
 
     thread_variables(threads, environ) ──► the environment of fork servers and spawned workers
-    limit_threads(threads) ──► a forked worker: its environment, and loaded libraries
+    limit_threads(threads) ──► a forked worker: its environment and its loaded libraries
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ __all__ = [
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 
-# The folder of ``proc`` and ``sys``.
+# The parent folder of ``proc`` and ``sys``.
 ROOT = "/"
 
 
 def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple[str, str]]:
-    """List this process's control groups and all above them, each with a file of a controller.
+    """Yield this process's control groups and their ancestors with the name of a controller file.
 
-    Yield the folder, which may not exist in a container, and the file's name: `name`, or `old` in
-    version 1 of control groups. A controller is ``'memory'``, ``'cpu'`` or the like.
+    Each result is a folder, which may not exist in a container, and a file name: `name`, or `old`
+    for cgroups v1. Examples of controllers are ``'memory'`` and ``'cpu'``.
     """
     for line in lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -84,7 +84,7 @@ def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def lines(path: str) -> list[str]:
-    """Read a file's lines, or none if there is no such file."""
+    """Return a file's lines, or an empty list if the file cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read().decode(errors="replace").splitlines()
@@ -93,26 +93,26 @@ def lines(path: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Read a file's number, or return None if there is no file, or another word ('max')."""
+    """Return the number in a file, or None if the file is missing or has other text ('max')."""
     text = "".join(lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def fields(path: str) -> dict[str, int]:
-    """Read the numbers of a file whose lines are names and numbers."""
+    """Return the numbers in a file whose lines consist of a name and a number."""
     words = [line.split() for line in lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
-# -- cores, and threads of libraries
+# -- cores and library threads
 
 OPENMP = "OMP_NUM_THREADS"
-# If one of these is not set, its library reads OPENMP, as torch does.
+# If one of these is unset, its library reads OPENMP, as torch does.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-# The names under which numpy's and scipy's copies of OpenBLAS have one function.
+# The names of the same function in the OpenBLAS copies of NumPy and SciPy.
 OPENBLAS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -123,21 +123,21 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANK
 
 
 def cores() -> int:
-    """Count the cores on which this process may run, as far as the system says."""
+    """Return the number of cores that the operating system allows this process to use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def share() -> int:
-    """Count the cores for this process: its rank's part of the container's quota."""
+    """Return the number of cores for this process: its rank's share of the container's quota."""
     allowed = quota()
     most = cores() if allowed is None else min(cores(), int(allowed + 0.5))
     return max(1, most // neighbours())
 
 
 def quota(root: Folder = ROOT) -> float | None:
-    """Return how many cores the control groups allow, or None if there is no limit."""
+    """Return the number of cores that the control groups allow, or None if there is no limit."""
     limits = []
     for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         words = " ".join(lines(join(group, name))).split()
@@ -149,15 +149,15 @@ def quota(root: Folder = ROOT) -> float | None:
 
 
 def neighbours() -> int:
-    """Count the ranks on this machine, as launchers say (torchrun, Open MPI, MPICH)."""
+    """Return the number of ranks on this machine from launcher variables (torchrun, MPI)."""
     sizes = (os.environ.get(name, "") for name in LOCAL_SIZES)
     return next((int(size) for size in sizes if size.isdecimal() and int(size)), 1)
 
 
 def gpu_is_idle() -> bool | None:
-    """Tell whether the GPU has done all that this thread gave it, or return None without CUDA.
+    """Return whether the GPU has finished this thread's work, or None without CUDA.
 
-    While a graph is captured, nothing may be asked, and the answer is None, too.
+    During a graph capture, queries are not allowed, and the result is also None.
     """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
@@ -169,10 +169,10 @@ def gpu_is_idle() -> bool | None:
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to set for `threads` threads; the user's own variables win.
+    """Return the environment variables for `threads` threads. The user's variables take precedence.
 
-    Some libraries read OMP_NUM_THREADS if their own variable is not set: if the user has set it,
-    theirs stay unset. ``threads=None`` sets none.
+    Some libraries read OMP_NUM_THREADS if their own variable is unset. If the user has set
+    OMP_NUM_THREADS, those variables stay unset. ``threads=None`` sets no variables.
     """
     if threads is None:
         return {}
@@ -182,7 +182,7 @@ def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[st
 
 
 def limit_threads(threads: int | None) -> None:
-    """Limit the threads of libraries in a forked process, loaded now or later."""
+    """Limit library threads in a forked process, for libraries loaded now or later."""
     if threads is None:
         return
     ours = thread_variables(threads, os.environ)
@@ -196,16 +196,16 @@ def limit_threads(threads: int | None) -> None:
             set_number(threads)
 
 
-# How many modules there were, and OpenBLAS's numbers of threads with the functions that set them.
+# The number of modules at the last search, and pairs of OpenBLAS's thread count and its setter.
 _openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find the loaded OpenBLAS, on Linux; call this before a fork, so that no child looks.
+    """Find loaded OpenBLAS libraries on Linux. Call this before a fork to spare the children.
 
-    A fork ends OpenBLAS's threads. Setting a number in the child starts them again, as many as a
-    variable says, and each spins for 75 ms. So that variable is set first; an OpenBLAS that hides
-    it, as NumPy 2.5's does, keeps its threads.
+    A fork ends OpenBLAS's threads. Setting a thread count in the child restarts as many threads as
+    an internal variable holds, and each of them spins for 75 ms. That variable is therefore set
+    first. An OpenBLAS that hides it, such as NumPy 2.5's, keeps its thread count.
     """
     global _openblas
     if _openblas[0] != len(sys.modules):
@@ -229,11 +229,11 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Files of a control group: the limit of its memory, the memory that it uses, and how many of its
-# processes were killed for lack of memory.
+# The files of a control group that contain its memory usage and its number of out-of-memory kills,
+# by the name of the file with its memory limit.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-# Bytes of memory that are assumed where the system does not say.
+# The memory size to assume if the system does not report it.
 UNKNOWN_RAM = 8 * GIB
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -243,21 +243,21 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
 
 
 def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
-    """Check the argument ``memory_limit``, or a similar one, and return it in bytes.
+    """Check ``memory_limit`` or a similar argument and return the number of bytes.
 
     Parameters
     ----------
     value : int, str or None
-        Bytes; or a number and a unit, such as ``'2GiB'`` or ``'500 MB'``; or None for this rank's
-        part of a quarter of the memory that this machine, or its control group, has. With 0, no
-        slot is lent, and batches are always copied.
+        A number of bytes, a number with a unit, such as ``'2GiB'`` or ``'500 MB'``, or None for
+        this rank's share of a quarter of the memory of this machine or its control group. With 0,
+        no slot is lent, and batches are always copied.
 
     Raises
     ------
     TypeError
-        For anything else.
+        The value has another type.
     ValueError
-        For a negative number, or a text that is not a size.
+        The value is negative, or the text is not a size.
     """
     if value is None:
         return default_memory_limit()
@@ -286,13 +286,13 @@ def _parse_size(text: str, name: str) -> int:
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
-    """Return one rank's part of a quarter of the memory that this process may use, in bytes."""
+    """Return one rank's share of a quarter of the memory available to this process, in bytes."""
     limits = [number(join(group, limit)) for group, limit in _groups(root)]
     return min([_ram(), *(limit for limit in limits if limit is not None)]) // (4 * neighbours())
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Return how many bytes this process may still use, or None if the system does not say."""
+    """Return the number of bytes that this process may still use, or None if unknown."""
     machine = fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
@@ -301,24 +301,24 @@ def available_memory(root: Folder = ROOT) -> int | None:
 
 
 def private_memory(pid: int | None, root: Folder = ROOT) -> int:
-    """Return how many bytes a process has for itself, or 0 if the system does not say."""
+    """Return the private memory of a process in bytes, or 0 if unknown."""
     words = "".join(lines(join(root, f"proc/{pid}/statm"))).split()
     return os.sysconf("SC_PAGE_SIZE") * (int(words[1]) - int(words[2])) if len(words) > 2 else 0
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
-    """Return how many processes of this control group were killed for lack of memory, or None."""
-    # No generator is left halfway: what a signal handler raises while it is closed would be lost.
+    """Return the number of out-of-memory kills in this control group, or None if unknown."""
+    # Exhaust the generator: a signal handler's exception is lost if raised while one is closed.
     counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
     return known[0] if known else None
 
 
 def check_available(nbytes: int) -> None:
-    """Raise MemoryError if fewer bytes are available: Linux would kill a process instead.
+    """Raise MemoryError if fewer bytes are available, where Linux would kill a process instead.
 
-    A system that does not say how many are available (macOS) would fill its disk: there, more than
-    the whole memory is refused.
+    macOS does not report the available memory and would fill its disk. There, a request beyond the
+    total memory is rejected.
     """
     free = available_memory()
     free = _ram() if free is None else free
@@ -337,7 +337,7 @@ def _ram() -> int:
 
 
 def _free_of_groups(root: Folder) -> Iterator[int]:
-    """Yield the bytes left in each of these control groups; the pages of files can be dropped."""
+    """Yield the bytes left in each control group. Inactive page-cache memory counts as free."""
     for group, name in _groups(root):
         limit = number(join(group, name))
         taken = number(join(group, USAGE[name]))

@@ -1,23 +1,23 @@
-"""For tests of training scripts: kill workers, wait for them, check an order.
+"""Helpers for tests of training scripts: kill or await workers, check an order.
 
 ::
 
     with manager.start() as batches:
         for number, batch in enumerate(batches):
             if number == 3:
-                cseq.testing.kill(manager, 0)  # training goes on, with the same batches
+                cseq.testing.kill(manager, 0)  # training continues with the same batches
             train(batch)
 
 `running` is an object with worker processes: an `MPSequence` between `start` and `finish`, a
-`cseq.stream.Streams`, a `cseq.DataLoader` or its iterator, RETURNN's ``MultiProcDataset`` or
-torchdata's ``MultiProcessingReadingService`` of `cseq.adapters`. Workers are numbered as in
-`worker_info`; converter processes have the numbers above these. The functions raise
+`cseq.stream.Streams`, a `cseq.DataLoader` or its iterator, or one of the classes in `cseq.adapters`
+for RETURNN (``MultiProcDataset``) or torchdata (``MultiProcessingReadingService``). Workers are
+numbered as in `worker_info`. Converter processes have higher numbers. The functions raise
 
 TypeError
-    `running` has no workers at all.
+    `running` has no workers.
 RuntimeError
-    `running` is not running, belongs to the process that forked this one, or makes its batches in
-    this process: by threads, or in test mode.
+    `running` is not running, belongs to the process that forked this one, or makes batches in this
+    process with threads or in test mode.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ if TYPE_CHECKING:
 
 __all__ = ["await_workers", "check_order", "kill", "pids"]
 
-# Seconds between two checks of a state that nothing signals.
+# The polling interval in seconds, for a state that has no notification.
 PAUSE = 0.001
 
 
 def kill(running: Any, worker: int, number: int = KILL) -> int | None:
-    """Send a worker process a signal.
+    """Send a signal to a worker process.
 
     Parameters
     ----------
     running : MPSequence, Streams or an adapter
     worker : int
-        As ``worker_info().number``.
+        The worker's number, as in ``worker_info().number``.
     number : int
-        The signal's number.
+        The signal number.
 
     Returns
     -------
     int or None
-        The process id that got the signal; None while the worker is started or replaced.
+        The id of the process that received the signal, or None while the worker is being started
+        or replaced.
 
     Raises
     ------
@@ -72,7 +73,7 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 
 
 def pids(running: Any) -> list[int | None]:
-    """Return the process ids of the workers, with None for a worker that has yet to start.
+    """Return the process ids of the workers, with None for a worker not yet started.
 
     A dead forked worker is replaced while the loop waits for a batch, or in `await_workers`.
     """
@@ -80,14 +81,14 @@ def pids(running: Any) -> list[int | None]:
 
 
 def await_workers(running: Any, timeout: float = 60.0) -> None:
-    """Wait until all workers are ready: their indexers are made.
+    """Wait until all workers are ready and have created their indexers.
 
     Raises
     ------
     TimeoutError
-        Some are not ready after `timeout` seconds.
+        Some workers are not ready after `timeout` seconds.
     Exception
-        What the loop would raise: a worker cannot be made, or has died too often.
+        A worker cannot be created or has died too often. The loop would raise the same exception.
     """
     supervisor = supervisor_of(running)
     deadline = time.monotonic() + (seconds("timeout", timeout) or 0.0)
@@ -103,7 +104,7 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
 
 
 def supervisor_of(running: Any) -> Supervisor:
-    """Find the worker processes."""
+    """Return the supervisor of the worker processes."""
     try:
         run: Run[Any] | None = running._run
     except AttributeError:

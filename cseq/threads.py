@@ -1,9 +1,9 @@
-"""Threads, started and awaited where a signal handler may raise at any moment.
+"""Threads whose start and join are safe if a signal handler raises at any time.
 
-`threading` is written in Python: a handler (Ctrl-C) that raises in the middle of ``Thread.start``,
-or of an event's ``wait``, can leave a lock acquired that no thread will release. Here the main
-thread calls only functions of C: a handler runs before or after such a call, or inside
-`Latch.wait`, which holds no lock. The rest runs in other threads, where no handler runs.
+`threading` is written in Python. A handler (Ctrl-C) that raises in the middle of ``Thread.start``
+or an event's ``wait`` can leave a lock acquired forever. In this module, the main thread calls only
+C functions: a handler runs before or after such a call, or inside `Latch.wait`, which holds no
+lock. All other code runs in threads that execute no handlers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("cseq")
 
 
 class Threads:
-    """Threads that are started and joined together; once `begun`, they run, or are about to."""
+    """Threads that are started and joined together. Once `begun`, they run or are about to run."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -57,19 +57,18 @@ class Threads:
         self._error: BaseException | None = None
 
     def add(self, name: str, target: Callable[[], None]) -> None:
-        """Add a thread, which `start` will start."""
+        """Add a thread for `start` to start."""
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
 
     def start(self) -> None:
         """Start all threads, even if a signal handler raises in the meantime.
 
-        Handlers run in the main thread alone, and not between setting `begun` and the call after
-        it.
+        Handlers run only in the main thread, and never between setting `begun` and the next call.
 
         Raises
         ------
         RuntimeError
-            The system has no more threads, or they would be greenlets.
+            The system has no more threads, or the threads would be greenlets.
         """
         refuse_patches("threading", "thread")
         if _thread.get_ident() != threading.main_thread().ident:
@@ -89,7 +88,7 @@ class Threads:
             raise self._error
 
     def _start(self) -> None:
-        """Start the threads, where no signal handler runs."""
+        """Start the threads from a thread that runs no signal handlers."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -100,7 +99,7 @@ class Threads:
             self._started.set()
 
     def join(self, deadline: float) -> list[str]:
-        """Wait for the threads until `deadline` (of time.monotonic); name those that still run."""
+        """Wait for the threads until `deadline` (time.monotonic). Return the names of any left."""
         if self.begun and not self._started.wait(max(0.0, deadline - time.monotonic())):
             return [thread.name for thread in self._threads]
         for thread in self._threads:
@@ -109,12 +108,12 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# Libraries of greenlets, and the function that says whether they have patched a module.
+# Greenlet libraries, each with its function that checks whether a module is patched.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
 def refuse_patches(*modules: str) -> None:
-    """Raise RuntimeError if one of these modules is patched to run greenlets."""
+    """Raise RuntimeError if one of the modules is patched to run greenlets."""
     for name, is_patched in GREENLETS.items():
         library = sys.modules.get(name)
         for module in () if library is None else modules:
@@ -126,15 +125,15 @@ def refuse_patches(*modules: str) -> None:
                 )
 
 
-# Threads that ran the user's code when they should have ended.
+# Threads that were still running user code when they should have exited.
 _left: set[Threads] = set()
 
 
 def leave_running(threads: Threads) -> None:
-    """Have the interpreter's end wait for threads that run the user's code.
+    """Make interpreter exit wait for threads that run user code.
 
-    Before Python 3.14, the interpreter stops a thread that wants the GIL back by unwinding its
-    stack. In a function of C++, such as one of torch's, this aborts the process.
+    Before Python 3.14, the exiting interpreter unwinds the stack of a thread that tries to
+    reacquire the GIL. In C++ functions such as torch's, this aborts the process.
     """
     _left.difference_update([group for group in _left if not group.join(0.0)])
     if sys.version_info < (3, 14):
@@ -142,7 +141,7 @@ def leave_running(threads: Threads) -> None:
 
 
 def await_left(seconds: float) -> None:
-    """Wait up to `seconds` for the threads that were left running."""
+    """Wait up to `seconds` for threads that were left running."""
     deadline = time.monotonic() + seconds
     stuck = [name for threads in _left for name in threads.join(deadline)]
     if stuck:
@@ -151,7 +150,7 @@ def await_left(seconds: float) -> None:
 
 
 def thread_limits(root: str = ROOT) -> str:
-    """Say how many threads and processes there may be, for an error if there are no more."""
+    """Return an error message about the limits on threads and processes."""
     known = []
     if resource is not None and hasattr(resource, "RLIMIT_NPROC"):
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -168,7 +167,7 @@ def thread_limits(root: str = ROOT) -> str:
     )
 
 
-# -- logging on another thread, which ends once nothing is pending
+# -- logging on another thread, which exits when nothing is pending
 
 _pending: deque[Callable[[], object]] = deque()
 _writer = Threads()
@@ -179,17 +178,17 @@ _guard = Lock()
 def log_later(level: int, text: str, *args: object) -> None:
     """Log a message on another thread, in order.
 
-    The user's handlers of `logging` may raise, or wait for a server. This must not hold up a thread
-    that others wait for. What a handler raises is printed.
+    The user's `logging` handlers may raise or wait for a server. They must not delay a thread that
+    others wait for. An exception from a handler is printed.
     """
     if log.isEnabledFor(level):
         call_later(partial(log.log, level, text, *args))
 
 
 def call_later(call: Callable[[], object]) -> None:
-    """Call a function of logging, as `log_later` does.
+    """Call a logging function on another thread, in order.
 
-    If there are no more threads, the next message tries again. A signal handler may raise, too.
+    If no thread can start, the next message retries. A signal handler may also raise here.
     """
     global _writer, _writing
     with _guard.hold():
@@ -208,7 +207,7 @@ def call_later(call: Callable[[], object]) -> None:
 
 
 def _write() -> None:
-    """Log what is pending; print what the user's handlers raise, if that is possible."""
+    """Log pending messages. If possible, print any exception from the user's handlers."""
     global _writing
     while True:
         with _guard.hold():
@@ -224,7 +223,7 @@ def _write() -> None:
 
 
 def await_logged(deadline: float) -> None:
-    """Wait until all messages are logged, or `deadline` (of time.monotonic)."""
+    """Wait until all messages are logged or until `deadline` (time.monotonic)."""
     _writer.join(deadline)
 
 

@@ -1,4 +1,4 @@
-"""A trace of every batch, recorded during a run and written as JSON for Perfetto."""
+"""Tracing of every batch: recorded during a run, written as JSON for Perfetto."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# In ns. `baseTimeNanoseconds` is a multiple, as in torch's profiler.
+# A quarter of a year in ns. `baseTimeNanoseconds` is a multiple of it, as in torch's profiler.
 QUARTER = 7_889_238 * 10**9
-# Rows have thread ids: a loop's row this plus its thread's id, the runners' rows from RUNNERS on.
+# The thread id of a loop's row is MADE_UP plus the loop's thread id. Runner rows start at RUNNERS.
 MADE_UP = 1 << 30
 RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1
@@ -45,25 +45,25 @@ SUPERVISOR = RUNNERS - 1
 # A row of `_trace.TAKEN`.
 Record = Any
 
-# Held while a trace begins or ends.
+# This lock is held while a trace starts or stops.
 _guard = threading.Lock()
 _present: Trace | None = None
 
 
 def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
-    """Record what happens to every batch inside a ``with``, and write it when that ends.
+    """Record the events of every batch inside a ``with``, and write the trace on exit.
 
-    Every manager, loader and stream of this process is recorded, including those started before.
-    Open the file at https://ui.perfetto.dev or in chrome://tracing.
+    The trace covers every manager, loader and stream in this process, including those already
+    started. Open the file at https://ui.perfetto.dev or in chrome://tracing.
 
     Parameters
     ----------
     path : str or path
-        A name that ends in ``.json`` or ``.json.gz``. ``%p`` in it becomes the process id, ``%r``
-        the rank (0 if there is one process).
+        A name that ends in ``.json`` or ``.json.gz``. ``%p`` is replaced by the process id and
+        ``%r`` by the rank (0 for a single process).
     tickets : int
-        How many batches to keep, the newest ones, in 72 bytes of memory each. The log says how many
-        were dropped.
+        The number of most recent batches to keep, at 72 bytes of memory each. The log reports how
+        many were dropped.
 
     Returns
     -------
@@ -72,11 +72,11 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong.
+        An argument is invalid.
     FileNotFoundError, NotADirectoryError
-        There is no folder of that name. The ``with`` raises this and the next.
+        The folder does not exist. The ``with`` raises this error and the next.
     RuntimeError
-        Another trace records in this process.
+        Another trace is active in this process.
 
     Examples
     --------
@@ -104,10 +104,10 @@ class Trace:
         self._tickets = integer("tickets", tickets, most=MOST_TICKETS)
 
     def begin_recording(self) -> None:
-        """Begin to record. It raises what `trace` documents."""
+        """Start recording. Errors are documented in `trace`."""
         global _present
         path = full(self.path, self._rank)
-        # This raises if there is no such folder.
+        # This raises if the folder does not exist.
         os.stat(os.path.join(os.path.dirname(path), ""))
         with _guard:
             if _present is not None:
@@ -140,10 +140,10 @@ class Trace:
         self.end_recording(error)
 
     def end_recording(self, ended: BaseException | None = None) -> None:
-        """Stop recording, and write the file, unless that was done before.
+        """Stop recording and write the file, unless a previous call already did.
 
-        If the write fails, it raises, or only logs if the program `ended` with an exception, which
-        must not be hidden.
+        If the write fails, raise the error. If the program `ended` with an exception, only log the
+        error, because it must not hide that exception.
         """
         with _guard:
             if _present is not self:
@@ -181,9 +181,9 @@ def full(path: str, rank: int | None = None) -> str:
 
 
 class Writing:
-    """Makes the text of a trace's file.
+    """The writer of a trace file's text.
 
-    `_names` names rows; `_runners` has the row for the number of each pool and runner.
+    `_names` maps rows to names. `_runners` maps a pool's number and a runner's number to a row.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -196,7 +196,7 @@ class Writing:
         self._shift = shift - self._base
 
     def file(self) -> Iterator[str]:
-        """Yield the text, piece by piece."""
+        """Yield the text in pieces."""
         head = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -224,10 +224,10 @@ class Writing:
             yield from self._happenings(pool)
         yield from self._headings()
 
-    # -- the loop, and the batches that it took
+    # -- the loop and the batches that it received
 
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
-        """Show how one thread waits for each batch and uses it."""
+        """Yield the events of one thread, which waits for each batch and uses it."""
         inline = [number for number, pool in self._pools.items() if pool.kind == "inline"]
         is_inline = np.isin(taken["feed"], inline)
         asked = np.where(is_inline, taken["started"], taken["asked"])
@@ -275,19 +275,19 @@ class Writing:
     # -- rows
 
     def _runner(self, pool: Lanes, runner_number: int) -> int:
-        """Return the row of a runner. A worker's replacement has the same row."""
+        """Return the row of a runner. A replacement worker keeps the row."""
         row = self._runners.setdefault((pool.number, runner_number), RUNNERS + len(self._runners))
         self._names[row] = self._title(pool, runner_number)
         return row
 
     def _title(self, pool: Lanes, runner_number: int) -> str:
-        """Name a runner, and its manager if there are several."""
+        """Return the name of a runner, with its manager if there are several."""
         if len(self._pools) == 1:
             return pool.name(runner_number)
         return f"{pool.name(runner_number)} of manager {1 + list(self._pools).index(pool.number)}"
 
     def _headings(self) -> Iterator[str]:
-        """Name the process and its rows."""
+        """Yield the events that name the process and its rows."""
         first, program = self._of._begun, os.path.basename(sys.argv[0] or "python")
         for row, name in self._names.items():
             yield self._event("M", "thread_name", first, row, args={"name": name})
@@ -311,19 +311,19 @@ def _name_of(record: Record) -> str:
 
 
 def _clocks() -> Iterator[tuple[int, int, int]]:
-    """Read the system's clock between two readings of cseq's."""
+    """Read the system clock between two readings of cseq's clock."""
     for _ in range(9):
         yield now_ns(), time.time_ns(), now_ns()
 
 
 # -- CSEQ_TRACE
 
-# Whether CSEQ_TRACE was read, or does not count in this process.
+# True after CSEQ_TRACE was read, or if it does not apply to this process.
 _was_asked = False
 
 
 def record_if_asked() -> None:
-    """Begin the trace that CSEQ_TRACE asks for, at the first start. It ends with the program."""
+    """Start the trace that CSEQ_TRACE requests, at the first run. It ends with the program."""
     global _was_asked
     path = os.environ.get("CSEQ_TRACE", "")
     if _was_asked or not path:
@@ -335,7 +335,7 @@ def record_if_asked() -> None:
 
 
 def _forget() -> None:
-    """Leave the trace to the process that forked this one."""
+    """Leave the trace to the parent process after a fork."""
     global _was_asked, _present, _guard
     _was_asked, _present, _guard = True, None, threading.Lock()
     lanes.record(None)
