@@ -1,10 +1,10 @@
-"""Stage 1, in a worker: the user's code makes batches and items.
+"""Stage 1, in a worker: user code makes batches and items.
 
 ``indexer``   ★ indices → batch, by the user's worker
-``producer``  a worker's side of a stream: makes the items that are asked for
-``dataset``   `from_dataset`: a map-style data set as a worker
-``packing``   `packed`: a list of objects, in memory once for all processes
-``leaving``   ``on_error='skip'``: the samples and batches that are left out
+``producer``  the worker side of a stream: makes the requested items
+``dataset``   `from_dataset`: turns a map-style data set into a worker
+``packing``   `packed`: a list of objects that all processes share in memory
+``leaving``   ``on_error='skip'``: leaves out samples and batches that raise
 ``context``   `rng`, `empty`, `worker_info`: for use inside an indexer
-``seeding``   seeds of `random`, ``numpy.random`` and torch, batch by batch
+``seeding``   seeds `random`, ``numpy.random`` and torch for each batch
 """

@@ -1,7 +1,7 @@
 """Functions for use inside an indexer: `rng`, `empty`, `parts`, `worker_info`.
 
-A runner enters its `BatchContext` before it calls the indexer and leaves it afterwards. The context
-is found by thread, so a manager used inside another manager's indexer keeps its own.
+A runner enters its `BatchContext` before it calls the indexer and leaves it afterwards. Contexts
+are thread-local, so a manager used inside another manager's indexer keeps its own.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
 # Purposes of words derived from a seed (docs/inside/shuffle.md): `rng`, and the generators that
-# adapters seed for each item. 1 is the shuffle; 4 and 5 are in seeding.py.
+# adapters seed for each item. 1 is used by the shuffle, 4 and 5 by seeding.py.
 PURPOSE_RNG = 2
 PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """Identifies a batch without a ticket in a ring here: an adapter's, or a fleet's.
+    """Identifies a batch that has no ticket in a local ring: an adapter's or a fleet's.
 
-    `start` is the position of its first sample in the order of the epoch. `units` is what `parts`
-    returns for a batch of a sequence.
+    `start` is the position of the batch's first sample in the epoch order. `units` is the result of
+    `parts` for a batch of a sequence.
     """
 
     seed: int
@@ -49,15 +49,15 @@ Ticket: TypeAlias = Runner | Numbers
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The worker that makes a batch, and the batch.
+    """The current worker and the batch that it is making.
 
     Attributes
     ----------
     number : int
-        The worker, from 0.
+        The worker number, starting at 0.
     num_workers : int
     epoch, batch : int or None
-        The batch that it makes, by its number in the epoch; None while the indexer is being made or
+        The epoch and the batch number within it, or None while the indexer is being created or
         closed.
     """
 
@@ -68,12 +68,12 @@ class WorkerInfo:
 
 
 class BatchContext(BatchState):
-    """What `rng`, `empty` and `worker_info` need to know of one runner and its present ticket.
+    """The state of one runner that `rng`, `empty` and `worker_info` need.
 
-    The ticket and its generator are in C: `BatchState`. `seed` is for the making of an indexer;
-    each ticket has the seed of its batch. `allocator` makes arrays in the batch's slot. `seeds` are
-    the `Seeds` of the global generators, if they are seeded. `item` is the number of a stream's
-    item, or of its key, in the epoch. `left` lists samples left out: `Leaving.left`.
+    The current ticket and its generator are in C: `BatchState`. `seed` is used while an indexer is
+    created; each ticket has the seed of its batch. `allocator` creates arrays in the batch's slot.
+    `seeds` are the `Seeds` of the global generators, if those are seeded. `item` is the number of a
+    stream's item or key in the epoch. `left` lists the samples that were left out: `Leaving.left`.
     """
 
     ticket: Ticket | None
@@ -89,7 +89,7 @@ class BatchContext(BatchState):
         self.left: Sequence[tuple[int, Any, str]] = ()
 
     def rng(self) -> np.random.Generator:
-        """Return the batch's generator: the same object throughout the batch."""
+        """Return the batch's generator, which is the same object throughout the batch."""
         if self.drawn is None:
             if self.ticket is None:
                 raise RuntimeError(
@@ -100,17 +100,17 @@ class BatchContext(BatchState):
         return self.drawn
 
     def set_ticket(self, ticket: Ticket) -> None:
-        """Set the present ticket; `rng` starts over, even for the same batch."""
+        """Set the current ticket and reset `rng`, even for the same batch."""
         self.ticket = ticket
         self.drawn = None
 
     def clear_ticket(self) -> None:
-        """Set no ticket: the indexer is about to be closed."""
+        """Clear the ticket before the indexer is closed."""
         self.ticket = self.allocator = self.drawn = None
 
 
 class Here(threading.local):
-    """The context that a thread has entered, if any."""
+    """Holds the context that a thread has entered, if any."""
 
     batch_context: BatchContext | None = None
 
@@ -119,18 +119,18 @@ here = Here()
 
 
 def enter(batch_context: BatchContext | None) -> BatchContext | None:
-    """Set this thread's context, or None; return the previous one."""
+    """Set this thread's context, or clear it with None. Return the previous context."""
     outer = here.batch_context
     here.batch_context = batch_context
     return outer
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
-    """Make the generator of the batch that begins at this position of the epoch.
+    """Create the generator of the batch that starts at this position of the epoch.
 
-    It is Philox, keyed by (seed, epoch), with the position in the upper half of its counter: a
-    position belongs to one batch of one rank, even after a resume with more or fewer ranks. numpy
-    imports its module of generators at this first use.
+    The generator is Philox, keyed by (seed, epoch), with the position in the upper half of its
+    counter. A position belongs to one batch of one rank, even after a resume with a different
+    number of ranks. numpy imports its generator module on this first use.
     """
     low, high = derive(seed, epoch, PURPOSE_RNG, 2)
     random = np.random
@@ -140,16 +140,16 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 
 
 def rng() -> np.random.Generator:
-    """Return the random generator of the batch that is being made.
+    """Return the random generator of the current batch.
 
-    It depends on the seed, the epoch and the batch's position in it, and on nothing else: what it
-    draws is the same for any number of workers, in test mode, after a worker's death and after a
-    resume, and differs between ranks. Within one batch, every call returns the same generator.
+    The generator depends only on the seed, the epoch and the batch's position in the epoch. Its
+    draws are the same for any number of workers, in test mode, after a worker's death and after a
+    resume, and they differ between ranks. Within one batch, every call returns the same generator.
 
     Raises
     ------
     RuntimeError
-        Called outside of an indexer's ``__getitem__``.
+        Called outside an indexer's ``__getitem__``.
 
     Examples
     --------
@@ -174,19 +174,19 @@ def rng() -> np.random.Generator:
 
 
 def parts() -> NDArray[np.int64]:
-    """Return how the indices of the batch that is being made are divided.
+    """Return how the indices of the current batch are divided into units.
 
     Returns
     -------
     numpy.ndarray
-        Shape (units of the batch,), int64: how many of the indices belong to each unit of the
-        order, such as each row of `Packed`. Their sum is the number of indices; in the collate
-        function of `from_dataset`, the number of samples that ``on_error='skip'`` has left.
+        Shape (units of the batch,), int64. The number of indices that belong to each unit of the
+        order, such as each row of `Packed`. The sum is the number of indices or, in the collate
+        function of `from_dataset`, the number of samples that ``on_error='skip'`` has kept.
 
     Raises
     ------
     RuntimeError
-        Called outside of an indexer's ``__getitem__``.
+        Called outside an indexer's ``__getitem__``.
 
     Examples
     --------
@@ -217,28 +217,28 @@ def parts() -> NDArray[np.int64]:
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
-    """Make an uninitialised array in the shared memory where the batch will lie.
+    """Create an uninitialised array in the shared memory of the current batch.
 
-    A batch that is built in it (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on its
-    way to the training loop. The indexer may keep the array; the batch is then copied. Outside of a
-    worker process, this is `numpy.empty`. In a worker thread, large arrays of both use the memory
-    of earlier ones that are gone.
+    A batch built in this array (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on the
+    way to the training loop. The indexer may keep the array; the batch is then copied. Outside a
+    worker process, this is `numpy.empty`. In a worker thread, large arrays created by either
+    function reuse the memory of earlier arrays that were freed.
 
     Parameters
     ----------
     shape : int or sequence of int
     dtype : data type, optional
-        Without Python objects in it.
+        The type must not contain Python objects.
 
     Returns
     -------
     numpy.ndarray
-        C-contiguous and writable.
+        A C-contiguous and writable array.
 
     Raises
     ------
     TypeError, ValueError
-        The shape is not of integers, or negative; or, in a worker process, the type has objects.
+        The shape is negative or not of integers, or the type has objects (in a worker process).
     MemoryError
         There is no room for the array.
 
@@ -260,12 +260,12 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
 
 
 def worker_info() -> WorkerInfo | None:
-    """Return which worker makes which batch.
+    """Return the current worker and batch.
 
     Returns
     -------
     WorkerInfo or None
-        None outside of an indexer.
+        None outside an indexer.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`from_dataset`: a map-style data set as a worker, samples collated to batches."""
+"""`from_dataset`: a map-style data set as a worker that collates samples."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# Bytes: stacked arrays of this size or more are made in the batch's slot; and arrays of one sample
-# are copied there at once.
+# In bytes: stacked arrays of at least this size are created in the batch's slot, and arrays of one
+# sample are copied there immediately.
 IN_PLACE = SMALL
 LARGE = 65536
 
 
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
-    """Make a worker of a map-style data set, which returns one sample for one index.
+    """Create a worker from a map-style data set, which returns one sample per index.
 
-    ``cseq.MPSequence(cseq.from_dataset(dataset), batch_size=32)`` needs no `dset_size`: the worker
-    knows its length. Worker processes get a copy of the data set each, by pickle; threads share
-    it, without a lock.
+    ``cseq.MPSequence(cseq.from_dataset(dataset), batch_size=32)`` needs no `dset_size`, because the
+    worker has a length. Each worker process receives a pickled copy of the data set. Threads share
+    it without a lock.
 
     Parameters
     ----------
     dataset : object
-        With ``__len__()`` and ``__getitem__(index)``, where `index` is an int: torch's ``Dataset``,
-        Hugging Face's ``datasets.Dataset``, or anything like them. ``__getitems__(indices)``, which
-        takes a list of int and returns the list of their samples, is used if there is one. The
-        length is asked for here, once.
+        An object with ``__len__()`` and ``__getitem__(index)``, where `index` is an int: torch's
+        ``Dataset``, Hugging Face's ``datasets.Dataset``, or anything similar. If it has
+        ``__getitems__(indices)``, which maps a list of int to a list of samples, that method is
+        used instead. The length is read once, by this function.
     collate : callable, optional
-        Makes a batch of the list of its samples, in the worker. By default as torch's
-        ``default_collate``, but arrays and numbers become an array, not a tensor. Tensors, arrays
-        and numbers are stacked; dicts, lists, tuples and named tuples are collated value by value
-        (a tuple becomes a list); strings and bytes stay a list. Large arrays are copied into the
-        batch one by one, as their samples are fetched.
+        Makes a batch from a list of samples, in the worker. The default follows torch's
+        ``default_collate``, but arrays and numbers become an array instead of a tensor. Tensors,
+        arrays and numbers are stacked. Dicts, lists, tuples and named tuples are collated per value
+        (a tuple becomes a list). Strings and bytes stay in a list. Large arrays are copied into the
+        batch one by one while their samples are fetched.
 
     Returns
     -------
     DatasetIndexer
-        A worker for `MSequence`, as long as the data set.
+        A worker for `MSequence`, with the length of the data set.
 
     Raises
     ------
     TypeError
-        `dataset` lacks one of the methods, or `collate` cannot be called.
+        `dataset` lacks one of the methods, or `collate` is not callable.
 
     Examples
     --------
@@ -107,28 +107,28 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
 
 
 def refuse_class(dataset: object) -> None:
-    """Raise TypeError for a class where a data set is wanted, unless the class has a length."""
+    """Raise TypeError for a class passed as a data set, unless the class has a length."""
     if isinstance(dataset, type) and not hasattr(type(dataset), "__len__"):
         name = dataset.__name__
         raise TypeError(f"dataset is the class {name}; give an object, such as {name}()")
 
 
 def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
-    """Tell whether something is a data set of torch's of this kind, or a class of them."""
+    """Return True if an object is a torch data set of this kind, or a class of one."""
     torch = sys.modules.get("torch.utils.data")
     cls = candidate if isinstance(candidate, type) else type(candidate)
     return torch is not None and issubclass(cls, getattr(torch, kind))
 
 
 def unasked(dataset: Any) -> DatasetIndexer:
-    """Return `from_dataset` of a data set of torch's that the user gave as a worker."""
+    """Apply `from_dataset` to a torch data set that the user passed as a worker."""
     made = from_dataset(dataset)
     made.is_unasked = True
     return made
 
 
 def refuse_iterable(dataset: object, subject: str) -> None:
-    """Refuse torch's iterable style, whose ``__getitem__`` only raises, and its classes."""
+    """Reject torch's iterable style, whose ``__getitem__`` only raises, and its classes."""
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
@@ -138,9 +138,9 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 
 
 class DatasetIndexer:
-    """The worker that `from_dataset` makes: ``__getitem__`` takes an array of indices.
+    """The worker created by `from_dataset`. Its ``__getitem__`` accepts an array of indices.
 
-    It is `is_unasked` if it was made for a data set of torch's that may take such arrays itself.
+    `is_unasked` is set if it was created for a torch data set that may accept such arrays itself.
     """
 
     is_unasked = False
@@ -151,11 +151,11 @@ class DatasetIndexer:
         self._length = len(dataset)
 
     def __len__(self) -> int:
-        """Return how many samples the data set had when this was made."""
+        """Return the number of samples that the data set had when this object was created."""
         return self._length
 
     def close(self) -> None:
-        """Close the data set, if that can be closed."""
+        """Close the data set if it has a ``close`` method."""
         close = getattr(self.dataset, "close", None)
         if callable(close):
             close()
@@ -164,12 +164,12 @@ class DatasetIndexer:
         return f"cseq.from_dataset({type(self.dataset).__name__} of {self._length} samples)"
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        """Return the batch of these indices."""
+        """Return the batch for these indices."""
         is_plain = self.collate is default_collate
         return self.make_batch(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
 
     def make_batch(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
-        """Return the batch of these indices, or what `leaving` leaves."""
+        """Return the batch for these indices, without the samples that `leaving` leaves out."""
         numbers: list[int] = indices.tolist()
         fetched = leaving.fetch(numbers)
         if self.collate is default_collate and not hasattr(self.dataset, "__getitems__"):
@@ -193,9 +193,9 @@ class DatasetIndexer:
 
 
 class LeavingIndexer(DatasetIndexer):
-    """A `DatasetIndexer` that leaves out samples that raise: its batches may be `Partial`.
+    """A `DatasetIndexer` that leaves out samples that raise. Its batches may be `Partial`.
 
-    In the calling thread's context, `parts` then counts the samples that are left.
+    In the calling thread's context, `parts` counts only the samples that are kept.
     """
 
     def __init__(self, indexer: DatasetIndexer, batch_context: BatchContext) -> None:
@@ -205,19 +205,19 @@ class LeavingIndexer(DatasetIndexer):
         batch_context.left = self._leaving.left
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        """Return the batch of these indices, without those that raise."""
+        """Return the batch for these indices, without the samples that raise."""
         return self._leaving.whole(self.make_batch(indices, self._leaving))
 
 
 def default_collate(samples: Samples) -> Any:
-    """Make a batch of samples of one structure; see `from_dataset`.
+    """Make a batch from samples that share a structure; see `from_dataset`.
 
     Raises
     ------
     TypeError
-        Samples are of a type that cannot be stacked.
+        The samples have a type that cannot be stacked.
     ValueError
-        Samples differ in shape, length or keys.
+        The samples differ in shape, length or keys.
     """
     first = samples[0]
     if isinstance(first, (str, bytes)):
@@ -259,7 +259,7 @@ def _collate_mappings(samples: Samples) -> Any:
 
 
 def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
-    """Make a mapping of a sample's type, or a dict if that type cannot be made of one."""
+    """Return a mapping of a sample's type, or a dict if the type does not accept a dict."""
     try:
         return type(mapping)(batch)
     except TypeError:
@@ -278,7 +278,7 @@ def _collate_sequences(samples: Samples) -> Any:
 
 
 def _stack_arrays(arrays: Samples) -> NDArray[Any]:
-    """Stack arrays, in the batch's slot if they are large."""
+    """Stack arrays. Large arrays are stacked in the batch's slot."""
     first = arrays[0]
     _check_shapes(arrays)
     plain = first.dtype.hasobject is False and all(array.dtype == first.dtype for array in arrays)
@@ -288,14 +288,14 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
 
 
 def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
-    """Stack tensors, in the batch's slot if they are large."""
+    """Stack tensors. Large tensors are stacked in the batch's slot."""
     first = tensors[0]
     _check_shapes(tensors)
     if first.nbytes * len(tensors) < IN_PLACE or not all(
         tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
-    # A subclass (torchvision's Image) would make the batch one of its own kind.
+    # A subclass (torchvision's Image) would make the batch an instance of itself.
     return torch.stack(
         [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
@@ -303,7 +303,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is nothing but its elements, in this process's memory."""
+    """Return True if a tensor consists only of its elements, in this process's memory."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is sys.modules["torch"].strided
@@ -312,7 +312,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
-    """Make a tensor in the slot, as `cseq.empty` makes an array."""
+    """Create a tensor in the slot, as `cseq.empty` does for arrays."""
     nbytes = math.prod(shape) * dtype.itemsize
     flat: Tensor = import_torch().from_numpy(context.empty(nbytes, np.uint8))
     return flat.view(dtype).view(shape)
@@ -322,7 +322,7 @@ def empty_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
 
 
 class _Stack:
-    """A batch's array, into which `count` arrays like `first` are copied one by one."""
+    """A batch array into which `count` arrays like `first` are copied one by one."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._kind = type(first)
@@ -332,7 +332,7 @@ class _Stack:
         self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
-        """Copy a sample's array to its row and return the row, or return the array as it is."""
+        """Copy a sample's array to its row and return the row. Return other arrays unchanged."""
         if type(array) is not self._kind or (array.shape, array.dtype) != (
             self._shape,
             self._dtype,
@@ -349,16 +349,16 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """Replaces the array of a sample that was copied into its batch."""
+    """Replaces a sample's array that was copied into its batch."""
 
     stack: _Stack
     number: int
 
 
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
-    """Fetch samples, with rows for large arrays, which are then not held in memory twice.
+    """Fetch samples and replace large arrays by rows, so that they are not in memory twice.
 
-    Other arrays, and whatever differs from the first sample, are left to `default_collate`.
+    Other arrays, and parts that differ from the first sample, are left to `default_collate`.
     """
     samples: list[Any] = []
     stacks: dict[tuple[Any, ...], _Stack] = {}
@@ -376,7 +376,7 @@ def _rows(
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
 ) -> Any:
-    """Copy the large arrays of a sample's part to rows of the stacks that the first sample made."""
+    """Copy the large arrays in a part of a sample to rows of the first sample's stacks."""
     kind = type(part)
     if kind is dict:
         return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}
@@ -389,7 +389,7 @@ def _rows(
 
 
 def _is_large(part: Any) -> bool:
-    """Tell whether a sample's part is an array or tensor worth a stack."""
+    """Return True if a part of a sample is an array or tensor large enough for a stack."""
     if isinstance(part, np.ndarray):
         return part.nbytes >= LARGE and not part.dtype.hasobject
     torch = sys.modules.get("torch")
@@ -398,7 +398,7 @@ def _is_large(part: Any) -> bool:
 
 
 def _stack_rows(parts: Samples) -> Any:
-    """Return the stack whose rows the parts are, or stack rows and others.
+    """Return the stack that the parts are rows of, or stack a mixture of rows and arrays.
 
     There are fewer parts than rows if samples were left out.
     """

@@ -1,8 +1,8 @@
 """Stage 1, indices → batch, by the user's worker.
 
-A *worker* is the user's argument: a class or another callable without arguments that makes an
-indexer, or an object that already has ``__getitem__``. An *indexer* is an object whose
-``__getitem__`` takes an array of indices and returns a batch.
+A *worker* is the object that the user passes: a class or another callable without arguments that
+creates an indexer, or an object that already has ``__getitem__``. An *indexer* is an object whose
+``__getitem__`` accepts an array of indices and returns a batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 log = logging.getLogger("cseq")
 
-# Types whose __getitem__ takes no array of indices.
+# Types whose __getitem__ does not accept an array of indices.
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
 DATASET_HINT = (
     "__getitem__ of a worker gets an array of indices; a data set that takes one index at a time "
@@ -68,19 +68,19 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Indexer(Protocol[B_co]):
-    """Makes batches of type `B`: any object with this method is an indexer."""
+    """Makes batches of type `B`. Any object with this method is an indexer."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
-        """Return the batch of these indices: a one-dimensional array, to change or keep."""
+        """Return the batch for these indices, a 1-D array that may be modified or kept."""
 
 
 def is_indexer(worker: object) -> bool:
-    """Tell whether an object is an indexer itself, not a class or function that makes one."""
+    """Return True if an object is an indexer, and not a class or function that creates one."""
     return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
 
 
 def check_worker(worker: object) -> None:
-    """Raise TypeError for a worker that can be neither called nor indexed by an array."""
+    """Raise TypeError for a worker that can be neither called nor indexed with an array."""
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
@@ -100,9 +100,9 @@ def check_worker(worker: object) -> None:
 
 
 def _refuse_arguments(worker: Callable[[], object]) -> None:
-    """Refuse a class or function that cannot be called without arguments.
+    """Reject a class or function that cannot be called without arguments.
 
-    Some functions of C do not tell: they pass.
+    Some C functions have no signature. They are accepted.
     """
     try:
         inspect.signature(worker).bind()
@@ -117,12 +117,12 @@ def _refuse_arguments(worker: Callable[[], object]) -> None:
 
 
 def takes_samples(worker: object) -> bool:
-    """Tell whether a worker is a data set, whose samples are collated here."""
+    """Return True if a worker is a data set whose samples are collated here."""
     return isinstance(worker, DatasetIndexer) or is_torchs(worker)
 
 
 def _refuse_table(worker: object, subject: str) -> None:
-    """Refuse tables of pandas and polars, whose ``[...]`` selects columns or returns a table."""
+    """Reject pandas and polars tables, whose ``[...]`` selects columns or returns a table."""
     kind = type(worker)
     library = kind.__module__.partition(".")[0]
     rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
@@ -135,31 +135,31 @@ def _refuse_table(worker: object, subject: str) -> None:
 
 
 def length_of(worker: object) -> int | None:
-    """Return how many samples a worker says it has: an indexer object's ``len``, else None."""
+    """Return the length of a worker that is an indexer object, or None if it has none."""
     if is_indexer(worker) and hasattr(type(worker), "__len__"):
         return len(worker)  # type: ignore[arg-type]
     return None
 
 
 def is_likely_dataset(indexer: object) -> bool:
-    """Tell whether an object may take one index at a time, as a map-style data set does."""
+    """Return True if an object may accept one index at a time, like a map-style data set."""
     kind = type(indexer)
     return hasattr(kind, "__len__") and not hasattr(kind, "__array__")
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
-    """Add the remedy to an exception of an indexer's first batch, if it may be a data set.
+    """Add a remedy to an exception of an indexer's first batch if it may be a data set.
 
     `isinstance` could run the exception's code.
     """
     cls = type(error)
     if isinstance(indexer, DatasetIndexer):
-        # A ValueError of a `raise` statement has a reason of its own.
+        # A ValueError from a `raise` statement states its own reason.
         is_own = issubclass(cls, ValueError) and failure.is_stated(error)
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    # An array where a number is expected: a TypeError, or a ValueError of ``if index > 3:``.
+    # An array where a number is expected: a TypeError, or a ValueError from ``if index > 3:``.
     elif is_likely_dataset(indexer) and (
         issubclass(cls, TypeError)
         or (issubclass(cls, ValueError) and "ambiguous" in failure.str_of(error))
@@ -169,12 +169,12 @@ def advised(indexer: object, error: BaseException) -> BaseException:
 
 
 def build(worker: Any) -> Indexer[Any]:
-    """Make the indexer of one runner.
+    """Create the indexer of one runner.
 
     Raises
     ------
     TypeError
-        What the worker made has no ``__getitem__``.
+        The object created by the worker has no ``__getitem__``.
     """
     indexer: Indexer[Any] = worker if is_indexer(worker) else worker()
     if is_torchs(indexer):
@@ -192,9 +192,9 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Make an indexer with the global generators seeded; see `build` and `dispose`.
+    """Create an indexer with the global generators seeded; see `build` and `dispose`.
 
-    If it has just imported a generator's module, make it once more.
+    If this imports a generator's module for the first time, create the indexer once more.
     """
     if seeds is None:
         return build(worker)
@@ -208,18 +208,18 @@ def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexe
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
-    """Return an indexer that leaves out samples, if it can; one that makes whole batches cannot."""
+    """Return an indexer that leaves out samples, or the same one if it makes whole batches."""
     if on_error == "skip" and isinstance(indexer, DatasetIndexer):
         return LeavingIndexer(indexer, batch_context)
     return indexer
 
 
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
-    """Call the indexer's ``close()`` when its runner ends, if the indexer has one.
+    """Call the indexer's ``close()``, if it has one, when its runner ends.
 
-    An indexer that the user gave as `worker` stays open, unless it is this process's copy. An
-    exception of `close` ends a worker process, which the trainer notices. The trainer itself logs
-    it, and closes the other indexers, too.
+    An indexer that the user passed as `worker` stays open unless it is this process's copy. An
+    exception from `close` ends a worker process, which the trainer notices. In the trainer itself,
+    the exception is logged, and the other indexers are closed as well.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -233,9 +233,9 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """Replaces the indexer of `indexing` until its first batch; warns of labels made floats.
+    """Replaces the indexer of `indexing` until its first batch; warns of labels cast to floats.
 
-    `output` says what the batch becomes; `tell` is called with the warning.
+    `output` describes what the batch is converted to. `tell` receives the warning.
     """
 
     def __init__(self, indexing: Indexing, output: Output, tell: Callable[[str], object]) -> None:
@@ -247,7 +247,7 @@ class FirstBatch:
         indexing.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> object:
-        """Return the indexer's batch, and give `indexing` its indexer back."""
+        """Return the indexer's batch, and restore the original indexer of `indexing`."""
         from cseq.converter.output import explain_cast
 
         self._indexing.indexer = self._indexer
@@ -259,31 +259,31 @@ class FirstBatch:
 
 
 class Indexing(BatchMaker):
-    """The work of the first stage: it makes the batch of a ticket's indices, and publishes it.
+    """The work of the first stage: makes a batch from a ticket's indices and publishes it.
 
-    `work` and `make_here` are in C.
+    `work` and `make_here` are implemented in C.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     @staticmethod
     def forgotten(indexer: object) -> TypeError:
-        """Make the error for a missing batch."""
+        """Create the error for a missing batch."""
         name = type(indexer).__name__
         return TypeError(f"`__getitem__` of {name} returned None; is a `return` missing?")
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish the present ticket with an exception, which in a first batch may get advice."""
+        """Publish an exception for the current ticket. On a first batch, advice may be added."""
         if not runner.ring.published(runner.owner):
             error = advised(self.indexer, error)
         self.batch_writer.fail(runner, error)
 
 
 class BatchTask(NamedTuple):
-    """What a worker does with a ticket of an order: it makes a batch of the ticket's indices.
+    """The task of a worker for tickets of an order: to make a batch from each ticket's indices.
 
-    `stage` is CONVERTER in a process that converts batches. Floating-point arrays become `cast` as
-    they are written into a slot.
+    `stage` is CONVERTER in a process that converts batches. Floating-point arrays are converted to
+    `cast` when they are written into a slot.
     """
 
     stage: int
@@ -298,7 +298,7 @@ class BatchTask(NamedTuple):
     def make(
         self, read: Callable[[], object], batch_context: BatchContext, *, copied: bool
     ) -> tuple[Any, Indexer[Any]]:
-        """Return the user's object, which may draw and import while it is read, and its indexer."""
+        """Return the user's object and its indexer. Reading the object may draw and import."""
         if self.seed_globals:
             batch_context.seeds = Seeds(batch_context)
             batch_context.seeds.seed_present()
@@ -314,7 +314,7 @@ class BatchTask(NamedTuple):
         tell: Callable[[str], object],
         convert: Callable[[Any], object] | None,
     ) -> Indexing:
-        """Return the work on tickets."""
+        """Return the object that works on tickets."""
         batch_context.allocator = writer.room
         writer.cast_to(self.cast)
         indexer = leaving(indexer, batch_context, self.on_error)

@@ -1,7 +1,8 @@
-"""``on_error='skip'``: samples that raise, and whole batches, are left out.
+"""``on_error='skip'``: leaves out samples that raise, or whole batches.
 
-The worker fetches the samples of a batch one by one (`Leaving`). It sends the remaining batch, with
-what is missing, as a `Partial`. The loop's end lists what is missing (`Skipped`), and logs it.
+The worker fetches the samples of a batch one by one (`Leaving`). It sends the remaining batch and
+a list of missing samples as a `Partial`. The trainer side records what is missing (`Skipped`) and
+logs it.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ WHOLE = (
 
 
 class Skipped(NamedTuple):
-    """What ``on_error='skip'`` has left out: a sample, or a whole batch.
+    """A sample or a whole batch that ``on_error='skip'`` has left out.
 
     Attributes
     ----------
     epoch : int or None
-        None in the list of a `cseq.DataLoader`, which is about the latest epoch.
+        None in the list of a `cseq.DataLoader`, which covers the latest epoch.
     batch : int
-        Its number in the epoch, from 0.
+        The batch number in the epoch, starting at 0.
     sample : object
-        The sample's index, or its key in a sampler of torch's; None if the whole batch is left out.
+        The sample's index or its key in a torch sampler, or None if the whole batch is left out.
     error : str
-        Type and text of the exception.
+        The type and text of the exception.
     indices : list
-        What the loop does not get: the sample, or the batch's samples, as far as they are known.
+        The samples that the loop does not receive: this sample, or those of the batch, if known.
     """
 
     epoch: int | None
@@ -55,8 +56,8 @@ def note_batch(
 ) -> Skipped:
     """Log that a batch is left out, and return its entry.
 
-    The log gets text: a record that kept the exception would keep its traceback, with all that this
-    refers to.
+    The text is logged instead of the exception. A log record with the exception would keep its
+    traceback and all objects that the traceback refers to.
     """
     text = failure.line_of(error)
     log.error("skipped %s: %s (%s)", location, text, WHOLE)
@@ -64,7 +65,7 @@ def note_batch(
 
 
 def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]]) -> list[Skipped]:
-    """Log which samples of a batch are left out, and return their entries."""
+    """Log the samples left out of a batch, and return their entries."""
     location = f"batch {batch}" if epoch is None else f"epoch {epoch}, batch {batch}"
     for sample, text in left:
         log.error("skipped sample %s of %s: %s", sample, location, text)
@@ -72,36 +73,35 @@ def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]])
 
 
 def indices_of(key: object) -> list[Any]:
-    """Return the indices in a key."""
+    """Return the indices in a key as a list."""
     return key if isinstance(key, list) else [] if key is None else [key]
 
 
 def none_text(index: object, dataset: object) -> str:
-    """Say that a sample is missing."""
+    """Return the message for a sample that is None."""
     return f"sample {index} of {type(dataset).__name__} is None; is a `return` missing?"
 
 
 class Leaving:
-    """Fetches the samples of one batch after another, without samples that raise.
+    """Fetches the samples of consecutive batches, leaving out samples that raise.
 
-    What such a sample has drawn from the generators stays drawn: the samples after it in its batch
-    draw what follows. So the batch depends on its indices and its seeds alone, as any other.
+    Random draws of a sample that raises are not undone. The samples after it in the same batch
+    continue from there. As always, the batch depends only on its indices and its seeds.
 
     Parameters
     ----------
     dataset : object
-        With ``__getitem__(index)``, or ``__getitems__(indices)``, or both.
+        An object with ``__getitem__(index)``, ``__getitems__(indices)``, or both.
     skips : bool
-        Whether to leave out a sample that raises, rather than raise.
+        Whether to leave out a sample that raises instead of raising.
     refuses_none : bool
-        Whether a sample that is None is an error, because the collate function can do nothing with
-        it.
+        Whether a sample that is None is an error, because the collate function cannot handle it.
 
     Attributes
     ----------
     left : list of tuple
-        Position, index, and type and text of the exception, of each sample left out of the latest
-        batch.
+        The position, the index and the exception's type and text for each sample left out of the
+        latest batch.
     """
 
     def __init__(self, dataset: Any, *, skips: bool, refuses_none: bool) -> None:
@@ -116,7 +116,7 @@ class Leaving:
         Raises
         ------
         Exception
-            The first sample's, if all of them raise, or if no sample may be left out.
+            The exception of the first sample, if all samples raise or none may be left out.
         """
         self.left.clear()
         first = None
@@ -138,7 +138,7 @@ class Leaving:
             raise TypeError(none_text(index, self.dataset))
 
     def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
-        """Fetch samples one by one, each dropped before the next; raise `first` if there are none.
+        """Fetch samples one by one, keeping none in memory. Raise `first` if none is left.
 
         The traceback of `first` refers to this frame.
         """
@@ -163,11 +163,11 @@ class Leaving:
                 del first
 
     def _may_leave(self) -> bool:
-        """Tell whether samples may be left out: not in a process that the data set forked."""
+        """Return True if samples may be left out, except in a process forked by the data set."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:
-        """Return the batch that was made of the samples, with what it lacks."""
+        """Return the batch made from the samples, together with a list of missing samples."""
         if not self.left:
             return batch
         return Partial(batch, tuple((index, text) for _, index, text in self.left))

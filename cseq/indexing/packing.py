@@ -1,4 +1,4 @@
-"""`packed`: objects as their pickles, in one file that all processes map."""
+"""`packed`: pickled objects in one file that all processes map."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ REMEDY = "An item is kept as its pickle: make what cannot be pickled from the it
 
 
 def packed(items: Iterable[T]) -> PackedItems[T]:
-    """Pack Python objects into one buffer that all workers share, whatever their start method.
+    """Pack Python objects into one buffer that all workers share, regardless of start method.
 
-    Reading an object of a list writes its reference count, so the list is soon in the memory of
-    each worker process; packed, it is in memory once.
+    Reading an object from a list writes its reference count, so each worker process soon has its
+    own copy of the list. Packed objects are in memory only once.
 
     Parameters
     ----------
     items : iterable
-        Objects that pickle takes. One that cannot be pickled is a TypeError with its number.
+        Objects that can be pickled. Otherwise, a TypeError gives the number of the failing item.
 
     Returns
     -------
     PackedItems
-        A sequence that cannot be changed, nor can its slices. It unpickles an item each time.
+        An immutable sequence, with immutable slices. It unpickles an item on each access.
 
     Examples
     --------
@@ -73,10 +73,10 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
 
 
 class PackedItems(Sequence[T]):
-    """What `packed` returns: pickles one after another, and then where each of them ends.
+    """The result of `packed`: concatenated pickles, followed by the end of each.
 
-    A slice has some of the items' `numbers`. The items find the classes and functions in `named` by
-    name.
+    `numbers` are the items in a slice. `named` contains the classes and functions that the items
+    look up by name.
     """
 
     def __init__(self, data: Any, file: Any, numbers: range, ends: int, named: list[Any]) -> None:
@@ -97,7 +97,7 @@ class PackedItems(Sequence[T]):
         return pickle.loads(self._data[self._ends[number] : self._ends[number + 1]])
 
     def __reduce__(self) -> Any:
-        """Pickle as the file's descriptor for a child that can open it, otherwise as the bytes."""
+        """Pickle the file's descriptor for a child that can open it, or else the bytes."""
         rest = self._numbers, len(self._ends), self._named
         if self._file and os.name != "nt" and context.get_spawning_popen() is not None:
             with contextlib.suppress(RuntimeError):
@@ -111,7 +111,7 @@ def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes items, and notes the modules' classes and functions that they find by name."""
+    """Pickles items and records the classes and functions that they look up by name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

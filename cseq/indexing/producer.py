@@ -1,10 +1,9 @@
-"""A worker's side of a stream: makes the items that tickets ask for.
+"""The worker side of a stream: makes the items that tickets request.
 
-Each worker has a ring of its own. A ticket asks for item `start` of an epoch, for the item of a
-key, for a call of a method, or for the reply of `begin`. Everything that a worker needs to answer
-it is in shared memory. If the ticket's epoch or start differs from the worker's, which may have
-replaced a dead one, the worker begins the epoch with the assignment that the ticket refers to, and
-goes to `start`.
+Each worker has its own ring. A ticket requests item `start` of an epoch, the item of a key, a
+method call, or the reply of `begin`. All data that a worker needs to answer is in shared memory. If
+the ticket's epoch or start differs from the worker's own, as it may in a replacement for a dead
+worker, the worker starts the epoch with the ticket's assignment and advances to `start`.
 
 ::
 
@@ -41,44 +40,44 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 class Producer(Protocol):
     """Makes a worker's items, in the main thread of its process.
 
-    `Streams.ask` may call other methods. A method ``close`` is called when the worker ends.
+    `Streams.ask` may call other methods. A ``close`` method is called when the worker exits.
     """
 
     def begin(self, assignment: Any, /) -> object:
-        """Begin an epoch, even if the last one is not over; `Streams.begin` returns the reply."""
+        """Start an epoch, even if the last one is unfinished. `Streams.begin` returns the reply."""
 
     def items(self, start: int, /) -> Iterator[object]:
-        """Return an iterator over the items of the epoch, beginning with item `start`.
+        """Return an iterator over the items of the epoch, starting with item `start`.
 
-        `start` is above 0 only in a process that replaces a dead one. It has the same assignment,
-        and must make the same items: skip the items before `start`, or make and drop them.
+        `start` is greater than 0 only in a process that replaces a dead one. It has the same
+        assignment and must make the same items: skip or discard the items before `start`.
         """
 
 
 class KeyProducer(Protocol):
-    """Makes a worker's items in epochs of keys; otherwise as `Producer`."""
+    """Makes a worker's items in epochs of keys, but is otherwise like `Producer`."""
 
     def begin(self, assignment: Any, /) -> object:
-        """Begin an epoch; see `Producer`."""
+        """Start an epoch; see `Producer`."""
 
     def make(self, key: Any, /) -> object:
-        """Return the item of a key. An exception is raised in the loop, which then gets no item.
+        """Return the item of a key. An exception is raised in the loop instead of the item.
 
-        The key has the type and value that it has in the trainer. `cseq.empty` may make arrays,
-        which may be kept. A process that replaces a dead one makes some keys' items again.
+        The key has the same type and value as in the trainer. Arrays may be created by `cseq.empty`
+        and kept. A process that replaces a dead one makes the items of some keys again.
         """
 
 
 class EitherProducer(Producer, KeyProducer, Protocol):
-    """Has the methods of both; `items` or `make` is never called."""
+    """Has the methods of both protocols, but either `items` or `make` is never called."""
 
 
 class Making(Work):
-    """The work on a ticket: it calls the producer. `work` is in C.
+    """Works on tickets by calling the producer. `work` is implemented in C.
 
-    `_epoch` is the producer's epoch, counted from 1. `_reply` is what `begin` returned, until a
-    ticket asks for it. No item of `_ended_epoch` follows. `_failing` is the status of an exception
-    that comes now: for the item of a key, or an item that cannot be sent, nothing ends.
+    `_epoch` is the producer's epoch, counted from 1. `_reply` is the result of `begin`, until a
+    ticket requests it. `_ended_epoch` has no further items. `_failing` is the status of an
+    exception raised now, which ends no epoch if a key's item fails or an item cannot be sent.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
@@ -104,7 +103,7 @@ class Making(Work):
         self._failing = RAISED
 
     def answer(self, runner: Runner) -> object:
-        """Make what the present ticket asks for."""
+        """Return the item or reply that the current ticket requests."""
         epoch, kind, _ = self._ring.ticket(runner.cell)
         room = self._rooms[runner.cell]
         self._failing = RAISED | ENDED
@@ -123,7 +122,7 @@ class Making(Work):
         return self._make_item(runner, partial(self._producer.make, key))
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception, and no item or reply."""
+        """Publish an exception instead of an item or reply."""
         self._batch_context.allocator = None
         if self._failing & ENDED:
             self._end_epoch(runner.epoch)
@@ -134,21 +133,21 @@ class Making(Work):
         self._items = None
 
     def _begin_epoch(self, runner: Runner, epoch: int) -> None:
-        # Until the producer has begun the epoch, no item of this one follows.
+        # Until the producer has started the epoch, the epoch counts as ended.
         self._end_epoch(epoch)
         self._epoch = 0
         self._reply = self._producer.begin(self._read(runner, ASSIGNED))
         self._epoch, self._ended_epoch = epoch, 0
 
     def _read(self, runner: Runner, which: slice) -> Any:
-        """Read a request from a copy, since its slot is used again."""
+        """Read a request from a copy, since its slot is reused."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
         assert self._room is not None
         memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
-        """Call a method. Until it returns, no array of its own lies in a slot."""
+        """Call a method. Until it returns, none of its arrays is created in a slot."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:
@@ -160,7 +159,7 @@ class Making(Work):
         return reply
 
     def _go_to(self, start: int) -> Iterator[object]:
-        """Return the iterator, at the ticket's item."""
+        """Return the iterator, positioned at the ticket's item."""
         if self._items is None or self._next_number != start:
             self._items = None
             self._items = iter(self._producer.items(start))
@@ -168,7 +167,7 @@ class Making(Work):
         return self._items
 
     def _make_item(self, runner: Runner, make: Callable[[], object]) -> object:
-        """Make an item, with its arrays in the slot."""
+        """Make an item whose arrays are in the slot."""
         self._writer.begin_ticket()
         self._batch_context.allocator = self._room
         self._batch_context.item = runner.start
@@ -183,7 +182,7 @@ class Making(Work):
 
 
 class Serving(Making):
-    """The work on a ticket in a thread, where the ring keeps what the ticket refers to."""
+    """Works on tickets in a thread, where the ring keeps the objects that tickets refer to."""
 
     def _read(self, runner: Runner, which: slice) -> object:
         assignment, key, _ = self._ring.kept[runner.cell]
@@ -191,7 +190,7 @@ class Serving(Making):
 
 
 class ItemTask(NamedTuple):
-    """What a worker of `Streams` does with a ticket: it makes an item, or answers a call."""
+    """The task of a worker of `Streams`: to make an item or answer a call."""
 
     num_workers: int
     stage: int = INDEXER
@@ -205,7 +204,7 @@ class ItemTask(NamedTuple):
         *,
         copied: bool,  # noqa: ARG002 - for batches
     ) -> tuple[object, Any]:
-        """Return the user's object, and the producer that it makes."""
+        """Return the user's object and the producer that it creates."""
         make = read()
         return make, make(batch_context.number, self.num_workers)
 
@@ -218,6 +217,6 @@ class ItemTask(NamedTuple):
         tell: Callable[[str], object],  # noqa: ARG002 - for batches
         convert: Callable[[Any], object] | None,  # noqa: ARG002 - for batches
     ) -> Making:
-        """Return the work on tickets."""
+        """Return the object that works on tickets."""
         kind = Serving if writer.room is None else Making
         return kind(writer, producer, ring, batch_context)

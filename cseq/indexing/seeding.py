@@ -1,14 +1,14 @@
-"""Global generators, seeded for each batch: Python's, numpy's and torch's.
+"""Seeds the global generators of Python, numpy and torch for each batch.
 
-Their seeds are a function of the key of `cseq.rng` (seed, epoch, position of the batch):
-`generator-states-v2` of docs/inside/shuffle.md. So what an indexer draws from them depends neither
-on the process that makes the batch nor on the batches before.
+The seeds are a function of the same key as in `cseq.rng` (seed, epoch, position of the batch); see
+`generator-states-v2` in docs/inside/shuffle.md. Therefore, an indexer's draws from these generators
+depend neither on the process that makes the batch nor on earlier batches.
 
-Only generators whose modules are imported are seeded. `sys.modules` is looked at before and after
-each batch. A batch that imported such a module is made once more, so the first batch that draws
-does so as any later one would.
+Only generators whose modules are imported are seeded. `sys.modules` is checked before and after
+each batch. A batch that imported such a module is made once more, so that the first batch that
+draws behaves like later ones.
 
-Threads of the trainer share these generators with the training loop, so nothing is seeded there.
+In the trainer's threads, which share these generators with the training loop, nothing is seeded.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["Seeds", "call_here"]
 
 T = TypeVar("T")
 
-# Purposes of words derived from a seed: docs/inside/shuffle.md.
+# Purposes of words derived from a seed: see docs/inside/shuffle.md.
 PURPOSE_BATCH = 4
 PURPOSE_MAKING = 5
 
 
 class Generator(NamedTuple):
-    """The methods of a generator, and which word of a batch is its seed.
+    """The methods of a generator, and the index of the word in a batch that is its seed.
 
     After `keep`, `lend` may replace the generator.
     """
@@ -53,9 +53,9 @@ def from_python(generator: Any) -> Generator:
 def from_numpy(random: Any) -> Generator:
     """Describe the generator of numpy.random, whose seeds have 32 bits.
 
-    Another bit generator of the same class is lent meanwhile, since setting the state of the
-    trainer's costs as much as reading it. Only the second of two Gaussian draws, which lies beside
-    the bit generator, is restored with a state.
+    Lending installs another bit generator of the same class, because setting the trainer's state
+    would cost as much as reading it. The state is set only if it holds the second of two Gaussian
+    draws, which is stored outside the bit generator.
     """
     own: list[Any] = []
 
@@ -93,15 +93,15 @@ FINDERS: dict[str, Callable[[Any], Generator]] = {
 
 
 def _is_imported(name: str) -> bool:
-    """Tell whether a module's import is finished."""
+    """Return True if a module's import has finished."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
 class Seeds:
-    """Seeds the process's generators before each batch, if their modules are imported.
+    """Seeds the process's generators before each batch if their modules are imported.
 
-    The context has the present batch; if there is none, the indexer is being made.
+    The context holds the current batch. Without one, the indexer is being created.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
@@ -114,7 +114,7 @@ class Seeds:
         self._kept: list[tuple[Callable[[Any], object], object]] = []
 
     def seed_present(self) -> None:
-        """Seed for the present batch, or for an indexer that is being made."""
+        """Seed for the current batch, or for an indexer that is being created."""
         ticket = self._context.ticket
         if ticket is None:
             self._seed(self._context.seed, 0, PURPOSE_MAKING)
@@ -126,7 +126,7 @@ class Seeds:
         self._seed(self._key, ticket.start, PURPOSE_BATCH)
 
     def seed(self, key: int, start: int) -> None:
-        """Seed for the batch, or sequence, at this position in the epoch with this key."""
+        """Seed for the batch or sequence at this position in the epoch with this key."""
         self._seed(key, start, PURPOSE_BATCH)
 
     def _seed(self, key: int, start: int, purpose: int) -> None:
@@ -142,7 +142,7 @@ class Seeds:
             seed(words[word])
 
     def has_new(self) -> bool:
-        """Find generators whose modules were imported since; return whether there are any."""
+        """Find generators whose modules have been imported since. Return whether there are any."""
         if sys.modules.keys().isdisjoint(self._missing):
             return False
         new = [name for name in self._missing if _is_imported(name)]
@@ -152,11 +152,11 @@ class Seeds:
         return bool(new)
 
     def lend(self) -> None:
-        """Keep the state of each generator, which is the trainer's, before it is seeded."""
+        """Save the state of each of the trainer's generators before it is seeded."""
         self._is_lent = True
 
     def restore(self) -> None:
-        """Restore the states of the trainer's generators; call this again after an interruption."""
+        """Restore the trainer's generators. Call this again after an interruption."""
         self._is_lent = False
         while self._kept:
             restore, state = self._kept[-1]
@@ -167,10 +167,10 @@ class Seeds:
 def call_here(
     function: Callable[[], T], batch_context: BatchContext, seeds: Seeds | None = None
 ) -> T:
-    """Call a function that makes a batch, or an indexer, on the trainer's own thread.
+    """Call a function that makes a batch or creates an indexer on the trainer's own thread.
 
-    The thread has the context of a worker meanwhile, and `seeds` may seed the trainer's generators.
-    Their states are restored, even if a signal handler raises before `restore` has done anything.
+    During the call, the thread has a worker's context, and `seeds` may seed the trainer's
+    generators. These are restored even if a signal handler raises early in `restore`.
     """
     outer = here.batch_context
     try:
