@@ -1,4 +1,4 @@
-"""Shards of a store, and what was decoded once, for all of a machine.
+"""Shards of an object store and decoded samples, shared on one machine.
 
 ::
 
@@ -13,15 +13,15 @@
 ``npy``         `Npy`: rows of arrays
 ``tar``         `Tar`: samples of several members
 ``parquet``     `Parquet`: rows of tables
-``shards``      what readers have in common: batches by index, the order
-``reader``      what the process that fetches knows of a reader
-``client``      a process's connections to the process that fetches
-``fetcher``     the process that fetches: one on a machine
-``plan``        which shards an order uses next
-``objects``     the objects of a store, by obstore
+``shards``      the base class of readers: batches by index, the order
+``reader``      a reader as the fetcher sees it
+``client``      a process's connections to the fetcher
+``fetcher``     the process that fetches shards, one per machine
+``plan``        the shards that an order uses next
+``objects``     the objects of a store, read with obstore
 ``cache``       `cseq.cached`: a data set whose samples are kept
-``entries``     the folder of these: claims, room, entries that are whole or absent
-``folder``      a folder that processes share: who has it open, and what it is of
+``entries``     the folder of cached samples: claims, room, entries that are whole or absent
+``folder``      a folder that processes share: its users and its contents
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a reader when it is asked for; `cseq.cached` needs none."""
+    """Import a reader on first use; `cseq.cached` needs none."""
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

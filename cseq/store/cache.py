@@ -1,4 +1,4 @@
-"""`cached`: a data set whose samples are made once a machine."""
+"""`cached`: a data set whose samples are made once per machine."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ REDUCERS = partial(batch_reducers, handles=False)
 
 
 class Samples(Protocol[T_co]):
-    """A data set: what `cached` takes."""
+    """A data set that `cached` accepts."""
 
     def __getitem__(self, index: int, /) -> T_co: ...
     def __len__(self) -> int: ...
 
 
 class CacheStats(NamedTuple):
-    """What a cache has, and what all processes have had from it.
+    """The contents of a cache, and its use by all processes.
 
     Attributes
     ----------
     samples, kept : int
-        In the data set, and in the cache.
+        The number of samples in the data set and in the cache.
     nbytes, limit : int
-        Bytes that the cache takes, and may take.
+        The size of the cache in bytes, and its maximum.
     hits : int
-        Samples that were read from the cache.
+        The number of samples read from the cache.
     made : int
-        Samples that were made and kept.
+        The number of samples made and kept.
     others : int
-        Samples that were made and not kept: the cache is full, or another worker was making them.
+        Samples made but not kept, because the cache is full or another worker was making them.
     """
 
     samples: int
@@ -68,41 +68,41 @@ class CacheStats(NamedTuple):
 def cached(
     make: Samples[T_co], limit: int | str, *, folder: str | None = None, version: str | None = None
 ) -> Cached[T_co]:
-    """Keep the samples of a data set, so that each is made once a machine.
+    """Cache the samples of a data set, so that each is made once per machine.
 
-    All workers, ranks and threads of a machine share one copy, whatever their start method. Put
-    into `make` what gives the same sample each time: read, decode, resize. Draw random numbers
-    behind it. A process compares the first sample that it finds with what `make` returns, and
-    raises if they differ.
+    All workers, ranks and threads of a machine share one copy, whatever their start method. `make`
+    must be deterministic: read, decode and resize there, and apply random transforms to the cached
+    samples. Each process compares the first sample it finds in the cache with the result of
+    `make`, and raises an error if they differ.
 
     Parameters
     ----------
     make : data set
-        ``make[index]`` returns a sample: arrays, CPU tensors, numbers, texts, and containers of
-        them; ``len(make)`` is the number of samples. Workers get a copy, made with pickle.
+        ``make[index]`` returns a sample: arrays, CPU tensors, numbers, strings, and containers of
+        these. ``len(make)`` is the number of samples. Workers receive a pickled copy.
     limit : int or str
-        The most bytes that the cache takes, such as ``4 * 2**30`` or ``'4 GB'``. Once it is full,
-        other samples are made each time.
+        The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. Once the cache
+        is full, other samples are made on each access.
     folder : str, optional
-        Where samples are kept from one run to the next: a folder of its own, on a local disk.
-        Without it, they are in shared memory (in a temporary folder, where ``/dev/shm`` is smaller
-        than `limit`), until the last process that uses them ends.
+        A dedicated folder on a local disk, where samples are kept between runs. By default, they
+        are kept in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
+        `limit`) until the last process that uses them exits.
     version : str, optional
-        What `make` is, in your words: change it when `make` returns something else. Without it,
-        entries are of the pickle of `make` and the source of its modules.
+        A version of `make`, which you change when `make` returns something else. By default, the
+        pickle of `make` and the source code of its modules identify it.
 
     Returns
     -------
     Cached
-        A data set: ``[index]`` returns a sample, a copy of your own. ``[indices]``, with a list or
-        an array, returns a list of samples, whose arrays are read-only views of the cache.
+        A data set. ``[index]`` returns a private copy of a sample. ``[indices]``, with a list or
+        an array, returns a list of samples whose arrays are read-only views of the cache.
 
     Raises
     ------
     ValueError
-        The folder has samples of another data set, of another version, or with another limit.
+        The folder was made for another data set, another version or another limit.
     OSError
-        There is no room for the cache's index, or the system has no `fcntl` (Windows).
+        There is no room for the cache's index, or the system lacks `fcntl` (Windows).
 
     Examples
     --------
@@ -128,7 +128,7 @@ def cached(
 
 
 class Cached(Generic[T_co]):
-    """What `cached` returns; a pickle of it opens the same entries."""
+    """The data set that `cached` returns. Unpickled copies open the same entries."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Cached(Generic[T_co]):
         )
 
     def stats(self) -> CacheStats:
-        """Return what the cache has, and what all processes have had from it."""
+        """Return the contents of the cache, and its use by all processes."""
         entries = self._entries
         there = len(self), entries.kept, entries.nbytes, entries.limit
         return CacheStats(*there, *entries.counts())
@@ -172,7 +172,7 @@ class Cached(Generic[T_co]):
         return self._read(index, copies=True)
 
     def _read(self, index: int, *, copies: bool) -> Any:
-        """Return a sample, of the cache or newly made; `copies`: its arrays are the caller's."""
+        """Return a cached or newly made sample; `copies` makes its arrays private."""
         number = range(len(self))[index]
         entry = self._entries.find(number)
         if entry is None:
@@ -182,7 +182,7 @@ class Cached(Generic[T_co]):
         return _sample_of(entry, copies=copies)
 
     def _made(self, number: int) -> T_co:
-        """Make a sample, and keep it if no other process or thread does."""
+        """Make a sample, and keep it unless another process or thread is doing so."""
         if not self._entries.claim(number):
             return self._make[number]
         try:
@@ -193,7 +193,7 @@ class Cached(Generic[T_co]):
         return sample
 
     def _check(self, number: int, entry: memoryview) -> None:
-        """Compare an entry with the sample as it is made now."""
+        """Compare an entry with a newly made sample; raise if they differ."""
         self._is_checked = True
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):
@@ -204,11 +204,11 @@ class Cached(Generic[T_co]):
             )
 
 
-# -- an entry: words (the pickle's bytes, and those of each buffer), the pickle, and the buffers
+# -- an entry: words (number of buffers, pickle size, buffer sizes), the pickle, and the buffers
 
 
 def _entry_of(sample: object) -> list[Any]:
-    """Return a sample as the parts of an entry."""
+    """Encode a sample as the parts of an entry."""
     buffers: list[memoryview] = []
     data = dumps(sample, buffers, REDUCERS)
     words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)
@@ -221,7 +221,7 @@ def _entry_of(sample: object) -> list[Any]:
 
 
 def _parts_of(entry: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Return the pickle of an entry, and its buffers."""
+    """Return the pickle and the buffers of an entry."""
     number, nbytes = entry[:16].cast("q")
     end = 16 + 8 * number
     sizes, data = entry[16:end].cast("q").tolist(), entry[end : end + nbytes]
@@ -240,16 +240,16 @@ def _sample_of(entry: memoryview, *, copies: bool) -> Any:
 
 
 def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
-    """Return what of an entry is compared: its arrays; the pickle, if it has none."""
+    """Return the part of an entry to compare: the arrays, or the pickle if there are none."""
     data, buffers = _parts_of(entry)
     return buffers or data
 
 
-# -- what entries are of
+# -- the identity of a data set
 
 
 def _identity(make: Any, version: str | None) -> dict[str, Any]:
-    """Return what entries are of: the data set's type, and its data and code or its version."""
+    """Identify a data set by its type and either its version or its data and code."""
     kind = type(make)
     named = f"{kind.__module__}.{kind.__qualname__}"
     if version is not None:
@@ -257,7 +257,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
     modules = dump(make, name="make").modules
     buffers: list[memoryview] = []
     pickled = dumps(make, buffers, REDUCERS)
-    # This is a class by value, to which cloudpickle gives a number that is drawn.
+    # cloudpickle gives a random number to a class that it pickles by value.
     if b"_make_skeleton_class" in pickled:
         raise ValueError(
             f"make={make!r} is of a class in a function, or has one, whose pickle differs from "
@@ -274,7 +274,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
 
 
 def _source_of(name: str) -> str | None:
-    """Return the file of a module of the user's, or None if it is installed or has no source."""
+    """Return the source file of a user's module; None if it is installed or has no source."""
     path: str = getattr(sys.modules.get(name), "__file__", None) or ""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     is_source = path.endswith(".py") and os.path.exists(path)

@@ -1,8 +1,8 @@
-"""Connections of a process to the one that fetches the shards of a folder.
+"""A process's connections to the fetcher of a folder.
 
-A message is a line of JSON. A connection has one message at a time that waits for an answer, so
-each thread, and each handler of a signal, takes a free connection or makes one. Who finds nobody at
-the folder's socket starts the process that fetches, and has the first connection.
+A message is a line of JSON. A connection carries one request at a time, so each thread and each
+signal handler uses a free connection or opens a new one. A process that cannot connect to the
+folder's socket starts the fetcher and holds its first connection.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from cseq.store.folder import Folder, address
 
 __all__ = ["Client"]
 
-# In a row, of a process that ends before it answers.
+# The maximum number of consecutive fetchers that exit before they answer.
 STARTS = 5
-# That it may take to start.
+# The time limit for starting a fetcher.
 SECONDS = 60.0
 KINDS = {"ValueError": ValueError, "OSError": OSError}
 
 
 class Line:
-    """A connection to the process that fetches."""
+    """A connection to the fetcher."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._file = sock, sock.makefile("rb")
@@ -38,7 +38,7 @@ class Line:
         self._sock.sendall(data)
 
     def receive(self) -> Any:
-        """Wait for an answer; return what it has, or an error that it tells of."""
+        """Wait for an answer; return its value, or the error that it reports."""
         line = self._file.readline()
         if not line:
             raise ConnectionResetError
@@ -46,13 +46,13 @@ class Line:
         return KINDS[value](*error) if error else value
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
         self._file.close()
         self._sock.close()
 
 
 class Client(Folder):
-    """The connections of this process to one folder."""
+    """The connections of this process to the fetcher of one folder."""
 
     argument = "cache"
 
@@ -62,21 +62,21 @@ class Client(Folder):
         weakref.finalize(self, _close, self._free)
 
     def reset(self) -> None:
-        """Begin without connections."""
+        """Close the free connections."""
         _close(self._free)
 
     def ask(self, start: bytes, *message: Any, answers: bool = True) -> Any:
-        """Send a message, and return the answer, if it has one.
+        """Send a message, and return the answer if the message has one.
 
         Parameters
         ----------
         start : bytes
-            A pickle of what the process that fetches needs to know, if it must be started.
+            A pickle of the reader's class and state, for a fetcher that has to be started.
 
         Raises
         ------
         OSError, ValueError
-            What the process met as it did what the message asks for.
+            The fetcher failed to handle the message, or exited several times.
         """
         for _ in range(STARTS):
             try:
@@ -89,11 +89,11 @@ class Client(Folder):
                 answer = line.receive() if answers else None
                 is_whole = True
             except ConnectionError:
-                # The process has ended, so the other connections are of no use, either.
+                # The fetcher has exited, so the other connections are useless, too.
                 self.reset()
                 continue
             finally:
-                # Nor is one that is in the middle of a message.
+                # A connection cannot be reused in the middle of a message.
                 if is_whole:
                     self._free.append(line)
                 else:
@@ -105,7 +105,7 @@ class Client(Folder):
         )
 
     def _connection(self, start: bytes) -> Line:
-        """Connect to the process that fetches; start it if there is none."""
+        """Connect to the fetcher; start one if there is none."""
         lock = locked(f"{self.path}/starting")
         sock = lifted(socket.socket(socket.AF_UNIX))
         try:
@@ -120,7 +120,7 @@ class Client(Folder):
                 os.close(lock)
 
     def _started(self, start: bytes) -> Line:
-        """Start the process that fetches; return the connection to it when it listens."""
+        """Start the fetcher; return the connection to it once it listens."""
         from cseq.processes.launcher.processes import describe_start, spawn
 
         child = spawn(describe_start("", "cseq.store.fetcher"), "cseq-fetch", 1)
@@ -139,7 +139,7 @@ class Client(Folder):
             line.close()
             raise
         finally:
-            # It has left the work to a child of its own.
+            # The child exits at once; its own child is the fetcher.
             child.status(SECONDS)
         child.sock.settimeout(None)
         return line

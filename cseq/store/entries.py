@@ -1,22 +1,22 @@
-"""A folder of entries: each is written by one process, and read by all.
+"""A folder of entries, each written by one process and read by all.
 
-``index``    words of 8 bytes: the header, a row of counters for each process, a word for each entry
-``data``     the entries, one after another
-``claims``   nothing; its bytes are locked
+``index``    8-byte words: the header, a row of counters per process, one word per entry
+``data``     the entries, in sequence
+``claims``   an empty file whose bytes are locked
 
-A word is written by one party at a time, the holder of the lock that is named here:
+Each word has one writer at a time, the holder of this lock:
 
 ==============  ================================================================================
-``used``        the holder of ROOM: bytes of ``data`` that are given away
-an entry's      its claim: where the entry begins (plus 1) once it is whole, else 0
-counters        the process that holds their row
+``used``        ROOM; the word is the number of allocated bytes of ``data``
+an entry's      its claim; the word is the entry's position plus 1 once it is whole, else 0
+counters        the lock on their row
 ==============  ================================================================================
 
-Locks are `fcntl`'s, of single bytes of ``claims``: the system frees them when their process ends.
-A kill between any two writes leaves each entry whole or absent. ``used`` grows before an entry is
-written, so no room is given away twice: a kill loses the room of one entry at most. An entry's word
-is written last. A reader gets the position of an entry from this word alone, so it cannot read the
-entry's bytes earlier than the word (an address dependency, which every processor keeps).
+The locks are `fcntl` locks on single bytes of ``claims``. The system releases them when their
+process exits. A kill between any two writes leaves each entry whole or absent. ``used`` grows
+before an entry is written, so no room is allocated twice, and a kill loses the room of at most one
+entry. An entry's word is written last. A reader gets an entry's position only from this word, so it
+cannot read the entry's bytes before the word (an address dependency, which all processors respect).
 """
 
 from __future__ import annotations
@@ -46,30 +46,30 @@ __all__ = ["LINE", "Entries"]
 log = logging.getLogger("cseq")
 
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# Entries begin at its multiples.
+# Entries start at multiples of this number of bytes.
 LINE = 64
 # The header's only word.
 USED = 0
-# Words of the header; rows of counters.
+# The number of words in the header, and of counter rows.
 HEADER, COUNTERS = 8, 512
-# A row of counters: found, made and kept, made and not kept.
+# The columns of a counter row: found, made and kept, made but not kept.
 HITS, MADE, REFUSED = range(3)
-# The first entry's word.
+# The word of the first entry.
 FIRST = HEADER + 4 * COUNTERS
-# Bytes of `claims` that are locked, behind the entries' bytes.
+# Further bytes of `claims` that are locked, after the entries' bytes.
 ROOM, COUNTING = 2**40, 2**41
 
 
 class Entries(Folder):
     """The entries of one folder in this process.
 
-    What the folder is of has ``samples``, the number of entries, and ``limit``, the most bytes that
-    ``index`` and ``data`` take together.
+    `about` has ``samples``, the number of entries, and ``limit``, the maximum size of ``index`` and
+    ``data`` together in bytes.
 
     Raises
     ------
     ValueError
-        The folder's entries are of something else, or `limit` has no room for the index.
+        The folder has other contents, or `limit` has no room for the index.
     OSError
         There is no room for the index.
     """
@@ -87,19 +87,19 @@ class Entries(Folder):
         super().__init__(path, about, is_kept=is_kept)
 
     def reset(self) -> None:
-        """Begin with neither claims nor a row of counters."""
+        """Start without claims and without a counter row."""
         self._own = threading.Lock()
-        # By threads of this process, which `fcntl` does not part.
+        # The claims of this process's threads, which `fcntl` does not distinguish.
         self._claimed: set[int] = set()
         self._row: int | None = None
 
     def begin(self) -> None:
-        """Open the files, and make them if they are not there."""
+        """Open the files, and create them if they are missing."""
         for name in ("claims", "index", "data"):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self.files.append(lift(os.open(f"{self.path}/{name}", flags, 0o600)))
         _, self._claims, self._index, self._data = self.files
-        # On a full disk, a hole would be SIGBUS.
+        # Write the zeros, because a hole causes SIGBUS on a full disk.
         if os.fstat(self._index).st_size < self.overhead:
             write(self._index, bytes(self.overhead), 0)
         if os.fstat(self._data).st_size < self.limit:
@@ -107,8 +107,8 @@ class Entries(Folder):
         words: NDArray[np.int64] = np.frombuffer(mmap.mmap(self._index, self.overhead), np.int64)
         self._words, self._starts = words, words[FIRST:]
         self._counters = words[HEADER:FIRST].reshape(-1, 4)
-        # Private: what a user's code writes into a view changes no entry. Not reserved: `limit` may
-        # exceed the machine's memory, and hardly any page is ever written.
+        # The mapping is private, so user code that writes into a view changes no entry. No memory
+        # is reserved, because `limit` may exceed it and hardly any page is ever written.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
         self._bytes = memoryview(data).toreadonly()
@@ -117,7 +117,7 @@ class Entries(Folder):
     # -- entries
 
     def find(self, number: int) -> memoryview | None:
-        """Return an entry with all that follows it, or None if it is absent."""
+        """Return the data from the start of an entry onward, or None if the entry is absent."""
         start = int(self._starts[number]) - 1
         if start < 0:
             return None
@@ -125,13 +125,13 @@ class Entries(Folder):
         return self._bytes[start:]
 
     def claim(self, number: int) -> bool:
-        """Claim an absent entry, to `keep` it; False: it is there, or is claimed already.
+        """Claim an absent entry to `keep` it; return False if it exists or is already claimed.
 
-        Then the sample is counted as one that is made and not kept.
+        In that case, the sample counts as made but not kept.
         """
         with self._own:
             if number not in self._claimed and self._lock(number, wait=False):
-                # Whoever had the claim before may have kept the entry.
+                # The previous holder of the claim may have kept the entry.
                 if not self._starts[number]:
                     self._claimed.add(number)
                     return True
@@ -140,13 +140,13 @@ class Entries(Folder):
         return False
 
     def release(self, number: int) -> None:
-        """Give a claim back."""
+        """Release a claim."""
         with self._own:
             self._unlock(number)
             self._claimed.discard(number)
 
     def keep(self, number: int, parts: Sequence[Any]) -> None:
-        """Keep an entry that is claimed, of several buffers, if there is room."""
+        """Write a claimed entry, given as several buffers, if there is room."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         room = self.limit - self.overhead
         if nbytes > room:
@@ -173,25 +173,25 @@ class Entries(Folder):
             )  # fmt: skip
         self._note(MADE if self._starts[number] else REFUSED)
 
-    # -- what is counted
+    # -- counts
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are taken."""
+        """The number of bytes in use, including the index."""
         return self.overhead + int(self._words[USED])
 
     @property
     def kept(self) -> int:
-        """The number of entries that are there."""
+        """The number of entries that exist."""
         return int(np.count_nonzero(self._starts))
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how often an entry was found, made and kept, made and not kept, by all."""
+        """Return the total counts of entries found, made and kept, and made but not kept."""
         hits, made, refused, _ = self._counters.sum(axis=0).tolist()
         return hits, made, refused
 
     def _note(self, column: int) -> None:
-        """Count something in the row of this process; if all rows are taken, it is not counted."""
+        """Count an event in this process's row; do nothing if all rows are taken."""
         with self._own:
             if self._row is None:
                 free = (k for k in range(COUNTERS) if self._lock(COUNTING + k, wait=False))
@@ -202,7 +202,7 @@ class Entries(Folder):
     # -- the files
 
     def _set(self, word: int, value: int) -> None:
-        """Write a word of the index, by a call that other processes see as a whole."""
+        """Write a word of the index with one call, which other processes see as atomic."""
         write(self._index, value.to_bytes(8, sys.byteorder), 8 * word)
 
     @contextlib.contextmanager

@@ -1,16 +1,16 @@
-"""The process that fetches the shards of a folder: one on a machine.
+"""The fetcher: the process that fetches a folder's shards, one per machine.
 
 ::
 
-    <cache>/index      names, sizes and tags of all objects; rows and bytes of each shard
-    <cache>/socket     where workers connect
-    <cache>/fetcher    locked by this process, until it ends
-    <cache>/shards/5   a shard; 5.part while it is written
+    <cache>/index      names, sizes and tags of all objects; row and byte counts of each shard
+    <cache>/socket     the socket for workers
+    <cache>/fetcher    locked by this process until it exits
+    <cache>/shards/5   a shard, named 5.part while it is written
 
-A shard is renamed when it is whole, so a kill leaves it whole or absent. This process alone writes
-and removes shards. Who reads one has opened it, and keeps what it has opened.
+A shard is renamed once it is whole, so a kill leaves it whole or absent. Only this process writes
+and removes shards. A worker that has opened a shard can read it even after its removal.
 
-The process ends with its last connection. All that it does is done by one thread, in turns.
+The process exits when its last connection closes. One thread does all work but `Reader.finish`.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetcher", "begin_process"]
 
-# Bytes of a message.
+# The maximum length of a message in bytes.
 LONGEST = 1 << 26
 
 
 class Fetcher:
-    """What the process has, and what it fetches.
+    """The state of the fetcher.
 
     Attributes
     ----------
     objects : list of Object
     have : dict of int to int
-        The shards that are there, and their bytes; the one used last comes last.
+        The shards in the folder and their sizes in bytes, most recently used last.
     running : dict of int to Task
         The shards that are being fetched.
     errors : dict of int to Exception
-        Why a shard could not be fetched; it is fetched again when a worker needs it.
+        The errors of failed fetches. A shard is fetched again when a worker needs it.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -71,7 +71,7 @@ class Fetcher:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.errors: dict[int, Exception] = {}
         self.plan: Plan | None = None
-        # What connections wait for; and what was given to them, until they have opened it.
+        # The shards that connections wait for, and the shards that they have yet to open.
         self._needed: dict[asyncio.StreamWriter, list[int]] = {}
         self._given: dict[asyncio.StreamWriter, list[int]] = {}
         self._users = 0
@@ -90,7 +90,7 @@ class Fetcher:
         server.close()
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Do what a connection asks for, until it is closed."""
+        """Handle the messages of a connection until it is closed."""
         self._users += 1
         try:
             while True:
@@ -126,10 +126,10 @@ class Fetcher:
                 self._over.set()
 
     async def _await(self, writer: asyncio.StreamWriter, missing: list[int]) -> Any:
-        """Wait until at least one of some shards is there; return those that are, or an error."""
+        """Wait for at least one of the missing shards; return those now present, or an error."""
         for number in missing:
             self.errors.pop(number, None)
-            # Who asks has not found it: somebody has removed the file.
+            # The worker did not find the file, because somebody else removed it.
             if number in self.have and not os.path.exists(f"{self.folder}/shards/{number}"):
                 self.held -= self.have.pop(number)
         self._needed[writer] = missing
@@ -146,12 +146,12 @@ class Fetcher:
         return self._given[writer]
 
     def _read_at(self, *place: int) -> None:
-        """Note where a trainer reads the order."""
+        """Record where a trainer reads the order."""
         if self.plan is None or not self.plan.has(*place):
             self.plan = Plan(self.reader.sizes, *place)
 
     def _use(self, shards: list[int]) -> None:
-        """Note which shards a batch has."""
+        """Record the shards that a batch uses."""
         for number in shards:
             if number in self.have:
                 self.have[number] = self.have.pop(number)
@@ -161,7 +161,7 @@ class Fetcher:
     # -- the index
 
     async def _open(self) -> None:
-        """Read the index, or make it; find the shards that are there."""
+        """Read or create the index, and find the shards in the folder."""
         shards, path = f"{self.folder}/shards", f"{self.folder}/index"
         os.makedirs(shards, exist_ok=True)
         try:
@@ -187,9 +187,9 @@ class Fetcher:
             self.remove(next(iter(self.have)))
 
     async def _compare(self) -> None:
-        """Compare the objects with the index, where one request names many."""
+        """Compare the objects with the index if a single request can list them."""
         if self.reader.place.names:
-            # Each is compared when it is fetched.
+            # Named objects are compared when they are fetched.
             return
         there = {one.name: one for one in await self.remote.list()}
         for before in self.objects:
@@ -205,7 +205,7 @@ class Fetcher:
     # -- shards
 
     def _schedule(self) -> None:
-        """Begin to fetch what workers wait for, then what comes next."""
+        """Start to fetch the shards that workers wait for, then the next shards of the order."""
         needed = {number: None for missing in self._needed.values() for number in missing}
         coming = [] if self.plan is None else self.plan.coming(self.reader.ahead)
         for number in dict.fromkeys([*needed, *coming]):
@@ -219,14 +219,14 @@ class Fetcher:
             self.running[number] = asyncio.create_task(self._fetch(number))
 
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
-        """Remove shards until there is room for one; False: that must wait.
+        """Remove shards until there is room for another; return False if it must wait.
 
-        Those that are used last go first. Without a plan, these are the ones that were used
-        latest: each epoch uses each shard, so the others come earlier. No shard goes before those
-        who wait for it have opened it.
+        The shard whose next use is farthest away is removed first. Without a plan, this is the
+        most recently used shard, because each epoch uses each shard. A shard is not removed
+        before the workers that wait for it have opened it.
         """
         nbytes = self.reader.nbytes
-        # It is fetched in vain, with an error that says so.
+        # The fetch then fails with an error that explains the limit.
         if nbytes[number] > self.reader.limit:
             return True
         busy = {*needed}.union(*self._given.values())
@@ -245,7 +245,7 @@ class Fetcher:
         return True
 
     def keep(self, number: int, nbytes: int) -> None:
-        """Note that a shard is there."""
+        """Record a shard that is in the folder."""
         self.held += nbytes - self.have.get(number, 0)
         self.have[number] = nbytes
 
@@ -256,7 +256,7 @@ class Fetcher:
         self.held -= self.have.pop(number)
 
     async def _fetch(self, number: int) -> None:
-        """Fetch a shard, and wake who waits for it."""
+        """Fetch a shard, and wake the connections that wait for it."""
         try:
             await self.put(number)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
@@ -305,13 +305,13 @@ class Fetcher:
             self.reader.finish(number, part)
         except ValueError as error:
             raise ValueError(f"shard {named} {error}") from error
-        # A power cut leaves no half of a shard.
+        # Ensure that a power failure cannot leave a partial shard.
         with open(part, "rb") as file:
             os.fsync(file.fileno())
 
 
 def _line(answer: object) -> bytes:
-    """Return an answer as a line; an error as one of the two kinds that a loop raises."""
+    """Encode an answer as a line, and an error as a ValueError or an OSError."""
     parts = [answer]
     if isinstance(answer, BaseException):
         kind = "ValueError" if isinstance(answer, ValueError) else "OSError"
@@ -321,9 +321,9 @@ def _line(answer: object) -> bytes:
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run this new interpreter, as a child of a process that ends at once.
+    """Run the fetcher in this new interpreter, as the child of a process that exits at once.
 
-    So it is nobody's child: whoever started it may end, be killed, or wait for its own children.
+    The process that started it may therefore exit, be killed, or wait for its own children.
     """
     first = prepare(start)
     gc.enable()
@@ -337,7 +337,7 @@ def begin_process(start: Start) -> NoReturn:
         reader = kind.__new__(kind)
         vars(reader).update(state)
         users = users_of(reader.folder)
-        # The process before may be ending.
+        # The previous fetcher may still be exiting.
         lock = os.open(f"{reader.folder}/fetcher", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         listening = lifted(socket.socket(socket.AF_UNIX))
@@ -359,7 +359,7 @@ def begin_process(start: Start) -> NoReturn:
 async def _serve(
     fetcher: Fetcher, first: socket.socket, listening: socket.socket, users: int
 ) -> NoReturn:
-    """Serve, and end the process in the middle: nothing is left that has to be cancelled."""
+    """Serve, then exit the process directly, so that no task has to be cancelled."""
     await fetcher.serve(first, listening)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{fetcher.folder}/socket")

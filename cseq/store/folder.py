@@ -1,8 +1,8 @@
-"""A folder that processes of a machine share, and that the last one may remove.
+"""A folder that processes on a machine share, and that the last may remove.
 
-``users``    nothing; who has the folder open holds a shared lock on it
-``opening``  nothing; locked by who opens the folder
-``about``    what the folder is of, as JSON
+``users``    an empty file; each process with the folder open holds a shared lock on it
+``opening``  an empty file; locked by the process that is opening the folder
+``about``    a description of the contents, as JSON
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 __all__ = ["Folder", "address", "close", "shared_folder", "users_of", "write"]
 
 SHARED = "/dev/shm"
-# Bytes of a socket's address.
+# The length limit of a socket address in bytes.
 LONGEST = 100
 
 
 class Folder:
-    """A folder that this process has open. A process has one object for each, see `opened`.
+    """A folder that this process has open. Each folder has one object per process; see `opened`.
 
     Parameters
     ----------
     path : str
     about : dict
-        What the folder is of, as JSON values.
+        A description of the folder's contents, as JSON values.
     is_kept : bool
-        False: the last process that has the folder open removes it.
+        If False, the last process to close the folder removes it.
 
     Raises
     ------
     ValueError
-        The folder is of something else.
+        The folder has other contents.
     """
 
     argument = "folder"
-    # What an error about another folder adds.
+    # A suffix for the error about other contents.
     remedy = ""
     _here: ClassVar[weakref.WeakValueDictionary[str, Folder]] = weakref.WeakValueDictionary()
     _opening = threading.RLock()
 
     def __init__(self, path: str, about: dict[str, Any], *, is_kept: bool) -> None:
         self.path = path
-        # Descriptors that are closed with the folder.
+        # The file descriptors to close with the folder.
         self.files = [users_of(path)]
         weakref.finalize(self, close, path, self.files, os.getpid(), is_kept=is_kept)
         self.reset()
@@ -71,7 +71,7 @@ class Folder:
 
     @classmethod
     def opened(cls, path: str, about: dict[str, Any], *, is_kept: bool) -> Self:
-        """Open a folder, or return the object that this process has for it."""
+        """Return this process's object for a folder, which is opened if necessary."""
         with Folder._opening:
             folder = Folder._here.get(path)
             if isinstance(folder, cls):
@@ -81,14 +81,14 @@ class Folder:
             return folder
 
     def reset(self) -> None:
-        """Begin with nothing, in a new object, and in a forked process."""
+        """Reset the state of this process, in a new object and after a fork."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Open what is in the folder, while no other process does."""
+        """Open the folder's files; only one process does so at a time."""
 
     def compare(self, about: dict[str, Any]) -> None:
-        """Compare what the folder is of, or note it in a new one."""
+        """Compare the description with the folder's, or write it into a new folder."""
         path = f"{self.path}/about"
         try:
             with open(path, encoding="utf-8") as file:
@@ -117,9 +117,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
-    """Name the folder in shared memory, or in a larger place, of what `about` describes.
+    """Return the folder's path for `about`, in shared memory or else in a temporary folder.
 
-    Folders of the kind `name` that killed processes have left are removed.
+    Folders of the kind `name` that killed processes left behind are removed.
     """
     parent = tempfile.gettempdir()
     with contextlib.suppress(OSError):
@@ -133,10 +133,10 @@ def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
 
 
 def users_of(path: str) -> int:
-    """Open a folder, made if it is not there, so that nobody removes it; return its lock's file."""
+    """Open or create a folder, lock it against removal, and return the lock's descriptor."""
     while True:
         os.makedirs(path, 0o700, exist_ok=True)
-        # Another process may remove it between two of these calls.
+        # Another process may remove the folder between the two calls.
         with contextlib.suppress(FileNotFoundError):
             users = locked(f"{path}/users", shared=True)
             if users is not None:
@@ -144,13 +144,13 @@ def users_of(path: str) -> int:
 
 
 def remove_unused(path: str, users: int | None = None) -> None:
-    """Remove a folder if no process has it open; `users`: the file of this process's lock on it."""
+    """Remove a folder unless another process has it open; `users` is this process's lock."""
     import fcntl
 
     try:
         lock = os.open(f"{path}/users", os.O_RDWR | os.O_CLOEXEC) if users is None else users
     except OSError:
-        # It is empty, or it is another user's.
+        # The folder is empty or belongs to another user.
         with contextlib.suppress(OSError):
             os.rmdir(path)
         return
@@ -159,7 +159,7 @@ def remove_unused(path: str, users: int | None = None) -> None:
         gone = f"{path}.{os.getpid()}.gone"
         os.rename(path, gone)
     except OSError:
-        # It is open elsewhere.
+        # Another process has the folder open.
         return
     finally:
         if users is None:
@@ -168,9 +168,9 @@ def remove_unused(path: str, users: int | None = None) -> None:
 
 
 def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
-    """Close a folder; the last process removes it, unless it is kept.
+    """Close a folder; the last process removes it unless it is kept.
 
-    A forked process shares the lock on ``users`` with its parent, so it must not change it.
+    A forked process shares the lock on ``users`` with its parent, so it must not change the lock.
     """
     if os.getpid() == pid:
         if not is_kept:
@@ -180,7 +180,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all bytes. A full disk is an OSError here, where a mapping would have SIGBUS."""
+    """Write all bytes. A full disk raises OSError here; a mapping would cause SIGBUS."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)
@@ -189,7 +189,7 @@ def write(fd: int, data: bytes, offset: int) -> None:
 
 @contextlib.contextmanager
 def address(path: str) -> Iterator[str]:
-    """Give the address of the socket in a folder, whose path may be too long for one."""
+    """Yield a valid socket address in a folder, even if the folder's path is too long."""
     if len(os.fsencode(path)) < LONGEST or not os.path.isdir("/proc/self/fd"):
         yield f"{path}/socket"
         return

@@ -1,4 +1,4 @@
-"""Shards that are .npy files, whose rows are the samples."""
+"""Shards in .npy files, whose rows are the samples."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Npy"]
 
-# Bytes that are asked for; more, if a header is longer.
+# The number of bytes to request for a header, and for a long header.
 HEADS = 4096, 1 << 20
-# Bytes of a row that is worth a copy of its own.
+# Rows of at least this many bytes are copied individually.
 LARGE = 4096
 
 
 class Npy(Shards):
-    """Rows of .npy files: an array in each shard, all of one type and shape of rows.
+    """Rows of .npy files. Each shard is an array, and all have the same type and row shape.
 
-    ``[index]`` returns a row, ``[indices]`` an array of rows. `Shards` has the parameters.
+    ``[index]`` returns a row, and ``[indices]`` an array of rows. See `Shards` for the parameters.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class Npy(Shards):
     suffix = ".npy"
 
     async def survey(self, remote: Remote, objects: list[Object], _put: object) -> dict[str, Any]:
-        """Read the headers."""
+        """Read the headers of all shards."""
 
         async def look(shard: Object) -> tuple[int, tuple[int, ...], Any]:
             for most in HEADS:
@@ -78,13 +78,13 @@ class Npy(Shards):
         }
 
     def load(self) -> None:
-        """Read the index of the folder."""
+        """Read the folder's index."""
         super().load()
         self.dtype = np.lib.format.descr_to_dtype(ast.literal_eval(self.facts["dtype"]))
         self.shape = tuple(self.facts["shape"])
 
     def mapped(self, number: int, view: mmap.mmap) -> NDArray[Any]:
-        """Return a shard's array."""
+        """Return a shard as an array."""
         count = int(self.sizes[number]) * math.prod(self.shape)
         flat = np.frombuffer(view, self.dtype, count, self.facts["offsets"][number])
         return flat.reshape(-1, *self.shape)
@@ -104,7 +104,7 @@ class Npy(Shards):
 
 
 def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Read the header of an .npy file: where the array begins, its shape and its type."""
+    """Read the header of an .npy file; return the array's offset, shape and type."""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     readers: Any = {

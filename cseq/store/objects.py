@@ -1,8 +1,7 @@
-"""The objects of a store: where they lie, and how they are read.
+"""The objects of a store: their locations, and how they are read.
 
-obstore reads them. It makes failed requests again, and goes on where a connection was cut or
-stalled. It hangs in a forked process whose parent has used it, so only the process that fetches
-makes a `Remote`.
+obstore reads them. It retries failed requests, and resumes where a connection broke or stalled. It
+hangs in a forked process whose parent has used it, so only the fetcher creates a `Remote`.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Object", "Place", "Remote", "changed", "located"]
 
-# Requests for facts about objects.
+# The limit of concurrent requests for headers and metadata.
 AT_ONCE = 32
-# Bytes.
+# The minimum chunk size in bytes.
 CHUNK = 1 << 20
 
 
 class Object(NamedTuple):
-    """An object as the index knows it."""
+    """An object as recorded in the index."""
 
     name: str
     nbytes: int
@@ -36,7 +35,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where objects lie: in a folder, given by its URL or path; named, or chosen by a pattern."""
+    """The location of objects: a folder's URL or path, and the object names or a pattern."""
 
     root: str
     names: list[str]
@@ -44,7 +43,7 @@ class Place(NamedTuple):
 
 
 def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
-    """Find the folder of objects, and their names or a pattern of these."""
+    """Split URLs into a folder and the object names or a pattern."""
     given = urls if isinstance(urls, (list, tuple)) else [urls]
     if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise TypeError(f"urls={urls!r}: give a URL or a path, or a list of these")
@@ -73,7 +72,7 @@ def _absolute(url: str, *, in_store: bool) -> str:
 
 
 def changed(named: str, before: Object, now: Object | None) -> ValueError:
-    """Make the error for a shard that is another one than the index knows."""
+    """Create the error for a shard that differs from its record in the index."""
     if now is None:
         what = "is gone"
     elif now.nbytes != before.nbytes:
@@ -93,9 +92,9 @@ class Remote:
     ----------
     place : Place
     store : bytes or None
-        A pickle of the user's store, or None if one is made of the URL.
+        A pickle of the user's store, or None to create a store from the URL.
     timeout : float
-        Seconds without a byte after which obstore makes a request again.
+        Seconds without data after which obstore retries a request.
     """
 
     def __init__(self, place: Place, store: bytes | None, timeout: float) -> None:
@@ -104,7 +103,7 @@ class Remote:
         self._obstore: Any = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions").BaseError, OSError
         self._folder = place.root if store is not None else ""
-        # A whole shard may take long.
+        # A whole shard may take a long time.
         patience = {"timeout": "1day", "read_timeout": timedelta(seconds=timeout)}
         if store is None:
             self._store = self._made(patience)
@@ -124,12 +123,12 @@ class Remote:
         return stores.from_url(root.rstrip("/"), client_options=options)
 
     def describe(self, shard: Object) -> str:
-        """Name an object for a message, with its store."""
+        """Describe an object and its store for a message."""
         inside = "" if "://" in self.place.root else f" of {self._store!r}"
         return f"{self.place.root}{shard.name}{inside}"
 
     async def list(self) -> list[Object]:
-        """Return the objects, in the order of their names, or as they were given."""
+        """Return the objects, sorted by name or in the given order."""
 
         async def look(name: str) -> Object:
             async with self._gate:
@@ -157,21 +156,21 @@ class Remote:
         return sorted(chosen)
 
     async def look(self, shard: Object, start: int, stop: int) -> bytes:
-        """Return some bytes of an object; few such requests are made at once."""
+        """Return a byte range of an object; concurrent requests are limited."""
         async with self._gate:
             return b"".join([bytes(chunk) async for chunk in self.read(shard, start, stop)])
 
     async def read(
         self, shard: Object, start: int = 0, stop: int | None = None
     ) -> AsyncIterator[Any]:
-        """Read bytes of an object, in buffers.
+        """Read a byte range of an object as a series of buffers.
 
         Raises
         ------
         ValueError
             The object has changed.
         OSError
-            It cannot be read.
+            The object cannot be read.
         """
         stop, came = shard.nbytes if stop is None else stop, 0
         options = {} if (start, stop) == (0, shard.nbytes) else {"range": (start, stop)}
@@ -202,5 +201,5 @@ def _object(name: str, meta: Any) -> Object:
 
 
 def _first_line(error: BaseException) -> str:
-    # Obstore adds pages of its insides.
+    # obstore appends pages of internal details.
     return str(error).partition("\n")[0].strip()

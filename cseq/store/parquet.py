@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Parquet"]
 
-# Bytes that are asked for of the end of a file; more, if its footer is longer.
+# The number of bytes to request from the end of a file. A longer footer is requested again.
 TAIL = 1 << 16
-# Bytes between columns that are fetched with them, which is faster than another request.
+# Gaps of up to this many bytes between columns are fetched to save a request.
 GAP = 1 << 16
 
 
 class Parquet(Shards):
-    """Rows of Parquet files. A shard is a row group, which is decoded once a machine.
+    """Rows of Parquet files. A shard is a row group, which is decoded once per machine.
 
     ``[index]`` returns a dict of a row's values. ``[indices]`` returns a dict of columns: arrays
-    for numbers, dates and lists of a fixed size, else lists. `limit` is of decoded columns, whose
-    size is known only when they are fetched; before, the footers' figures are taken.
+    for numbers, dates and fixed-size lists, otherwise lists. `limit` applies to decoded columns.
+    Until they are fetched, their sizes are estimated from the footers.
 
     Parameters
     ----------
     urls : str, path, or list of these
     columns : list of str, optional
-        The columns that are fetched, by default all.
+        The columns to fetch. Defaults to all.
     **options
-        As of `Shards`.
+        As in `Shards`.
 
     Examples
     --------
@@ -60,7 +60,7 @@ class Parquet(Shards):
         super().__init__(urls, **options)
 
     async def survey(self, remote: Remote, objects: list[Object], _put: object) -> dict[str, Any]:
-        """Read the footers."""
+        """Read the footers of all files."""
 
         async def look(shard: Object) -> pq.FileMetaData:
             need = TAIL
@@ -103,15 +103,15 @@ class Parquet(Shards):
         return pa.schema([one for one in fields if self._is_wanted(one.name)])
 
     def spans(self, objects: list[Object], number: int) -> list[tuple[Object, int, int]]:
-        """Return where the columns of a row group are."""
+        """Return the byte ranges of a row group's columns."""
         which, _, spans = self.facts["groups"][number]
         return [(objects[which], start, stop) for start, stop in spans]
 
     def finish(self, number: int, path: str) -> None:
-        """Decode a row group into a file of Arrow's, which workers map."""
+        """Decode a row group into an Arrow file, which workers map."""
         which, group, spans = self.facts["groups"][number]
         footer = pq.read_metadata(f"{self.folder}/footers/{which}")
-        # The columns where the file has them, in memory of which only these take pages.
+        # Place the columns at their file offsets, in memory where only they occupy pages.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         with open(path, "rb") as file:
             whole = mmap.mmap(-1, spans[-1][1], flags=flags)
@@ -126,11 +126,11 @@ class Parquet(Shards):
             writer.write_table(table)
 
     def mapped(self, _number: int, view: mmap.mmap) -> pa.Table:
-        """Return a shard's table."""
+        """Return a shard as a table."""
         return pa.ipc.open_file(pa.py_buffer(view)).read_all()
 
     def gather(self, mapped: Mapping[int, pa.Table], shards: Ints, rows: Ints) -> dict[str, Any]:
-        """Return the rows, by column."""
+        """Return the rows as a dict of columns."""
         if not mapped:
             return {}
         parts = [mapped[number].take(rows[shards == number]) for number in sorted(mapped)]
@@ -144,7 +144,7 @@ class Parquet(Shards):
 
 
 def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
-    """Return the ranges of bytes that have some column chunks."""
+    """Return the byte ranges that contain the given column chunks."""
     spans: list[list[int]] = []
     offsets = [one.dictionary_page_offset or one.data_page_offset for one in chunks]
     sizes = [one.total_compressed_size for one in chunks]
@@ -157,7 +157,7 @@ def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
 
 
 def _values(column: pa.Array) -> Any:
-    """Return the values of a column: an array if they have a fixed size, else a list."""
+    """Return a column's values: an array if they have a fixed size, else a list."""
     kind = column.type
     if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
         return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)

@@ -1,4 +1,4 @@
-"""Which shards an order uses next."""
+"""The shards that an order uses next."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-# Windows by which what a trainer reads may differ from where its workers are.
+# The number of windows that a trainer's reads may be behind or ahead of its workers.
 BACK, FORTH = 2, 3
 
 
 class Plan:
-    """The windows of shards of a seed's epochs, and the one in use.
+    """The shard windows of a seed's epochs, and the current window.
 
-    Windows are counted from the first one of epoch 0 on.
+    Windows are numbered from the start of epoch 0.
 
     Parameters
     ----------
     sizes : array of int
-        Samples of each shard.
+        The number of samples in each shard.
     window : int
-        Shards of a window.
+        The number of shards in a window.
     seed, epoch, shard : int
-        Where the order is read: at a sample of this shard.
+        The position where the order is read, at a sample of this shard.
 
     Attributes
     ----------
     front : int
-        The farthest window that is in use.
+        The latest window in use.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int, shard: int) -> None:
@@ -46,7 +46,7 @@ class Plan:
         self.front = int(self._turns(epoch)[shard])
 
     def _turns_of(self, epoch: int) -> Ints:
-        """Return in which window of an epoch each shard is."""
+        """Return the window of each shard in an epoch."""
         windows = UnequalWindows(self._sizes, self.window, self.seed, epoch)
         first = int(windows.starts.searchsorted(windows.epoch_start, "right")) - 1
         numbers = np.repeat(np.arange(self.count), np.diff(windows.cuts))
@@ -55,13 +55,13 @@ class Plan:
         return turns
 
     def has(self, window: int, seed: int, epoch: int, shard: int) -> bool:
-        """Whether a place that a trainer reads is about where this plan is."""
+        """Check whether a trainer's position is close to this plan's."""
         if (window, seed) != (self.window, self.seed):
             return False
         return bool(-BACK <= self._turns(epoch)[shard] - self.front <= FORTH)
 
     def advance(self, shards: list[int]) -> None:
-        """Note the shards of a batch, if they can be of this order."""
+        """Advance to the shards of a batch if they can be from this order."""
         epoch = self.front // self.count
         for turns in (self._turns(epoch)[shards], self._turns(epoch + 1)[shards]):
             low, span = int(turns.min()), int(np.ptp(turns))
@@ -70,18 +70,18 @@ class Plan:
                 return
 
     def uses(self) -> Ints:
-        """Return the window in which each shard is used next."""
+        """Return the window of each shard's next use."""
         return self._next(self.front)[0]
 
     def coming(self, more: int) -> list[int]:
-        """Return the shards of this window and the next one, and some after these."""
+        """Return the shards of this window and the next, followed by `more` later ones."""
         uses, shards = self._next(self.front)
         near = int(np.searchsorted(uses[shards], self.front + 1, "right"))
         coming: list[int] = shards[: near + more].tolist()
         return coming
 
     def _next_of(self, front: int) -> tuple[Ints, Ints]:
-        """Return the window in which each shard is used next, and the shards in this order."""
+        """Return the window of each shard's next use, and the shards sorted by that window."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))

@@ -1,4 +1,4 @@
-"""What the process that fetches knows of a reader."""
+"""A reader as the fetcher sees it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """A reader: its arguments, and what is known of its shards.
+    """The arguments of a reader, and the facts about its shards.
 
-    By default, each object is a shard, and is kept as it is.
+    By default, each object is a shard and is kept unchanged.
     """
 
-    # What the names of objects end with.
+    # The suffix of object names.
     suffix = ""
-    # The arguments that what is in the cache depends on.
+    # The arguments that determine the contents of the cache.
     settings: tuple[str, ...] = ()
-    # The bytes that each shard takes in the cache, or about as many.
+    # The exact or estimated size of each shard in the cache, in bytes.
     nbytes: Ints
     sizes: Ints
     facts: dict[str, Any]
@@ -40,7 +40,7 @@ class Reader:
     about: dict[str, Any]
 
     def load(self) -> None:
-        """Read the index of the folder."""
+        """Read the folder's index."""
         with open(f"{self.folder}/index", encoding="utf-8") as file:
             self.facts = json.load(file)
         self.sizes = np.array(self.facts["rows"], np.int64)
@@ -49,15 +49,15 @@ class Reader:
     async def survey(
         self, remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Return what the index has: ``rows`` and ``nbytes`` of each shard, and more.
+        """Return the facts for the index: ``rows`` and ``nbytes`` of each shard, and others.
 
         `put` fetches a shard into the folder.
         """
         raise NotImplementedError
 
     def spans(self, objects: list[Object], number: int) -> Iterable[tuple[Object, int, int | None]]:
-        """Return what a shard is made of: objects, and where in them its bytes begin and end."""
+        """Return the byte ranges that make up a shard, as (object, start, stop)."""
         return [(objects[number], 0, None)]
 
     def finish(self, number: int, path: str) -> None:
-        """Change a shard's file to what is kept, on a thread."""
+        """Convert a shard's file to the form that is kept, in a thread."""

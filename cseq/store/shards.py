@@ -1,4 +1,4 @@
-"""What all readers of shards have in common."""
+"""The base class of shard readers."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardStats", "Shards"]
 
-# Of a cache folder.
+# The format version of a cache folder.
 VERSION = 2
 
 
 class ShardStats(NamedTuple):
-    """What a reader's cache has, and what was fetched for it since its process began.
+    """The contents of a reader's cache, and the fetches since the fetcher started.
 
     Attributes
     ----------
     shards, kept : int
-        In the store, and in the cache.
+        The number of shards in the store and in the cache.
     nbytes, limit : int
-        Bytes that the shards in the cache take, and may take.
+        The size of the cached shards in bytes, and its maximum.
     fetched, fetched_nbytes : int
-        Shards, and the bytes that came for them.
+        The number of shards fetched, and of bytes received for them.
     """
 
     shards: int
@@ -57,44 +57,44 @@ class ShardStats(NamedTuple):
 
 
 class Shards(Reader):
-    """Samples in shards of a store, read by their indices.
+    """Samples in the shards of a store, read by index.
 
     Parameters
     ----------
     urls : str, path, or list of these
-        A folder, such as ``"s3://bucket/train/"``; a pattern, such as
-        ``"gs://bucket/train-*.tar"``; or objects. ``s3``, ``gs``, ``az``, ``http``, ``https`` and
-        ``file`` are known, and paths. Over http, which lists nothing, give a list of all shards.
+        A folder such as ``"s3://bucket/train/"``, a pattern such as
+        ``"gs://bucket/train-*.tar"``, or objects. ``s3``, ``gs``, ``az``, ``http``, ``https`` and
+        ``file`` URLs are supported, and paths. HTTP has no listing, so pass a list of all shards.
     cache : str or path, optional
-        A folder on a local disk, where shards are kept from one run to the next. Without it, they
-        are in shared memory (in a temporary folder, where that is smaller than `limit`), until
-        the last process ends.
+        A folder on a local disk, where shards are kept between runs. By default, they are kept in
+        shared memory (or in a temporary folder if shared memory is smaller than `limit`) until the
+        last process exits.
     limit : int or str, optional
-        The most bytes that shards take there, such as ``"64 GB"``. Without it, half of what is
-        free there now.
+        The maximum size of the cached shards in bytes, such as ``"64 GB"``. Defaults to half of
+        the free space.
     ahead : int
-        How many shards are fetched at once, before a batch needs them. More help where shards are
-        small, or the store is far away.
+        The number of shards to fetch concurrently before a batch needs them. A larger number helps
+        if shards are small or the store is far away.
     store : optional
-        A store of obstore's, with your credentials and options. `urls` are then paths in it.
+        An obstore store with your credentials and options. `urls` are then paths in this store.
     timeout : float
-        Seconds without a byte after which a request is made again.
+        Seconds without data after which a request is retried.
 
     Attributes
     ----------
     sizes : array of int
-        Samples of each shard.
+        The number of samples in each shard.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong; shards differ in kind, or have changed since the index was made; or
-        the cache is of other shards.
+        An argument is invalid, shards differ in kind or have changed since the index was created,
+        or the cache belongs to other shards.
     OSError
-        The store cannot be read. The message names the shard, the store and the cause. What a
-        later fetch meets is raised in the loop.
+        The store cannot be read. The message names the shard, the store and the cause. Errors of
+        later fetches are raised in the training loop.
     ImportError
-        obstore is missing.
+        obstore is not installed.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class Shards(Reader):
         return _opened, (type(self), self._state)
 
     def _open(self, state: dict[str, Any]) -> None:
-        """Open the cache, and read the index, which is made if it is not there."""
+        """Open the cache and read its index, which is created if missing."""
         self._state, self._start = state, pickle.dumps((type(self), state))
-        # The shards of the latest batch, mapped.
+        # The mapped shards of the latest batch.
         self._mapped: dict[int, Any] = {}
         self._client = Client.opened(self.folder, self.about, is_kept=self.is_kept)
         self._ask("stats")
@@ -145,14 +145,14 @@ class Shards(Reader):
     def _ask(self, *message: Any, answers: bool = True) -> Any:
         return self._client.ask(self._start, *message, answers=answers)
 
-    # -- what readers do in a worker
+    # -- methods of a reader in a worker
 
     def mapped(self, number: int, view: mmap.mmap) -> Any:
-        """Return what `gather` gets of a shard."""
+        """Return a mapped shard in the form that `gather` expects."""
         raise NotImplementedError
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> Any:
-        """Return the batch of some rows of shards."""
+        """Return a batch of rows from several shards."""
         raise NotImplementedError
 
     def pick(self, batch: Any, number: int) -> Any:
@@ -162,7 +162,7 @@ class Shards(Reader):
     # --
 
     def __len__(self) -> int:
-        """Samples in all shards."""
+        """Return the number of samples in all shards."""
         return int(self._ends[-1])
 
     def __repr__(self) -> str:
@@ -174,20 +174,20 @@ class Shards(Reader):
         )
 
     def order(self, window: int = 4) -> Order:
-        """Return an order that mixes the samples of some shards at a time.
+        """Return an order that mixes the samples of a few shards at a time.
 
-        Give it as ``order=`` to a sequence, or as ``sampler=`` to `cseq.DataLoader`. The shards
-        that it needs next are then fetched before a batch needs them.
+        Pass it as ``order=`` to a sequence or as ``sampler=`` to `cseq.DataLoader`. Shards are then
+        fetched before a batch needs them.
 
         Parameters
         ----------
         window : int
-            How many shards are mixed, as in `cseq.Blocks`.
+            The number of shards to mix, as in `cseq.Blocks`.
 
         Raises
         ------
         ValueError
-            The cache's limit has no room for the shards of two windows and those fetched ahead.
+            The cache limit has no room for the shards of two windows and the shards fetched ahead.
         """
         order = Windows(self, window)
         largest = np.sort(self.nbytes)[::-1][: 2 * order.window + self.ahead]
@@ -200,11 +200,11 @@ class Shards(Reader):
         return order
 
     def stats(self) -> ShardStats:
-        """Return what the cache has, and what was fetched."""
+        """Return the contents of the cache, and the fetches so far."""
         return ShardStats(len(self.sizes), *self._ask("stats"))
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample, or for a slice, list or array of indices a batch."""
+        """Return a sample, or a batch for a slice, list or array of indices."""
         if isinstance(index, slice):
             return self._batch(np.arange(len(self))[index])
         if np.ndim(index):
@@ -212,12 +212,12 @@ class Shards(Reader):
         return self.pick(self._batch(np.array([range(len(self))[index]])), 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of some indices, as data loaders ask for them."""
+        """Return a list of samples, for data loaders that request them together."""
         batch = self._batch(np.asarray(indices))
         return [self.pick(batch, k) for k in range(len(indices))]
 
     def _batch(self, indices: NDArray[Any]) -> Any:
-        """Return a batch; waits for shards that are not in the cache."""
+        """Return a batch; wait for shards that are not in the cache."""
         if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
             raise TypeError(f"indices={indices!r}: give one-dimensional integers")
         total = len(self)
@@ -230,7 +230,7 @@ class Shards(Reader):
         return self.gather(self._map(np.unique(shards).tolist()), shards, rows)
 
     def _map(self, shards: list[int]) -> Mapping[int, Any]:
-        """Map the shards of a batch; wait for those that are not there."""
+        """Map the shards of a batch; wait for shards that are not in the cache."""
         before = self._mapped
         mapped = {number: before[number] for number in shards if number in before}
         if len(mapped) == len(shards):
@@ -250,7 +250,7 @@ class Shards(Reader):
         return mapped
 
     def _map_there(self, numbers: list[int], mapped: dict[int, Any]) -> None:
-        """Map shards, if they are there."""
+        """Map the shards that are in the cache."""
         for number in numbers:
             with (
                 contextlib.suppress(FileNotFoundError),
@@ -261,14 +261,14 @@ class Shards(Reader):
 
 
 class Windows(Blocks):
-    """The order of a reader, which says where it is read."""
+    """A reader's order, which reports its position to the fetcher."""
 
     def __init__(self, shards: Shards, window: int) -> None:
         super().__init__(shards.sizes, window)
         self._shards = shards
 
     def reader(self, seed: int) -> Units:
-        """Return what reads the order."""
+        """Return a reader of the order that reports each position to the fetcher."""
         inner: Any = super().reader(seed)
         shards = self._shards
 
@@ -281,12 +281,12 @@ class Windows(Blocks):
         return ArrayReader(self, seed, read)
 
     def batches(self, *args: Any, **options: Any) -> list[list[int]]:
-        """Return batches, as `Order.batches` does; nothing is fetched for who looks at them."""
+        """Return batches, as `Order.batches` does, without fetching shards for them."""
         return Blocks(self._shards.sizes, self.window).batches(*args, **options)
 
 
 def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
-    """Open a reader of which a pickle has come to this process."""
+    """Recreate a pickled reader in this process."""
     shards = kind.__new__(kind)
     vars(shards).update(state)
     shards._open(state)
@@ -294,7 +294,7 @@ def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
 
 
 def _pickled(store: Any) -> bytes | None:
-    """Pickle a store, which may have functions of the user's."""
+    """Pickle a store, which may contain the user's functions."""
     if store is None:
         return None
     import cloudpickle

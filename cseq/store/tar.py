@@ -1,4 +1,4 @@
-"""Shards that are tar files, whose samples are members with one key."""
+"""Shards in tar files, whose samples are members with the same key."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Tar"]
 
-# The key of a sample, and where the bytes of each member are, by what follows the key.
+# The key of a sample, and the offset and size of each member by its extension.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# Bytes of the length of the list of members, which are the last ones of a shard's file.
+# The size in bytes of the member list's length, which is stored at the end of a shard's file.
 LENGTH = 8
 
 
 class Tar(Shards):
-    """Samples of tar files: the members in a row whose names are alike up to the first dot.
+    """Samples of tar files: consecutive members with the same name up to the first dot.
 
-    ``[index]`` returns a dict: ``"__key__"``, and the bytes of each member by what follows the dot,
-    in lower case. ``[indices]`` returns a list of these. The first run reads all shards once, to
-    count their samples. `Shards` has the parameters.
+    ``[index]`` returns a dict of ``"__key__"`` and each member's bytes, keyed by the lowercase
+    extension after the dot. ``[indices]`` returns a list of dicts. The first run reads all shards
+    once to count their samples. See `Shards` for the parameters.
 
     Examples
     --------
@@ -44,7 +44,7 @@ class Tar(Shards):
     async def survey(
         self, _remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Fetch all shards; those that find room stay."""
+        """Fetch all shards to count their samples; keep the shards that fit."""
         gate = asyncio.Semaphore(self.ahead)
 
         async def look(number: int) -> int:
@@ -58,7 +58,7 @@ class Tar(Shards):
         return {"rows": counts, "nbytes": self.nbytes.tolist()}
 
     def finish(self, _number: int, path: str) -> None:
-        """Append the list of members."""
+        """Append the member list to a shard's file."""
         try:
             with tarfile.open(path, "r:") as file:
                 found = [(one.name, one.offset_data, one.size) for one in file if one.isreg()]
@@ -84,13 +84,13 @@ class Tar(Shards):
             file_of_bytes.write(data + len(data).to_bytes(LENGTH, "little"))
 
     def mapped(self, _number: int, view: mmap.mmap) -> tuple[mmap.mmap, list[Members]]:
-        """Return a shard's bytes, and its members."""
+        """Return a shard's bytes and its member list."""
         nbytes = int.from_bytes(view[-LENGTH:], "little")
         samples: list[Members] = json.loads(view[-LENGTH - nbytes : -LENGTH])
         return view, samples
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> list[dict[str, Any]]:
-        """Return the samples."""
+        """Return the samples as dicts."""
         batch = []
         for shard, row in zip(shards.tolist(), rows.tolist(), strict=True):
             view, samples = mapped[shard]
