@@ -1,4 +1,4 @@
-"""The tickets that a trace records."""
+"""The tickets recorded by a trace."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -17,5 +17,5 @@ cdef extern from "cseq_trace.h" nogil:
                       unsigned short feed, int queue) noexcept
 
 
-# The log of this process's trace.
+# The trace log of this process.
 cdef cseq_log* log

@@ -1,7 +1,7 @@
-"""Why a loop waits, and what helps: one table of rules over measurements.
+"""Determines why a loop waits and what helps, from one table of rules.
 
-`advise` is a pure function of a `Window`. The rules are tried from the top, and the first one that
-holds gives the cause. `docs/how-to/slow.md` says the same in words.
+`advise` is a pure function of a `Window`. Rules are tried from top to bottom, and the first match
+determines the cause. `docs/how-to/slow.md` describes the rules in prose.
 """
 
 from __future__ import annotations
@@ -16,77 +16,76 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# Batches below which the answer is 'unknown', and seconds until the first batch that are normal.
+# The minimum number of batches for an answer, and the normal limit for the first batch in seconds.
 ENOUGH_BATCHES, START = 8, 2.0
-# The loop is the bottleneck if it waits less than LITTLE of the time, or if the GPU runs dry in
-# less than FED of the waits, so that the waits cost nothing.
+# The loop is the bottleneck if it waits for less than LITTLE of the time, or if the GPU runs dry in
+# less than FED of the waits, in which case waiting costs nothing.
 LITTLE, FED = 0.05, 0.1
-# If the loop waits less than HANDOVER seconds for a batch, larger batches help: at most MOST_LARGER
-# times as large, which take LONGER times as long to hand over. OVERHEAD is more than the seconds
-# that either side needs for a batch of any size.
+# If the loop waits less than HANDOVER seconds per batch, larger batches help. They are up to
+# MOST_LARGER times as large and take LONGER times as long to hand over. OVERHEAD is an upper bound
+# for the seconds that either side needs for a batch of any size.
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
-# Workers that work more than this fraction of the time cannot do more.
+# Workers that are busy for more than this fraction of the time cannot do more.
 BUSY = 0.8
-# A wait for the GIL of GIL seconds is long. Threads compete for the GIL if more than LONG of the
-# waits are long, they use at most ONE_CORE cores and want at least HELD, and the workers do at
-# least TURNS of the computing. If they wait for a core STARVED times as long as they compute, so
-# does the holder of the GIL.
+# A wait of at least GIL seconds for the GIL is long. Threads compete for the GIL if more than LONG
+# of the waits are long, the threads use at most ONE_CORE cores and want at least HELD cores, and
+# the workers do at least TURNS of the computing. If threads wait for a core STARVED times as long
+# as they compute, the holder of the GIL also waits for a core.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
-# The cores are used up above a fraction of USED_UP, or if workers wait for a core for more than
-# QUEUED of their work. If this process then uses less than OTHERS of them, other programs do.
+# The cores are used up above a utilization of USED_UP, or if workers wait for a core for more than
+# QUEUED of their work. If this process then uses less than OTHERS of the cores, other programs do.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
-# Workers to advise for one that is needed; the most per core if they wait for something else.
+# The workers to advise per needed worker, and the maximum per core if they wait for something else.
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
-# Each unit of time: its name, its seconds, and the seconds from which it is used.
+# For each unit of time: its name, its length in seconds, and the minimum seconds for its use.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements in seconds and fractions, 0 where nothing was measured.
+    """Measurements in seconds and fractions, with 0 for values that were not measured.
 
     Attributes
     ----------
     size : float
-        Samples in a batch, or 0 if unknown.
+        The number of samples in a batch, or 0 if unknown.
     elapsed, waited : float
-        The time of the epochs, and how much of it the loop waited.
+        The duration of the epochs, and the part of it in which the loop waited.
     start, first : float
-        How long the loop waited for its first batch, and, if no other epoch began, for the first
-        one of each other worker. `elapsed` and `waited` include neither.
+        The time that the loop waited for its first batch and, unless another epoch started, for the
+        first batch of each other worker. `elapsed` and `waited` include neither.
     step, step_p99 : float
-        The loop's own time for a batch: the mean, or without the longest twentieth if steps are
-        uneven, and the 99th percentile.
+        The loop's own time per batch: the mean, which omits the longest 5% if steps are uneven, and
+        the 99th percentile.
     index, index_p99 : float
-        A worker's time for a batch: the mean, and the 99th percentile.
+        A worker's time per batch: the mean and the 99th percentile.
     busy : float
-        The fraction of the time that workers work, on average.
+        The mean fraction of the time that workers work.
     cpu : float or None
-        The fraction of `busy` in which they compute, or None if unknown.
+        The fraction of `busy` in which workers compute, or None if unknown.
     queued : float
-        The fraction of `busy` in which they wait for a core, or 0 if the system does not tell.
+        The fraction of `busy` in which workers wait for a core, or 0 if not reported.
     loop_cpu, loop_queued : float
-        The fractions of all time in which the loop's thread computes, and waits for a core.
+        The fractions of the total time in which the loop's thread computes and waits for a core.
     cores : int
-        The cores for this process: its container's quota, divided by the ranks on the machine.
+        The cores available to this process: the container's quota divided by the local ranks.
     gil, gil_long : float
-        One in five times that a worker's thread asks for the GIL, it waits for `gil` or longer, and
-        in the fraction `gil_long` for `GIL` or longer. A mean would say less: on a busy machine,
-        single waits are long.
+        The 80th percentile of the waits for the GIL in workers' threads, and the fraction of waits
+        of at least `GIL`. Means would say less, since single waits are long on a busy machine.
     computed : float
-        How many cores all threads together use, if they share a GIL.
+        The number of cores that all threads use together, if they share a GIL.
     behind, early : float
-        Fractions of the waiting: while most other batches are ready; for the first batches of later
-        epochs.
+        The fractions of the waiting that occur while most other batches are ready, and before the
+        first batches of later epochs.
     converting : float
         The fraction of the time that converters worked.
     dry : float or None
-        The fraction of waits after which the GPU had nothing left to do, or None without CUDA.
+        The fraction of waits after which the GPU had no work left, or None without CUDA.
     slowest : str
-        Names the slowest batch.
+        A description of the slowest batch.
     """
 
     batches: int = 0
@@ -126,22 +125,22 @@ class Window:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the loader is a stream, as a DataLoader is: its arguments have other names."""
+        """Whether the loader is a stream, like a DataLoader, with different argument names."""
         return not self.buffer
 
     @property
     def own(self) -> float:
-        """How many cores the workers use."""
+        """The number of cores that the workers use."""
         return self.busy * self.workers * (1.0 if self.cpu is None else self.cpu)
 
     @property
     def queue(self) -> float:
-        """How many threads of the workers and the loop wait for a core at a time."""
+        """The mean number of worker and loop threads that wait for a core."""
         return self.queued * self.busy * self.workers + self.loop_queued
 
     @property
     def wanted(self) -> float:
-        """How many cores the workers and the loop would use if they never waited for one."""
+        """The number of cores that the workers and the loop would use without waits for a core."""
         return self.own + min(self.loop_cpu, 1.0) + self.queue
 
     @property
@@ -151,12 +150,12 @@ class Window:
 
     @property
     def holds_gil(self) -> bool:
-        """Whether threads hold the GIL while they compute, so that others wait long for it."""
+        """Whether threads hold the GIL while they compute, so that others wait for a long time."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
     def has_others(self) -> bool:
-        """Whether other programs use the cores that this one wants."""
+        """Whether other programs use the cores that this process wants."""
         return self.own + min(self.loop_cpu, 1.0) < OTHERS * self.cores
 
     @property
@@ -166,12 +165,12 @@ class Window:
 
     @property
     def most(self) -> float:
-        """The speed-up of a loop that never waits."""
+        """The speed-up of a loop that would never wait."""
         return 1 / max(1 - self.w, 0.01)
 
     @property
     def enough(self) -> int:
-        """How many workers would keep up with the loop, as far as the cores allow."""
+        """The number of workers that would keep up with the loop, limited by the cores."""
         most = self.room if self.computes else max(MOST_READERS * self.cores, 2 * self.workers)
         wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
         return max(self.workers + 1, min(wanted, most))
@@ -188,41 +187,41 @@ class Window:
 
     @property
     def room(self) -> int:
-        """How many such workers the cores, or the one GIL, have room for, beside the loop."""
+        """The number of such workers that fit on the cores, or the one GIL, besides the loop."""
         if self.queued >= QUEUED:
             return max(1, self.workers)
         if self.cpu is None:
             return max(1, int(self.cores - min(self.loop_cpu, 1.0) + 0.5))
-        # Each further worker makes waits for a core longer: subtract half of them in advance.
+        # Each additional worker makes waits for a core longer. Subtract half of them in advance.
         queues = self.queued / max(self.cpu + self.queued, 0.01) / 2
         cores = 1.0 if self.holds_gil else self.cores - min(self.loop_cpu, 1.0)
         computing = min(max(self.cpu / (1 - self.queued), 0.01), 1.0)
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Batches a second of a number of workers that never wait for tickets."""
+        """Return the batches per second of a number of workers that never wait for tickets."""
         return min(workers, self.room) / self.index
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Why a loop waits, and what to do.
+    """The reason why a loop waits, and the remedy.
 
     Attributes
     ----------
     cause : str
-        A word: see docs/how-to/slow.md.
+        A keyword; see docs/how-to/slow.md.
     sentence : str
-        The measurements.
+        The measurements in words.
     action : str
-        What to do, if anything.
+        The recommended action, if any.
     change : dict
-        The manager's arguments to change, if any: ``{'num_workers': 4}``.
+        The manager arguments to change, if any: ``{'num_workers': 4}``.
     gain : float
-        The largest speed-up to expect, or 1.
+        The maximum speed-up to expect, or 1.
     start : str
-        How long the loop waited for its first batch, if that was long, and what helps. All else
-        describes the time after it.
+        The wait for the first batch, if it was long, and what helps. All other fields describe the
+        time after the first batch.
     """
 
     cause: str
@@ -238,16 +237,16 @@ class Advice:
 
     @property
     def remedy(self) -> str:
-        """The action, with what it can gain."""
+        """The action and its maximum gain."""
         gained = f": at most {self.gain:.{int(self.gain < 10)}f} times as fast"
         gained = gained if self.gain > 1.05 else ""
         return f"{self.action}{gained}" if self.action else ""
 
 
 class Said(NamedTuple):
-    """A rule's observation, the action and the change that help, and the gain.
+    """The observation of a rule, the recommended action and change, and the gain.
 
-    A `gain` of None means that all waiting would end.
+    A `gain` of None means that all waiting would disappear.
     """
 
     seen: str
@@ -257,7 +256,7 @@ class Said(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A cause, its test, and its advice."""
+    """A cause, its test and its advice."""
 
     cause: str
     test: Callable[[Window], bool]
@@ -265,8 +264,8 @@ class Rule(NamedTuple):
 
 
 def advise(window: Window) -> Advice:
-    """Return the advice of the first rule that holds, and a line about a slow start."""
-    # The last rule always holds.
+    """Return the advice of the first matching rule, and a line about a slow start."""
+    # The last rule always matches.
     rule = next(rule for rule in RULES if rule.test(window))
     said = rule.say(window)
     named = [f"{name}={value}" for name, value in said.change.items()]
@@ -283,7 +282,7 @@ def advise(window: Window) -> Advice:
 
 
 def duration(seconds: float) -> str:
-    """Write a time with two or three digits: 38 ms, 1.2 s, 90 s, 5 min."""
+    """Format a time with two or three digits: 38 ms, 1.2 s, 90 s, 5 min."""
     for unit, size, least in UNITS:
         if seconds >= least:
             value = seconds / size
@@ -297,7 +296,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _waits(v: Window) -> str:
-    """Say how long the loop waits, and how long both sides need for a batch."""
+    """Describe how long the loop waits, and how long both sides need per batch."""
     if v.batches < ENOUGH_BATCHES or v.elapsed <= 0:
         return ""
     said = f"the loop waits {v.w:.0%} of the time"
@@ -312,7 +311,7 @@ def _waits(v: Window) -> str:
 
 
 def _busy(v: Window) -> str:
-    """Say what the workers do."""
+    """Describe what the workers do."""
     are = "is" if v.workers == 1 else "are"
     said = f"{_count(v.workers, 'worker')} {are} busy {v.busy:.0%} of the time"
     if v.cpu is not None:
@@ -323,7 +322,7 @@ def _busy(v: Window) -> str:
 
 
 def _start(v: Window) -> str:
-    """Say how long the start took, and what helps, unless it was short."""
+    """Describe how long the start took and what helps, unless the start was short."""
     if v.start <= max(START, 20 * v.index, LITTLE * v.elapsed):
         return ""
     remedy = (
@@ -336,18 +335,18 @@ def _start(v: Window) -> str:
 
 
 def _more(v: Window, seen: str, action: str = "") -> Said:
-    """Name the number of workers that would keep up, and how much they can gain."""
-    # The number of workers that would have made these batches if they were always busy.
+    """Suggest the number of workers that would keep up, and estimate the gain."""
+    # The number of workers that could have made these batches if they had always been busy.
     made = v.index * v.batches / v.elapsed
     gain = max(1.0, min(v.most, min(v.enough, v.room) / made)) if made > 0 else v.most
     return Said(seen, action, {"num_workers": v.enough}, gain)
 
 
 def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
-    """Name a buffer, if the manager has one, that lasts through a pause of one side.
+    """Suggest a buffer, if the manager has one, that outlasts a pause of one side.
 
     Sleeping workers are woken when half of the buffer is empty, so the buffer is twice as large as
-    the loop needs. The workers are then busy all the time, at most.
+    the loop needs. The gain assumes that the workers are then busy all the time.
     """
     gain = min(v.most, 1 / v.busy) if v.busy > 0 else v.most
     if v.is_stream:
@@ -371,7 +370,7 @@ def _gil(v: Window) -> Said:
     )
     if v.starved:
         seen += "; they wait even longer for a core: other programs use the cores"
-    # The cores that the threads want; the time of the loop's steps without waits for the GIL.
+    # The cores that the threads want, and the time of the loop's steps without waits for the GIL.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(
@@ -401,7 +400,7 @@ def _loop(v: Window) -> Said:
 
 
 def _handover(v: Window) -> Said:
-    """Name a batch size, and its gain if all time but each side's overhead is for samples."""
+    """Suggest a batch size. The gain assumes that only the overhead of each side is constant."""
     took = v.elapsed / v.batches
     larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
     larger = min(larger, MOST_LARGER)
@@ -464,8 +463,8 @@ def _workers(v: Window) -> Said:
 
 
 def _takes_turns(v: Window) -> bool:
-    """Tell whether threads wait for the GIL, and workers hold it for a good part of that time."""
-    # If workers compute little, the loop holds the GIL, and is the bottleneck.
+    """Check whether threads wait for the GIL, and workers hold it for much of that time."""
+    # If workers compute little, the loop holds the GIL and is the bottleneck.
     indexing = v.own >= TURNS * v.computed
     if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
         return False
@@ -473,24 +472,24 @@ def _takes_turns(v: Window) -> bool:
 
 
 def _is_fed(v: Window) -> bool:
-    """Tell whether the GPU has work left after most of the waits."""
+    """Check whether the GPU still has work after most of the waits."""
     return v.dry is not None and v.dry < FED
 
 
 def _is_unknown(v: Window) -> bool:
-    """Tell whether there are too few batches. A loop that makes its own may have no times."""
+    """Check whether there are too few batches. A loop that makes its own may have no times."""
     if not v.workers and v.elapsed <= 0:
         return not v.batches
     return v.batches < ENOUGH_BATCHES or v.elapsed <= 0
 
 
 def _is_inline(v: Window) -> bool:
-    """Tell whether the loop waits for batches that it makes itself."""
+    """Check whether the loop waits for batches that it makes itself."""
     return not v.workers and (v.w >= LITTLE or v.elapsed <= 0)
 
 
 def _is_used_up(v: Window) -> bool:
-    """Tell whether more workers would have no core to compute on."""
+    """Check whether additional workers would have no core to compute on."""
     if v.cpu is None:
         return False
     return (
@@ -499,12 +498,12 @@ def _is_used_up(v: Window) -> bool:
 
 
 def _is_handed_over(v: Window) -> bool:
-    """Tell whether the loop waits for batches that take hardly any time to make."""
+    """Check whether the loop waits for batches that take hardly any time to make."""
     makes = v.busy < BUSY or v.index < OVERHEAD
     return makes and v.waited < HANDOVER * v.batches
 
 
-# docs/how-to/slow.md says in words when each of them holds.
+# docs/how-to/slow.md describes in prose when each rule matches.
 RULES = (
     Rule(
         "unknown",

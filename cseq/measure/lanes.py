@@ -1,4 +1,4 @@
-"""The runners of a pool, as a trace shows them."""
+"""The runners of a pool, as shown in a trace."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from cseq._core import now_ns
 
 __all__ = ["Event", "Lanes", "record"]
 
-# The events of a pool that are remembered.
+# The maximum number of remembered events per pool.
 MOST_EVENTS = 1000
 
 _numbers = itertools.count(1)
 _alive: weakref.WeakSet[Lanes] = weakref.WeakSet()
-# The pools of the present trace.
+# The pools of the current trace.
 _recorded: list[Lanes] | None = None
 
 
 def record(pools: list[Lanes] | None) -> None:
-    """Append all pools, and those that begin later, to a trace's list, until called with None."""
+    """Append all current and future pools to the list of a trace, until called with None."""
     global _recorded
     _recorded = pools
     for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):
@@ -29,12 +29,12 @@ def record(pools: list[Lanes] | None) -> None:
 
 
 class Event(NamedTuple):
-    """A runner's start, death, or end at the pool's request.
+    """The start or death of a runner, or its exit at the pool's request.
 
     Attributes
     ----------
     held : tuple
-        The tickets that are made again: when the runner began each (ns), and its name.
+        The tickets that will be remade, each as the runner's start time (ns) and the ticket's name.
     """
 
     ns: int
@@ -46,18 +46,18 @@ class Event(NamedTuple):
 
 
 class Lanes:
-    """The runners of one pool. Events are always remembered, since a trace may begin later.
+    """The runners of one pool. All events are recorded, since a trace may start later.
 
     Parameters
     ----------
     num_workers : int
-        The runners after these are converters.
+        The number of workers. Runners after these are converters.
     kind : 'process', 'thread' or 'inline'
 
     Attributes
     ----------
     number : int
-        The feed in records of tickets.
+        The feed number in ticket records.
     """
 
     def __init__(self, num_workers: int, kind: str) -> None:
@@ -66,17 +66,17 @@ class Lanes:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
 
     def join_traces(self) -> None:
-        """Join the present trace, if any, and the traces that begin later."""
+        """Join the current trace, if any, and all future traces."""
         _alive.add(self)
         self.join_trace()
 
     def join_trace(self) -> None:
-        """Join the present trace, if any."""
+        """Join the current trace, if any."""
         if _recorded is not None and self not in _recorded:
             _recorded.append(self)
 
     def leave_traces(self) -> None:
-        """Join no trace that begins later."""
+        """Do not join future traces."""
         _alive.discard(self)
 
     def note(
@@ -88,11 +88,11 @@ class Lanes:
         text: str = "",
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
-        """Remember an event. Thread-safe."""
+        """Record an event. Thread-safe."""
         self.events.append(Event(now_ns(), kind, runner_number, pid, text, held))
 
     def name(self, runner_number: int) -> str:
-        """Name a runner by its number."""
+        """Return the name of a runner."""
         if runner_number > self.num_workers:
             return f"converter {runner_number - self.num_workers - 1}"
         return f"worker {runner_number - 1}"

@@ -1,4 +1,4 @@
-"""The meters of a run as numbers. `include/cseq_meter.h` writes them."""
+"""The meters of a run as numbers, as recorded by `include/cseq_meter.h`."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V48")]
 )
-# The most rows of a history, and at first the ns between two rows.
+# The maximum number of rows in a history, and the initial interval between rows in ns.
 POINTS, EVERY = 512, 100_000_000
-# Where each bucket begins, in seconds, and where the last one ends.
+# The start of each bucket in seconds, and the end of the last one.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
 
@@ -49,7 +49,7 @@ class Counts(TypedDict):
 
 
 class Row(NamedTuple):
-    """A row of a `History`: the time in ns of the system's clock, and fields of `Stats.history`."""
+    """A row of a `History`: the system clock's time in ns, and fields of `Stats.history`."""
 
     at: int
     batches: int
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
-    """Return a view of a field of records, or of a field in a field."""
+    """Return a view of a field, or of a nested field, of records."""
     field: NDArray[Any] = records
     for name in names:
         field = field[name]
@@ -73,13 +73,13 @@ def total(records: Records, *names: str) -> int:
 
 
 class Histogram:
-    """A histogram of times, with four buckets an octave, so within 12 %.
+    """A histogram of times with four buckets per octave, accurate within 12%.
 
     Attributes
     ----------
     count : int
     total : float
-        The sum, in seconds.
+        The sum in seconds.
     """
 
     def __init__(self, buckets: NDArray[np.int64], total: float) -> None:
@@ -93,7 +93,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, p: float) -> float:
-        """The `p`-quantile in seconds, `p` in [0, 1], or 0 if there are no times."""
+        """Return the `p`-quantile in seconds for `p` in [0, 1], or 0 if there are no times."""
         if not 0 <= p <= 1:
             raise ValueError(f"p={p!r} is not in [0, 1]; give 0.99 for the 99th percentile")
         if not self.count:
@@ -104,17 +104,17 @@ class Histogram:
         return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
 
     def part_above(self, seconds: float) -> float:
-        """The fraction of times of at least `seconds`, within 12 %, or 0 if there are no times."""
+        """Return the fraction of times of at least `seconds`, within 12%, or 0 without times."""
         return float(self._buckets[EDGES[:-1] >= seconds].sum()) / max(self.count, 1)
 
     def mean_below(self, p: float) -> float:
-        """The mean of the shortest fraction `p` of times, within 12 %, or 0 without times."""
+        """Return the mean of the shortest fraction `p` of times, within 12%, or 0 without times."""
         left = np.clip(p * self.count - np.cumsum(self._buckets) + self._buckets, 0, self._buckets)
         middles = (EDGES[:-1] + EDGES[1:]) / 2
         return float((left * middles).sum() / left.sum()) if self.count else 0.0
 
     def buckets(self) -> list[tuple[float, float, int]]:
-        """The start, the end (seconds) and the count of each bucket that is not empty."""
+        """Return the start and the end (in seconds) and the count of each non-empty bucket."""
         return [
             (float(EDGES[k]), float(EDGES[k + 1]), int(self._buckets[k]))
             for k in np.flatnonzero(self._buckets)
@@ -128,16 +128,16 @@ class Histogram:
 
 
 class Meters:
-    """The records of a run at one moment, or their growth between two moments.
+    """The records of a run at one point in time, or their growth between two.
 
     Attributes
     ----------
     loop, runners : numpy.ndarray
-        The trainer's record, and the runners' records.
+        The trainer's record and the runners' records.
     busy : numpy.ndarray
-        Seconds that each runner worked since the first batch, including its present ticket.
+        The seconds that each runner has worked since the first batch, including its current ticket.
     waits : float
-        Seconds of the loop's present wait, so far.
+        The duration of the loop's current wait in seconds.
     """
 
     def __init__(self, blocks: Sequence[bytes], now: int) -> None:
@@ -151,7 +151,7 @@ class Meters:
         first, since, slept, asleep = (
             total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
-        # The present step and wait count. A word that just changed may make them negative.
+        # The current step and wait count, too. A word that has just changed may make them negative.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
         slept += max(now - asleep, 0) if asleep else 0
         self.waits = min(slept / 1e9, self._took)
@@ -176,27 +176,27 @@ class Meters:
         }
 
     def has(self, at: int) -> bool:
-        """Whether a time of the system's clock, in ns, is in the measured interval."""
+        """Return True if a time of the system clock, in ns, is in the measured interval."""
         return self._from < at <= self._now
 
     @property
     def _ended(self) -> NDArray[np.int64]:
-        """Ns that each runner worked since the first batch, without its present ticket."""
+        """The time in ns that each runner has worked since the first batch, without its ticket."""
         ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 
     def histogram(self, name: str, records: Records) -> Histogram:
-        """Add up the 'work', 'wait' or 'gil' histograms of records."""
+        """Return the sum of the 'work', 'wait' or 'gil' histograms of records."""
         buckets = words(records, name, "bucket").reshape(-1, BUCKETS).sum(axis=0)
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
     def since(self, earlier: Meters) -> Meters:
-        """Return the growth since `earlier`, which is of the same run or of none."""
+        """Return the growth since `earlier`, which must be of the same run or empty."""
         if not len(earlier.runners):
             return self
         added = copy(self)
         added._from = earlier._now
-        # `earlier` counts each present ticket. If its worker was replaced, the ticket never ended.
+        # `earlier` includes current tickets. A replaced worker never finished its ticket.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)
@@ -206,7 +206,7 @@ class Meters:
 
 
 def _grown(now: Records, then: Records) -> Records:
-    """Return records with the growth of their counts, and the slowest batches in between."""
+    """Return records with the growth of their counts and the slowest batches in between."""
     grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")
@@ -221,9 +221,9 @@ def _grown(now: Records, then: Records) -> Records:
 
 
 class History:
-    """A history of a run, in at most 512 rows that cover the whole run.
+    """The history of a run, in up to 512 rows that cover the whole run.
 
-    When it is full, every second row is dropped, and new ones come half as often.
+    When it is full, every second row is dropped, and the interval between new rows doubles.
 
     Attributes
     ----------

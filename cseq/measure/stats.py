@@ -31,9 +31,9 @@ log = logging.getLogger("cseq")
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited")
 ADDED += ("gpu_waits", "gpu_dry", "cache_hits", "cache_misses")
-# The caches that this process has open.
+# The caches that are open in this process.
 CACHES: weakref.WeakSet[Cache] = weakref.WeakSet()
-# A loop without runners before its start.
+# The meters of a loop without runners, before its start.
 NOTHING = Meters([bytes(METER.itemsize)], 0)
 
 
@@ -45,7 +45,7 @@ class Cache(Protocol):
         """The size in bytes."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many samples were read, made and kept, and made but not kept."""
+        """Return the numbers of samples that were read, made and kept, and made but not kept."""
 
 
 def _counted(cache: Cache) -> tuple[int, int, int]:
@@ -54,22 +54,22 @@ def _counted(cache: Cache) -> tuple[int, int, int]:
 
 
 class WorkerStats(NamedTuple):
-    """Figures of one worker.
+    """Statistics of one worker.
 
     Attributes
     ----------
     number : int
-        The worker number, from 0.
+        The worker number, starting at 0.
     pid : int
-        The id of its process, or its thread's id in the system, or 0 if it is unknown.
+        The id of the worker's process, or of its system thread, or 0 if unknown.
     batches : int
     busy : float
-        The fraction of the time that it worked.
+        The fraction of the time that the worker worked.
     cpu : float or None
-        The fraction of `busy` in which it computed, more than 1 with several threads, or None if it
-        is unknown.
+        The fraction of `busy` in which the worker computed, which exceeds 1 with several threads,
+        or None if unknown.
     p50, p99 : float
-        The median and the 99th percentile of its seconds for a batch.
+        The median and the 99th percentile of the worker's seconds per batch.
     """
 
     number: int
@@ -82,12 +82,12 @@ class WorkerStats(NamedTuple):
 
 
 class SlowBatch(NamedTuple):
-    """A batch that took long: `manager.remake(epoch, batch)` makes it again.
+    """A slow batch, which `manager.remake(epoch, batch)` makes again.
 
     Attributes
     ----------
     epoch, batch : int
-        In a stream, `batch` is the number of the item.
+        In a stream, `batch` is the item number.
     seconds : float
     worker : int
     """
@@ -102,47 +102,47 @@ class SlowBatch(NamedTuple):
 class Stats:
     """Counts and times of a manager since its start, over all epochs.
 
-    Times count from the first batch of each epoch: they include neither the start nor pauses
-    between epochs. Processes, threads and streams are measured alike. Properties are computed on
-    access.
+    Times are measured from the first batch of each epoch. They include neither the start nor pauses
+    between epochs. Processes, threads and streams are measured in the same way. Properties are
+    computed on access.
 
     Attributes
     ----------
     batches, samples : int
-        Delivered to the loop. Test mode counts only batches and skips.
+        The number delivered to the loop. Test mode counts only batches and skips.
     nbytes : int
-        Bytes of shared memory that these batches took.
+        The bytes of shared memory used by these batches.
     restarts : int
-        Worker processes that were replaced.
+        The number of worker processes that were replaced.
     retries : int
-        Batches that were made again after their worker died.
+        The number of batches that were remade after their worker died.
     skips : int
-        Batches left out because their indexer raised (``on_error='skip'``).
+        The number of batches left out because their indexer raised (``on_error='skip'``).
     copies : int
-        Batches that were copied out of shared memory because too many were held.
+        The number of batches copied out of shared memory because too many were held.
     depths : (int, int, int)
-        Tickets that wait at this moment for an indexer, a converter, and the loop.
+        The tickets that are currently waiting for an indexer, a converter and the loop.
     loop_waited : float
-        Seconds that the loop waited for batches.
+        The seconds that the loop waited for batches.
     elapsed : float
-        Seconds that epochs took, including `loop_waited`.
+        The duration of the epochs in seconds, including `loop_waited`.
     start_waited : float
-        Seconds that the loop waited for its first batch: start, imports, constructors.
+        The seconds that the loop waited for its first batch: startup, imports, constructors.
     num_workers, num_converters : int
-        With a fleet, each worker is a thread here that asks one there.
+        With a fleet, each worker is a local thread that requests batches from a remote worker.
     buffer : int
-        The most batches ahead of the loop, or 0 for streams.
+        The maximum number of batches ahead of the loop, or 0 for streams.
     gpu_waits, gpu_dry : int
         How often the loop waited for a batch while its thread used CUDA, and how often the GPU had
-        nothing left to do after that.
+        no work left after such a wait.
     cache_hits, cache_misses : int
-        Samples that all processes read from this process's caches (`cseq.cached`), and samples that
-        they made.
+        The samples that all processes have read from this process's caches (`cseq.cached`), and the
+        samples that they have made.
     cache_nbytes : int
-        Bytes that these caches take.
+        The size of these caches in bytes.
     source_tokens : dict of str to int
-        With `cseq.tokens.Rows`, the tokens of each source that all ranks received, as in the
-        manager's state: a resumed run continues the count.
+        With `cseq.tokens.Rows`, the tokens per source that all ranks have received, as in the
+        manager's state. A resumed run continues the count.
     """
 
     batches: int = 0
@@ -196,17 +196,17 @@ class Stats:
 
     @property
     def workers_waiting(self) -> float:
-        """The fraction of the time that a worker waited, the mean over all workers."""
+        """The fraction of the time that workers waited, as the mean over all workers."""
         return self._waiting(self.meters.busy[self._indexers], self.num_workers)
 
     @property
     def index_seconds(self) -> Histogram:
-        """The workers' times for a batch, from claim to delivery."""
+        """The workers' times per batch, from claim to delivery."""
         return self.meters.histogram("work", self.meters.runners[self._indexers])
 
     @property
     def step_seconds(self) -> Histogram:
-        """The loop's own times for a batch, without waiting."""
+        """The loop's own times per batch, without waiting."""
         return self.meters.histogram("work", self.meters.loop)
 
     @property
@@ -216,7 +216,7 @@ class Stats:
 
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
-        """The figures of each worker, including former ones."""
+        """The statistics of each worker, including former workers."""
         stats = []
         records = self.meters.runners[self._indexers]
         counted = np.flatnonzero(words(records, "batches"))
@@ -240,7 +240,7 @@ class Stats:
 
     @property
     def slowest(self) -> tuple[SlowBatch, ...]:
-        """The eight slowest batches of each worker, the slowest first."""
+        """The eight slowest batches of each worker, slowest first."""
         slow: list[list[tuple[int, int, int]]]
         slow = words(self.meters.runners[self._indexers], "slowest").tolist()
         # Streams count epochs from 1.
@@ -254,12 +254,12 @@ class Stats:
 
     @property
     def history(self) -> NDArray[np.void]:
-        """How the run went: a structured array of at most 512 rows since the first batch.
+        """The history of the run, as a structured array of up to 512 rows since the first batch.
 
-        Rows are 0.1 s apart at first, then farther, so they cover the whole run. The fields are
-        `seconds` since the start; cumulative `batches`, `waited` and `stepped` (seconds of the
-        loop) and `busy` (seconds of each worker, shape (workers,)); and `ready`, the batches that
-        were ready for the loop at that moment.
+        Rows are initially 0.1 s apart, and later further apart, so that they cover the whole run.
+        The fields are `seconds` since the start; the cumulative values `batches`, `waited` and
+        `stepped` (seconds of the loop) and `busy` (seconds of each worker, shape (workers,)); and
+        `ready`, the number of batches that were ready for the loop at that time.
         """
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
@@ -274,17 +274,17 @@ class Stats:
 
     @property
     def bottleneck(self) -> str:
-        """The cause in `advice`: what limits the rate of batches, such as 'workers' or 'loop'."""
+        """The cause in `advice`, which limits the rate of batches, such as 'workers' or 'loop'."""
         return self.advice().cause
 
     def advice(self) -> Advice:
-        """Return why the loop waits, and what to do. See docs/how-to/slow.md."""
+        """Return the reason why the loop waits, and the remedy. See docs/how-to/slow.md."""
         from cseq.measure.advice import advise
 
         return advise(self.window())
 
     def since(self, earlier: Stats) -> Stats:
-        """Return the counts since `earlier`, which is of the same run.
+        """Return the counts since `earlier`, which must be from the same run.
 
         Examples
         --------
@@ -300,7 +300,7 @@ class Stats:
         return replace(self, meters=self.meters.since(earlier.meters), **grown)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
-        """Return figures for a logger: a flat dict whose names never change."""
+        """Return a flat dict of figures for a logger. Its keys never change."""
         index, waits, workers = self.index_seconds, self.wait_seconds, self.num_workers
         window = self.window()
         elapsed = self.elapsed or 1.0
@@ -328,7 +328,7 @@ class Stats:
 
     @staticmethod
     def every(n: int, manager: Any) -> Every:
-        """Return an object that gives the figures of every `n` steps of a loop that begins here.
+        """Return an object that reports figures for every `n` steps of a loop that starts now.
 
         Parameters
         ----------
@@ -338,8 +338,8 @@ class Stats:
         Returns
         -------
         Every
-            Its `at(step)`, with steps counted from 1, returns `as_dict` of the last `n` steps if
-            `step` is a multiple of `n`, and {} otherwise.
+            The method `at(step)`, with `step` from 1, returns `as_dict` for the last `n` steps
+            if `step` is a multiple of `n`, and {} otherwise.
 
         Examples
         --------
@@ -361,17 +361,17 @@ class Stats:
         meters = self.meters
         runners, loop = meters.runners[self._indexers], meters.loop
         index, step = self.index_seconds, self.step_seconds
-        # If steps are uneven, the longest twentieth is left out: it has pauses.
+        # If steps are uneven, omit the longest 5%, which contain pauses.
         even = step.quantile(0.99) <= 3 * step.quantile(0.5)
         busy = float(meters.busy[self._indexers].sum())
         queued = total(runners, "queued") / 1e9
         gil = meters.histogram("gil", meters.runners)
         early = total(loop, "early") / 1e9
-        # The workers begin one after another. In the only epoch, these waits belong to the start.
+        # Workers start in sequence. If there is only one epoch, these waits count as startup.
         first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
         computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
-        # `behind` lacks the present wait, which has not ended.
+        # `behind` does not include the current wait, which is still in progress.
         ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
             behind += meters.waits
@@ -412,7 +412,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """The indexers' records, which come before the converters'."""
+        """The indexers' records, which precede the converters' records."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
@@ -421,24 +421,24 @@ class Stats:
 
     @property
     def _first(self) -> int:
-        """When the first batch was taken, on the system's clock, or 0. It identifies the run."""
+        """The system clock's time of the first batch, or 0. It identifies the run."""
         return total(self.meters.loop, "first")
 
     def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
-        """Return the fraction of the time that `count` runners did not work."""
+        """Return the fraction of the time in which `count` runners did not work."""
         of = self.elapsed * count
         return _part(of - float(busy.sum()), of)
 
 
 class Counting(Protocol):
-    """An object with `stats`: a manager of cseq, or a loader."""
+    """An object with a `stats` method, such as a cseq manager or a loader."""
 
     def stats(self) -> Stats:
         """Return the counts so far."""
 
 
 def counting(manager: object) -> Counting:
-    """Check that a manager has `stats`, and return it."""
+    """Return the manager after checking that it has `stats`."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); give a manager of cseq or a cseq.DataLoader"
@@ -448,7 +448,7 @@ def counting(manager: object) -> Counting:
 
 
 def read_stats(manager: Counting) -> Stats | None:
-    """Return the stats, or None if a DataLoader has no workers at this moment."""
+    """Return the stats, or None if a DataLoader currently has no workers."""
     try:
         return manager.stats()
     except RuntimeError:
@@ -456,7 +456,7 @@ def read_stats(manager: Counting) -> Stats | None:
 
 
 def added(now: Stats, earlier: Stats | None) -> Stats:
-    """Return the stats since `earlier`, or all if that is None or of another run."""
+    """Return the stats since `earlier`, or all stats if it is None or from another run."""
     try:
         return now if earlier is None else now.since(earlier)
     except ValueError:
@@ -495,5 +495,5 @@ def _part(seconds: float, of: float, most: float = 1.0) -> float:
 
 
 def _cpu(computed: float, worked: float) -> float | None:
-    """Return the fraction of the work that was computed, or None if that is unknown."""
+    """Return the fraction of work time spent computing, or None if unknown."""
     return computed / worked if computed > 0 and worked > 0 else None
