@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Permutations that orders are made of; readers of orders written in Python."""
+"""Permutations that orders are based on, and readers of orders written in Python."""
 
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -16,17 +16,17 @@ from cseq.check import integers
 
 cnp.import_array()
 
-# Values that are converted together.
+# The number of values that are converted at a time.
 CHUNK = 1 << 16
-# What words are for; those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1's.
+# The purposes of random words. cseq_shuffle.h and context.py define 0 to 5, and feistel-v1 uses 6.
 BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
 
 def fingerprint(array):
-    """64 bits that stand for the values of a one-dimensional array, of integers or of floats.
+    """Return a 64-bit hash of the values of a one-dimensional array of integers or floats.
 
-    Equal values in another integer type or another layout have the same fingerprint; so do equal values
-    in another type of floats. See docs/inside/orders.md.
+    The fingerprint does not depend on the integer type, the float type or the memory layout. See
+    docs/inside/orders.md.
     """
     values = numpy.asarray(array)
     wanted = numpy.float64 if values.dtype.kind == "f" else numpy.int64
@@ -38,9 +38,10 @@ def fingerprint(array):
 
 
 def digest(array):
-    """64 bits that stand for integers, as `fingerprint`, of four chains at once: value k is in chain k mod 4.
+    """Return a 64-bit hash of integers like `fingerprint`, but in a third of the time.
 
-    It takes a third of the time. The length is folded into the first chain, the chains into each other.
+    Four chains are computed in parallel, with value k in chain k mod 4. The length is folded into
+    the first chain, and then the chains into each other.
     """
     values = numpy.asarray(array)
     cdef uint64_t z[4]
@@ -63,14 +64,14 @@ def digest(array):
 
 
 def shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key):
-    """0 … n-1 in the order of fisher-yates-v1 by the words of these four: uint32, or int64."""
+    """Return 0 … n-1 in fisher-yates-v1 order by (seed, epoch, purpose, key): uint32 or int64."""
     cdef uint64_t words[4]
     cseq_derive_keyed(seed, epoch, purpose, key, words, 4)
     return shuffled(n, words)
 
 
 def seed_of(uint64_t seed, str name not None):
-    """The seed of a mixture's source: word 0 of (seed, 0, `SOURCE`, word of its name)."""
+    """Return the seed of a mixture's source: word 0 of (seed, 0, `SOURCE`, word of its name)."""
     cdef uint64_t word, key = 0
     cdef unsigned char byte
     for byte in name.encode():
@@ -81,7 +82,7 @@ def seed_of(uint64_t seed, str name not None):
 
 def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
-    """Independent numbers below `below`, each by the word at a position of the stream of these four."""
+    """Return random numbers below `below`, one per position in the stream of the other arguments."""
     cdef Py_ssize_t k, count = positions.size
     cdef const int64_t* position = int64s(positions)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
@@ -95,11 +96,12 @@ def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_
 
 
 def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray factors not None):
-    """Whether 64 bits were enough to split counts: `Shares` of cseq/order/shares.py.
+    """Split counts for `Shares` of cseq/order/shares.py; return False if 64 bits do not suffice.
 
-    `nodes` have four numbers of `counts` each: the left child gets `factors[k, 0]` / 2**64 of the first,
-    rounded, and the right child what is left of the second. The factor is rounded up: above the count
-    `factors[k, 1]`, a result just at a whole number may be one too large.
+    Each node has four indices into `counts`. The left child (the third) gets the rounded fraction
+    `factors[k, 0]` / 2**64 of the first; the right child (the fourth) gets the remainder of the
+    second. The factor is rounded up. For counts above `factors[k, 1]`, a result just at an integer
+    may therefore be one too large.
     """
     cdef const int64_t* node = int64s(nodes)
     cdef const uint64_t* factor = <const uint64_t*>cnp.PyArray_DATA(factors)
@@ -121,13 +123,13 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
 
 @cython.final
 cdef class Permutation:
-    """0 … n-1 in an order of their own for (seed, epoch, purpose, key): `perm` of docs/inside/orders.md.
+    """A permutation of 0 … n-1 for (seed, epoch, purpose, key): `perm` of docs/inside/orders.md.
 
-    With `FEISTEL_LEAST` elements or more, it takes no memory; below, 4 bytes for each, and as many steps
-    to make it.
+    With at least `FEISTEL_LEAST` elements, it needs no memory. With fewer elements, it is a table
+    of 4 bytes per element, created in linear time.
     """
 
-    # The order, or None if it is computed.
+    # The table of elements, or None if they are computed.
     cdef readonly object table
     cdef cseq_feistel network
 
@@ -142,7 +144,7 @@ cdef class Permutation:
             cseq_feistel_init(&self.network, n, words)
 
     def at(self, positions not None):
-        """The elements at these positions: an array as `positions`, which are int64 and below n."""
+        """Return an array of the elements at `positions`, which are int64 and below n."""
         if self.table is not None:
             return self.table[positions]
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.network.n:
@@ -154,9 +156,9 @@ cdef class Permutation:
 
 
 cdef enum:
-    # Documents between two sums that are kept.
+    # The number of documents between two stored sums.
     BLOCK = 64
-    # What is read at random is fetched this many reads before.
+    # The number of reads by which random accesses are prefetched.
     EARLY = 8
 
 cdef int64_t MOST_TOKENS = <int64_t>1 << 48
@@ -164,30 +166,31 @@ cdef int64_t MOST_TOKENS = <int64_t>1 << 48
 
 @cython.final
 cdef class DocumentEnds:
-    """Positions of documents that lie end to end: 8 bytes for 64 documents.
+    """The positions of contiguous documents, in 8 bytes per 64 documents.
 
-    Position 0 is the first token of the first document. Lengths are read where they are asked for.
+    Position 0 is the first token of the first document. Lengths are read only when they are needed.
 
     Parameters
     ----------
     lengths : array of int
-        Tokens of each document, at least 0, below 2**48 in all. May be a memory map; it must not change.
+        The tokens of each document, at least 0, with a total below 2**48. May be a memory map. The
+        array must not change.
     unit : int
-        Counts whole units of as many tokens in each document, instead of tokens.
+        Count whole units of this many tokens in each document, instead of tokens.
     ends : array of int64, optional
-        The attribute `ends` of an equal one: the lengths are neither checked nor summed up.
+        The attribute `ends` of an equal instance. The lengths are then neither checked nor summed.
 
     Attributes
     ----------
     total : int
-        Tokens of all documents.
+        The number of tokens in all documents.
     ends : array of int64
-        Where every 64th document ends, and the last one.
+        The end of every 64th document and of the last document.
     """
 
     cdef readonly cnp.ndarray lengths, ends
     cdef readonly int64_t total
-    # What C reads: values in a row, of `kind` bytes each, or of -kind bytes without a sign.
+    # A contiguous array for C, of signed values of `kind` bytes or unsigned values of -kind bytes.
     cdef cnp.ndarray values
     cdef const char* data
     cdef const int64_t* sums
@@ -211,7 +214,7 @@ cdef class DocumentEnds:
         return DocumentEnds, (self.lengths, self.unit, self.ends)
 
     cdef object add_up(self):
-        """Check the lengths, piece by piece, and add them up."""
+        """Check and sum the lengths, chunk by chunk."""
         sums = numpy.empty((self.count + BLOCK - 1) // BLOCK, numpy.int64)
         for start in range(0, self.count, CHUNK):
             chunk = self.lengths[start:start + CHUNK]
@@ -229,7 +232,7 @@ cdef class DocumentEnds:
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
-        """The length of a document; it may lie at any address."""
+        """Return the length of a document, whose address may be unaligned."""
         cdef int64_t value = 0
         cdef uint32_t word
         cdef uint16_t half
@@ -247,7 +250,7 @@ cdef class DocumentEnds:
         return value if self.unit == 1 else value // self.unit
 
     def starts(self, cnp.ndarray documents not None):
-        """The position of the first token of each of some documents."""
+        """Return the position of the first token of each given document."""
         cdef Py_ssize_t n, count = len(documents)
         cdef const int64_t* given = int64s(documents)
         cdef int64_t k, begin, size = abs(self.kind)
@@ -258,7 +261,7 @@ cdef class DocumentEnds:
         with nogil:
             for n in range(count):
                 if n + EARLY < count:
-                    # The block of a document far ahead is fetched meanwhile.
+                    # Prefetch the block of a later document.
                     k = given[n + EARLY] // BLOCK * BLOCK
                     CSEQ_PREFETCH(self.sums + k // BLOCK - (k > 0))
                     while k < given[n + EARLY]:
@@ -272,12 +275,12 @@ cdef class DocumentEnds:
         return made
 
     def find(self, cnp.ndarray positions not None):
-        """The document of each of some positions below `total`, and where it begins. Empty ones have none."""
+        """Return the non-empty document at each position below `total`, and its start."""
         _, documents, inside, _ = locate([self], numpy.array([0, self.total]), positions)
         return documents, positions - inside
 
     cdef int64_t document_of(self, int64_t position, int64_t* begin) noexcept nogil:
-        """The document that has a position, and where it begins."""
+        """Return the document at a position, and write the document's start."""
         cdef int64_t low = 0, high = (self.count - 1) // BLOCK, middle, end
         while low < high:
             middle = (low + high) // 2
@@ -294,10 +297,11 @@ cdef class DocumentEnds:
 
 
 def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray positions not None):
-    """Find positions in the documents of several sources, which lie end to end.
+    """Find positions in the documents of several contiguous sources.
 
-    `sources` has the `DocumentEnds` of each, `firsts` where each begins and the last one ends. Returns for
-    each position the number of its source, its document, the tokens of this before it, and those from it on.
+    `sources` contains the `DocumentEnds` of each source, `firsts` the start of each source and the
+    end of the last one. For each position, return the source number, the document, and the number
+    of the document's tokens before the position and from the position onwards.
     """
     cdef Py_ssize_t k, s = 0, count = len(positions)
     cdef const int64_t* first = int64s(firsts)
@@ -322,15 +326,15 @@ def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray posit
 
 
 cdef enum:
-    # Fewer elements are shuffled each time, without a table that is kept.
+    # Below this many elements, `keyed` shuffles a temporary table.
     BRIEFEST = 128
 
 
 def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray positions not None,
           uint64_t seed, uint64_t epoch, uint64_t purpose):
-    """For each size, key and position: the element there in the key's own order of 0 … size-1.
+    """Return, for each size, key and position, the element there in the key's order of 0 … size-1.
 
-    The order is by fisher-yates-v1 below `BRIEFEST` elements, otherwise by feistel-v1. Nothing is kept.
+    The order is fisher-yates-v1 below `BRIEFEST` elements, otherwise feistel-v1. Nothing is cached.
     """
     cdef Py_ssize_t k, i, j, count = len(positions)
     cdef const int64_t* size = int64s(sizes)
@@ -363,10 +367,10 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
 
 def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ranks, Py_ssize_t count,
          Py_ssize_t size):
-    """Deal rows to ranks, each to the one with the least work so far: the rank of each, and its turn there.
+    """Assign each row to the rank with the least work so far; return each row's rank and turn.
 
-    A rank takes `size` rows of each of `count` batches. `batches` has the batch of each row. Works come in
-    descending order. Of equal ranks, the first one is taken.
+    Each rank gets `size` rows from each of `count` batches. `batches` contains the batch of each
+    row. The works must be in descending order. Among equal ranks, the first one is chosen.
     """
     cdef Py_ssize_t k, r, best, batch, rows = len(works)
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
@@ -394,12 +398,13 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
     return row_ranks, turns
 
 
-# CHILDREN of a node, at most: four bits of a word name one. A node is prefetched EARLY draws before its use.
+# The maximum number of children of a node: four bits of a word select one. A node is prefetched
+# EARLY draws before its use.
 cdef enum:
     CHILDREN = 16
 
 
-# The entries of a level, in rows. A node above them has a child in each row: node 0 has entry `turn`.
+# The entries of a level, in rows. A parent node has a child in each row: node 0 has entry `turn`.
 cdef struct Rows:
     uint64_t count
     uint64_t nodes
@@ -408,7 +413,7 @@ cdef struct Rows:
 
 
 cdef Rows rows_of(uint64_t entries, uint64_t level):
-    """The rows of the entries below a level."""
+    """Return the rows of the entries below a level."""
     cdef Rows rows
     cdef uint64_t words[CHILDREN]
     cdef uint64_t j, low
@@ -423,7 +428,7 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Values of 8 bytes: a node's children in each line, and 0 for a child that is not there."""
+    """Arrange 8-byte values with a node's children in each row, and 0 for missing children."""
     cdef cnp.ndarray given = numpy.ascontiguousarray(values)
     cdef Rows rows = rows_of(given.size, level)
     cdef cnp.ndarray nodes = numpy.empty((rows.nodes, rows.count), given.dtype)
@@ -441,17 +446,17 @@ def laid(values, uint64_t level=1):
 
 @cython.final
 cdef class Tree:
-    """Samples on a line, each as long as its mass, in another order each epoch: docs/inside/orders.md.
+    """Samples on a line, each as long as its mass, reordered in every epoch: docs/inside/orders.md.
 
     Parameters
     ----------
     masses : array of uint64
-        Of the samples, as `laid` returns them. They add up to less than 2**63.
+        The masses of the samples, in the layout of `laid`. Their sum is below 2**63.
     samples : int
-        How many there are.
+        The number of samples.
     """
 
-    # The masses of each level, and where they are. There are at most 16**12 = 2**48 samples.
+    # The masses of each level, and pointers to them. There are at most 16**12 = 2**48 samples.
     cdef readonly list levels
     cdef uint64_t* masses[12]
     cdef Rows rows[12]
@@ -472,7 +477,7 @@ cdef class Tree:
         return Tree, (self.levels[0], self.rows[0].start[self.rows[0].count])
 
     def samples_at(self, numbers, uint64_t seed, uint64_t epoch):
-        """The samples at some numbers of an epoch's line: an array of int64."""
+        """Return the samples at the given numbers on an epoch's line, as an int64 array."""
         cdef cnp.ndarray left = numpy.array(numbers, numpy.uint64)
         cdef cnp.ndarray nodes = numpy.zeros(left.size, numpy.int64)
         cdef uint64_t* lefts = <uint64_t*>cnp.PyArray_DATA(left)
@@ -502,7 +507,7 @@ cdef class Tree:
                         if rest < mass[child]:
                             break
                         rest -= mass[child]
-                        # The list's last child fills the gap.
+                        # The last child in the list fills the gap.
                         remaining -= 1
                         order ^= (order >> 4 * remaining & 15 ^ child) << bits
                     length = rows.start[child + 1] - rows.start[child]
@@ -512,35 +517,35 @@ cdef class Tree:
         return nodes
 
 
-# About as many samples are read together.
+# The approximate number of samples that are read at a time.
 AHEAD = 1 << 14
 
 
 @cython.final
 cdef class ArrayReader(Reader):
-    """An order that is computed with arrays: many units cost it little more than one.
+    """A reader of an order computed with arrays, where many units cost little more than one.
 
-    What is read in a row, batch by batch, is read ahead: `ahead` samples, or about as many. All that is
-    kept is replaced between two calls of Python code, so that signal handlers may read, or raise.
+    When batches are read in sequence, about `ahead` samples are read ahead. All cached values are
+    replaced between two calls of Python code, which allows signal handlers to read or raise.
 
     Parameters
     ----------
     order : Order or Reader
-        Whose units are read.
+        The order whose units are read.
     read : callable
-        ``read(epoch, units)`` → the samples of any units, and the size of each, or None if all are 1.
+        ``read(epoch, units)`` → the samples of any units, and the unit sizes or None if all are 1.
     share : callable, optional
-        ``share(epoch, first, together, start, count)`` → the units that a rank gets of the global batch
-        [first, first + together), instead of [start, start + count).
+        ``share(epoch, first, together, start, count)`` → the units of the global batch
+        [first, first + together) for a rank, instead of [start, start + count).
     """
 
     cdef readonly object call, share
     cdef readonly uint64_t ahead
     cdef object samples_kept, sizes_kept
-    # `batches` of `count` units each are kept: the first one is [start, start + count), or the share of
-    # the global batch that begins at `first`, the next ones `together` further each.
+    # The cache has `batches` of `count` units each. The first is [start, start + count), or the
+    # share of the global batch that starts at `first`. Each next batch is `together` units further.
     cdef uint64_t epoch, first, together, start, count, batches
-    # Samples of a unit, in what is kept.
+    # The mean number of samples per unit in the cache.
     cdef double mean
 
     def __cinit__(self, order, uint64_t seed, read, share=None, uint64_t ahead=AHEAD):
@@ -549,7 +554,7 @@ cdef class ArrayReader(Reader):
 
     cdef int fetch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                    uint64_t count, uint64_t batches) except -1:
-        """Read batches, and keep them."""
+        """Read and cache batches."""
         if self.share is None or together == count:
             units = numpy.arange(start, start + count, dtype=numpy.int64)
             if batches > 1:
@@ -599,7 +604,7 @@ cdef class ArrayReader(Reader):
 
 
 def gather(Reader reader not None, uint64_t epoch, units not None):
-    """The samples of any units, and the size of each: int64 arrays; no sizes where all are 1."""
+    """Return the int64 samples of any units, and the size of each unit or None if all are 1."""
     cdef Py_ssize_t start = 0, end, count = len(units)
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)

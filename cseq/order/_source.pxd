@@ -1,4 +1,4 @@
-"""What an epoch asks for, ticket by ticket."""
+"""The sources of an epoch's tickets."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -7,9 +7,9 @@ from cseq._core cimport Ring
 
 cdef class Source:
     cdef readonly uint64_t epoch
-    # Units before the first ticket.
+    # The number of units before the first ticket.
     cdef readonly uint64_t consumed
-    # Whether its items are named by keys.
+    # Whether the items are identified by keys.
     cdef readonly bint keyed
     cdef bint is_ready(self, uint64_t taken) noexcept
     cdef int prepare(self, uint64_t taken) except -1

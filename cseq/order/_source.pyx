@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""What an epoch asks for, ticket by ticket: samples in an order."""
+"""The sources of an epoch's tickets, which request samples in an order."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -20,69 +20,69 @@ cdef struct Cut:
     uint64_t first, batches, full, start, stride, part_start, consumed
     uint32_t size, part
 
-# Tickets that have fewer samples are read together.
+# Tickets with fewer samples than this are read together.
 cdef uint64_t READ_AHEAD = 128
 
 
 cdef class Source:
-    """What the next ticket of an epoch asks for, the ring it goes to, and how many units it counts for.
+    """A source of an epoch's tickets: the content, ring and number of units of the next ticket.
 
-    A `Feed` posts the tickets. Units are what a place in an epoch is counted in: samples that all ranks
-    have had, or items.
+    A `Feed` posts the tickets. Positions in an epoch are measured in units, which are samples that
+    all ranks have consumed, or items.
     """
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        """Whether nothing is left to do before the ticket that is due when `taken` were taken out."""
+        """Return whether the ticket that is due after `taken` tickets needs no more preparation."""
         return True
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Do a step of what is left to do. May run any code; an interrupted step is done again."""
+        """Do one step of preparation. It may run any code, and is repeated if interrupted."""
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
-        """The number of the ring that the next ticket goes to, which is prepared; -1: none has room."""
+        """Return the ring number for the next ticket, or -1 if none is prepared or has room."""
         return -1
 
     cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        """Post the next ticket in a free cell of its ring: how many units it counts for."""
+        """Post the next ticket in a free cell of its ring, and return its number of units."""
         return 0
 
     cdef void end(self, Py_ssize_t ring_number) noexcept:
-        """No more tickets go to a ring."""
+        """Stop posting tickets to a ring."""
 
     cdef bint is_over(self) noexcept:
-        """Whether no more tickets come."""
+        """Return whether no more tickets follow."""
         return True
 
     cpdef int finish(self) except -1:
-        """Raise what comes after the last ticket, if anything does."""
+        """Raise the exception that follows the last ticket, if there is one."""
         return 0
 
 
 @cython.final
 cdef class OrderSource(Source):
-    """The batches of an epoch, or of some in a row: units of an order.
+    """The batches of one epoch or several consecutive epochs, made of units of an order.
 
     Parameters
     ----------
     reader : Reader
     epoch : int
     cut, later : dict
-        How the epoch is cut into batches, and how the `more` epochs after it are: a `sampler.Cut` each.
+        The `sampler.Cut` of the epoch, and of each of the `more` epochs that follow.
     """
 
     cdef readonly Reader reader
-    # Of the present epoch, and of the `more` epochs after it.
+    # The cuts of the current epoch and of the `more` epochs that follow.
     cdef Cut cut, later
     cdef uint64_t more
-    # Batches that are posted; units that the short batch counts for; the most units of a batch.
+    # The number of posted batches, the units of the short batch, the maximum units of a batch.
     cdef uint64_t posted, rest, most
-    # What was read of batches `posted` to `prepared`: samples, and the sizes of their units.
+    # The samples read for batches `posted` to `prepared`, and the sizes of their units.
     cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read
     cdef int64_t* sizes_read
-    # The sizes of all units that were read, or NULL if each is one sample.
+    # The sizes of all units read, or NULL if each unit is a single sample.
     cdef int64_t* sizes
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, Cut cut, Cut later, uint64_t more):
@@ -93,24 +93,24 @@ cdef class OrderSource(Source):
         self.begin_epoch(&cut)
 
     cdef void begin_epoch(self, const Cut* cut) noexcept:
-        """Begin an epoch that is cut like this."""
+        """Start an epoch with the given cut."""
         self.cut = cut[0]
         self.rest = self.reader.units - min(<uint64_t>self.reader.units,
                                             cut.consumed + cut.full * cut.stride)
         self.posted = self.prepared = 0
 
     def __len__(self):
-        """Batches after `consumed`."""
+        """Return the number of batches after `consumed`."""
         return <Py_ssize_t>self.cut.batches
 
     cdef uint64_t position_of(self, uint64_t batch) noexcept:
-        """The position of a batch's first unit."""
+        """Return the position of a batch's first unit."""
         if batch < self.cut.full:
             return self.cut.start + batch * self.cut.stride
         return self.cut.part_start
 
     cdef int64_t read_samples(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
-        """Write the samples of a batch; the tail goes on with the beginning of the epoch."""
+        """Write the samples of a batch. The tail wraps around to the start of the epoch."""
         cdef uint64_t start = self.position_of(batch)
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
@@ -128,7 +128,7 @@ cdef class OrderSource(Source):
         return written
 
     def samples(self, uint64_t batch):
-        """The samples of a batch, and the size of each of its units: new int64 arrays."""
+        """Return the samples of a batch and the sizes of its units as new int64 arrays."""
         if batch >= self.cut.batches:
             raise IndexError(f"batch {batch} is not one of {self.cut.batches}")
         sizes = numpy.ones(self.cut.size if batch < self.cut.full else self.cut.part, numpy.int64)
@@ -141,7 +141,7 @@ cdef class OrderSource(Source):
         return self.posted < self.prepared or self.is_over()
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Read the samples of the next ticket, and of those after it while they are few."""
+        """Read the samples of the next ticket, and of further tickets while they are few."""
         cdef uint64_t room = self.reader.room
         cdef uint64_t count = 1, read, words, size
         cdef int64_t* out
@@ -150,13 +150,13 @@ cdef class OrderSource(Source):
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
-        # The last ticket that is read may begin just below READ_AHEAD.
+        # The last ticket read may start just below READ_AHEAD.
         words = READ_AHEAD + self.most * room
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
         out = self.samples_read = <int64_t*>self.data.data
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
-        # The batches of a single rank follow each other.
+        # The batches of a single rank are contiguous.
         if self.posted < self.cut.full and room == 1 and self.cut.stride == size:
             count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
             self.reader.read(self.epoch, self.position_of(self.posted), count * size, out, NULL)

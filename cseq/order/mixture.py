@@ -1,4 +1,4 @@
-"""Orders made of others: several in shares, one in epochs of another size."""
+"""Orders that mix several orders in shares or change the epoch size of one order."""
 
 from __future__ import annotations
 
@@ -29,53 +29,55 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums
     from cseq.order.sources import Drawn, Draws
 
-# Sources that are described or named.
+# The maximum number of sources that a text lists.
 SHOWN = 5
 
 Weights: TypeAlias = Mapping[str, float]
 
 
 class Mixture(Composed):
-    """Units of several orders, in shares that you choose, however small.
+    """Units of several orders in arbitrary shares, however small.
 
-    From the first unit of its weights to the end of any block, a source is less than one unit off
-    its share, if that is one unit of a block or more; otherwise less than 1.7 units. A block is in
-    random order.
+    From the first unit of its weights to the end of any block, a source deviates from its share by
+    less than one unit if the share is at least one unit per block, and otherwise by less than 1.7
+    units. The units of a block are in random order.
 
-    Each source has its own passes, each in its own order. The next pass follows the last one, and
-    an epoch continues where the one before ended. Samples are numbered source after source: the
-    second source's begin after the first one's last.
+    Each source is read in repeated passes, each in its own order. Passes follow each other without
+    gaps, and each epoch continues where the previous one ended. Sample numbers are contiguous for
+    each source: the second source's numbers start after the first source's last number.
 
     Parameters
     ----------
     sources : dict of str to Order
-        Orders with units of one kind: samples, rows of samples, or batches. The order of a source
-        depends on its name, not on the other sources.
+        Orders with the same kind of units: samples, rows of samples or batches. The order of a
+        source depends on its name, but not on the other sources.
     weights : dict of str to number, or list of (int, dict)
-        The share of each source, as integers of any size or floats. Only their exact ratios count,
-        and 0 leaves a source out. A list is a curriculum: weights hold from the first block that
-        begins at their unit or later. Units count over all epochs. The list begins at unit 0.
+        The share of each source, as integers of any size or floats. Only the exact ratios matter,
+        and a weight of 0 leaves a source out. A list is a curriculum: each dict applies from the
+        first block that starts at or after its unit, counted over all epochs. The first unit is 0.
     weights_of : 'units' or 'tokens'
-        What weights count. With 'tokens', a source of long rows has fewer rows for the same weight:
-        its rate follows from the mean tokens of its rows. For `Packed` and `Concatenated`.
+        What the weights measure. With 'tokens', a source with long rows has fewer rows for the same
+        weight, based on its mean tokens per row, as known to `Packed` and `Concatenated`.
     block : int
-        Units that are mixed with each other. There may be more sources than that.
+        The number of units that are mixed with each other. It may be less than the number of
+        sources.
     epoch_size : int, optional
-        Units in an epoch.
+        The number of units in an epoch.
     stop : 'all' or 'first'
-        Without `epoch_size`: the first epoch ends when every source has had a pass, or before any
-        has had more than one. It has whole blocks, by the first weights. Later epochs are as long.
+        The length of epochs without `epoch_size`. The first epoch ends once every source has
+        completed a pass ('all') or before any source starts a second pass ('first'). The length is
+        a multiple of `block`, based on the first weights. Later epochs have the same length.
 
     Warns
     -----
     UserWarning
-        Sources in use have a share of less than one unit in an epoch. They are named.
+        If sources in use have a share of less than one unit per epoch. The warning names them.
 
     Notes
     -----
-    A state also loads into a mixture with other weights, another block, or more or fewer sources.
-    The mixture continues from the state's place, and each source from its own. If its epochs would
-    have another size, give `epoch_size`. Units before that place differ from the ones that came.
+    A state also loads into a mixture with different weights, another block, or more or fewer
+    sources. The mixture continues from the state's position, and each source from its own. If the
+    epoch size would differ, pass `epoch_size`. Units before that position differ from the original.
 
     Examples
     --------
@@ -132,7 +134,7 @@ class Mixture(Composed):
             )
 
     def _rates(self, weights: list[float]) -> list[float]:
-        """Return the weights of units for given ones, which may count tokens."""
+        """Convert weights, which may count tokens, to weights of units."""
         if not self._by_tokens:
             return weights
         for name, order in self.sources.items():
@@ -148,7 +150,7 @@ class Mixture(Composed):
         return rates
 
     def _end(self, stop: str) -> int:
-        """Return the units of the first epoch, in whole blocks of the first weights."""
+        """Return the number of units in the first epoch, in whole blocks of the first weights."""
         shares = self._plan.shares[0]
         used = zip(self.sources.values(), shares.whole, strict=True)
         units = np.array([order.units if weight else 0 for order, weight in used], np.uint64)
@@ -175,7 +177,7 @@ class Mixture(Composed):
         return blocks * shares.block
 
     def _rare(self) -> list[str]:
-        """Name the sources in use that have less than one unit in an epoch, by all weights."""
+        """Return the names of sources in use with less than one unit per epoch in all phases."""
         phases = self._plan.shares
         return [
             name
@@ -187,8 +189,8 @@ class Mixture(Composed):
     def facts(self) -> dict[str, Any]:
         """Return what the order depends on.
 
-        `since` and `taken` say where its weights began. It was made with `weights`, and later given
-        the weights `reweighed`. If they count tokens, `meant` has them as they were given.
+        `since` and `taken` describe the position where the weights take effect. `weights` are the
+        original weights and `reweighed` the later ones. `meant` has the given weights of tokens.
         """
         plan = self._plan
         return ({"meant": self._meant} if self._by_tokens else {}) | {
@@ -235,10 +237,10 @@ class Mixture(Composed):
         return order
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return the order that goes on from a position with other weights.
+        """Return an order that continues from a position with other weights.
 
-        Epochs keep their size. A state of it loads into a mixture with the weights that this one
-        was made with, and goes on with the new ones. See `MSequence.reweigh`.
+        Epochs keep their size. A state of the new order loads into a mixture with the original
+        weights, and continues with the new ones. See `MSequence.reweigh`.
         """
         names, plan = list(self.sources), self._plan
         unit = epoch * self.units + consumed
@@ -250,7 +252,7 @@ class Mixture(Composed):
         return order
 
     def _outdated(self, facts: dict[str, Any]) -> list[str]:
-        """Say what else changed since a state of an earlier definition: in its sources."""
+        """Describe the changes in sources since a state of an earlier definition."""
         if str(facts.get("name")) not in self.replaced:
             return []
         _, source_facts = _before(facts)
@@ -262,11 +264,11 @@ class Mixture(Composed):
         ]
 
     def _source(self, name: str, facts: dict[str, Any] | None, seed: int, taken: int) -> Order:
-        """Return a source as it goes on after `taken` units."""
+        """Return a source that continues after `taken` units."""
         order = self.sources[name]
         if facts is None or facts == order.facts():
             return order
-        # With another number of units, its passes are not what they were.
+        # With a different number of units, the passes of the source have changed.
         same = facts.get("units", order.units) == order.units
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
@@ -324,16 +326,16 @@ class Mixture(Composed):
 
 
 class Resized(Composed):
-    """The epochs of another order, joined and cut into epochs of `epoch_size`.
+    """The epochs of another order, joined and cut into epochs of `epoch_size` units.
 
-    With a small size, a part of the data makes an epoch, and every sample comes before any comes
-    again. With a large one, an epoch has the samples several times.
+    With a small size, an epoch covers part of the data, and all samples appear before any repeats.
+    With a large size, samples appear several times in an epoch.
 
     Parameters
     ----------
     order : Order
     epoch_size : int
-        Units in an epoch.
+        The number of units in an epoch.
 
     Examples
     --------
@@ -380,7 +382,7 @@ class Resized(Composed):
 
 
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
-    """Check the facts of a state; return their plan, and the facts of each source."""
+    """Check the facts of a state, and return their plan and the facts of each source."""
     try:
         source_facts = {name: dict(values) for name, values in facts["sources"]}
         names = list(source_facts)
@@ -400,11 +402,11 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
 
 
 class _Plan:
-    """Which units are of which source: phases, each with shares of its own.
+    """The assignment of units to sources in phases with separate shares.
 
-    Each of `phases` begins at a unit. Block 0 begins with unit `since`; `taken` says how often each
-    source was drawn before, removed sources included. The counts of a phase begin with its first
-    block.
+    Each of the `phases` starts at a unit. Block 0 starts at unit `since`, before which `taken`
+    units were drawn from each source, including removed sources. The counts of a phase start at its
+    first block.
     """
 
     def __init__(
@@ -426,16 +428,16 @@ class _Plan:
             self._drawn.append(self._drawn[-1] + shares.before(stop - start))
 
     def before(self, block: int) -> NDArray[np.uint64]:
-        """Return how often each source was drawn before a block, modulo 2**64."""
+        """Return the number of draws from each source before a block, modulo 2**64."""
         phase = bisect.bisect_right(self._blocks, block) - 1
         return self._drawn[phase] + self.shares[phase].before(block - self._blocks[phase])
 
     def block_of(
         self, seed: int, before: Callable[[int], NDArray[np.uint64]], block: int
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-        """Return the source of each unit of a block, and which draw of that source it is.
+        """Return the source of each unit in a block, and the unit's index in the source's draws.
 
-        `before` is this plan's, or keeps what that has returned.
+        `before` is this plan's method or a cached version of that method.
         """
         first = before(block)
         quotas = before(block + 1) - first
@@ -447,7 +449,7 @@ class _Plan:
         return unit_sources, draws
 
     def taken_before(self, seed: int, unit: int) -> dict[str, int]:
-        """Return how often each source was drawn before a unit of all epochs."""
+        """Return the number of draws from each source before a unit, counted over all epochs."""
         block, position = divmod(unit - self.since & WORD, self.block)
         unit_sources, _ = self.block_of(seed, self.before, block)
         part = np.bincount(unit_sources[:position], minlength=len(self.names)).astype(np.uint64)
@@ -456,7 +458,7 @@ class _Plan:
 
 
 def _listed(texts: list[str]) -> str:
-    """List texts, the first ones of many."""
+    """Join texts with commas, and shorten a long list."""
     more = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return ", ".join(texts[:SHOWN] + more)
 
@@ -464,7 +466,7 @@ def _listed(texts: list[str]) -> str:
 def _phases(
     weights: Weights | Sequence[tuple[int, Weights]], names: list[str]
 ) -> list[tuple[int, list[float]]]:
-    """Check `weights`: return from which unit they hold, and each in the order of the sources."""
+    """Check `weights`, and return the first unit and the weights in source order of each phase."""
     phases = [(0, weights)] if isinstance(weights, Mapping) else weights
     if not isinstance(phases, (list, tuple)) or not phases:
         raise TypeError(
@@ -485,7 +487,7 @@ def _phases(
 
 
 def _weights(weights: Weights, names: list[str]) -> list[float]:
-    """Check the weights of a dict."""
+    """Check a dict of weights, and return the weights in source order."""
     sources = set(names)
     for name in [*weights, *names]:
         if name not in sources:

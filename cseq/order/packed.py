@@ -1,4 +1,4 @@
-"""Rows of samples, whose lengths sum to a budget nearly or exactly."""
+"""Rows of samples whose lengths add up to nearly or exactly a budget."""
 
 from __future__ import annotations
 
@@ -22,49 +22,48 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-# A bound on how full rows can be is described if it needs this many times as many rows.
+# The bound on how full rows can be is described if it raises the number of rows by this factor.
 SHOWN = 1.001
-# Quanta of a row whose pieces are counted, which takes 8 bytes each.
+# The maximum number of quanta in a row of pieces, whose counts take 8 bytes per quantum.
 MOST_COUNTED = 2**24
 
-# A class, its samples, and what was in the row before them.
+# A class, its number of samples in a row, and the earlier contents of the row.
 Contents: TypeAlias = "tuple[int, int, Contents] | None"
 
 
 class Packed(Recipes, CachedOrder):
-    """Rows of whole samples, with at most `budget` tokens. Nearly every row is full.
+    """Rows of whole samples with at most `budget` tokens. Nearly every row is full.
 
-    Every sample comes once per epoch, and none is cut but for ``too_long='split'``. Each epoch
-    draws which samples of equal length are in which row, and which row comes when. The combinations
-    of lengths are the same in every epoch. A batch has `batch_size` rows. In the indexer,
-    `cseq.parts` says how many samples each row has.
+    Every sample appears once per epoch, and samples are cut only with ``too_long='split'``. Each
+    epoch reshuffles samples of equal length between rows, and the order of the rows. The
+    combinations of lengths are the same in every epoch. A batch has `batch_size` rows. In the
+    indexer, `cseq.parts` returns the number of samples in each row.
 
     Parameters
     ----------
     lengths : array of int
         The length of each sample in tokens, at least 1. May be a memory map.
     budget : int
-        The most tokens in a row.
+        The maximum number of tokens in a row.
     quantum : int
-        Lengths are rounded up to its multiples. More samples can then replace each other, and rows
-        are less full.
+        Lengths are rounded up to a multiple of this. A larger quantum makes more samples
+        interchangeable, but rows less full.
     too_long : 'error', 'drop' or 'split'
-        What to do with samples that are longer than the budget. `describe` says how many tokens
-        are dropped, and a warning does if they are more than 1 % of all, or of the samples. With
-        'split', samples are documents, which may be empty: see below.
+        What to do with samples longer than the budget. `describe` reports the dropped tokens, and a
+        warning is issued if more than 1 % of all tokens or samples are dropped. With 'split',
+        samples are documents, which may be empty; see the notes.
     cache : path, optional
-        A folder of this machine, for ``too_long='split'``. The tables of an order, 4 bytes for a
-        document, lie there in a file that all processes map. One makes it, the others wait; the
-        next start takes it as it is. It can be deleted at any time. (On Windows, it is not used.)
+        A local folder for ``too_long='split'``. It stores the order's tables, 4 bytes per document,
+        in a file that all processes map. One process creates the file while the others wait, and
+        later runs reuse it. The file can be deleted at any time. (Unused on Windows.)
 
     Notes
     -----
-    With ``too_long='split'``, documents are cut into pieces of `budget` tokens and a rest, and the
-    rows hold pieces. Indices are positions of tokens, with all documents laid end to end: an index
-    is the position of a piece's first token. The piece ends with its document, or where the row is
-    full.
-    `samples` is the number of all tokens, below 2**48. `describe` says how full the rows can be, if
-    that is less than 99.9 %.
+    With ``too_long='split'``, documents are cut into pieces of `budget` tokens and a remainder, and
+    rows consist of pieces. Indices are token positions in the concatenation of all documents. Each
+    index is the position of a piece's first token. A piece ends at the end of its document or of
+    the row. `samples` is the total number of tokens, which is below 2**48. `describe` reports how
+    full rows can be if that is less than 99.9 %.
 
     Examples
     --------
@@ -74,7 +73,8 @@ class Packed(Recipes, CachedOrder):
     >>> sorted(map(sorted, order.batches(seed=1)))
     [[0, 1, 2], [3, 5], [4]]
 
-    The second document, at 5 to 24, is cut at 17. Its rest and the first one make a row:
+    The second document, at positions 5 to 24, is cut at 17. Its remainder and the last document
+    form a row:
 
     >>> order = cseq.Packed([5, 20, 0, 3], budget=12, too_long="split")
     >>> sorted(map(sorted, order.batches(seed=1)))
@@ -159,12 +159,12 @@ class Packed(Recipes, CachedOrder):
 
 
 def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints]:
-    """Return recipes of rows that samples are packed into, by best fit decreasing.
+    """Return recipes for rows, packing the samples by best fit decreasing.
 
-    Each class has a length, ascending and in [1, `budget`], and a number of samples. Returns
-    `copies`, `first` and `parts` of `Recipes`.
+    Each class has a length in [1, `budget`], in ascending order, and a number of samples. The
+    return values are the `copies`, `first` and `parts` of `Recipes`.
     """
-    # The rooms that rows have left, ascending; of each, how many rows have it, and what is in them.
+    # The free space of rows, ascending, and the number and contents of the rows with each value.
     rooms: list[int] = []
     kinds: dict[int, deque[tuple[int, Contents]]] = {}
 

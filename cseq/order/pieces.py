@@ -1,4 +1,4 @@
-"""Pieces of documents: rows' worth of tokens, and the rests, by length."""
+"""Pieces of documents: full rows of tokens, and remainders grouped by length."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
     Pack = Callable[[Ints, Ints, int], tuple[Ints, Ints, Ints]]
 
-# Documents that are sorted at once.
+# The number of documents that are sorted at a time.
 TOGETHER = 2**20
 
 
 class Pieces(Classes):
-    """Documents cut every `budget` tokens, as members of classes.
+    """Documents cut every `budget` tokens, with the pieces as members of classes.
 
-    A class has the rests that take as many quanta; the last class has the pieces of `budget`
-    tokens. A table has the documents of the rests, class after class: 4 bytes each.
+    Remainders with the same number of quanta form a class. The last class contains the pieces of
+    `budget` tokens. A table lists the remainders' documents by class, at 4 bytes each.
 
     Attributes
     ----------
     lengths : array
-        Quanta of a piece of each class.
+        The number of quanta in a piece of each class.
     sizes, offsets : array
-        Pieces of each class; where the documents of its rests begin in `table`.
+        The number of pieces in each class, and the start of each class of remainders in `table`.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Pieces(Classes):
         self.ends = DocumentEnds(lengths, ends=arrays["ends"])
         self.whole = DocumentEnds(lengths, budget, ends=arrays["whole"])
         self.lengths, self.sizes, self.table = arrays["lengths"], arrays["sizes"], arrays["table"]
-        # Classes of rests.
+        # The number of classes of remainders.
         self.rests = len(self.lengths) - (self.whole.total > 0)
         self.offsets = np.append(0, self.sizes[: self.rests].cumsum())
         self.count = len(self.lengths)
         self.recipes = arrays["copies"], arrays["first"], arrays["parts"].reshape(-1, 3)
 
     def _make(self, lengths: NDArray[Any], pack: Pack, new: New) -> None:
-        """Count the pieces of each class, pack them, and sort the documents."""
+        """Count the pieces of each class, pack them and sort the documents."""
         self.ends, self.whole = DocumentEnds(lengths), DocumentEnds(lengths, self.budget)
         if not self.ends.total:
             raise ValueError("all lengths are 0: no document has a token; leave this source out")
@@ -81,7 +81,7 @@ class Pieces(Classes):
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
-        """Go through the documents: how many quanta the rest of each takes, 0 if it has none."""
+        """Yield the number of quanta in each document's remainder, which may be 0, in chunks."""
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
@@ -94,8 +94,8 @@ class Pieces(Classes):
             yield start, rests.astype(kind)
 
     def _sort(self, counts: Ints) -> None:
-        """Write the table."""
-        # Where the next document of each class goes.
+        """Write the table of documents."""
+        # The table index of the next document of each class.
         following = counts.cumsum() - counts
         for start, quanta in self._quanta():
             order = quanta.argsort(kind="stable")
@@ -108,7 +108,7 @@ class Pieces(Classes):
             following += counts_here
 
     def _positions(self, classes: Ints, members: Ints) -> Ints:
-        """Return the positions of pieces in the corpus: the n-th members of some classes."""
+        """Return the corpus positions of the given members of classes."""
         is_rest = classes < self.rests
         documents = np.empty(len(classes), np.int64)
         documents[is_rest] = self.table.take(self.offsets.take(classes[is_rest]) + members[is_rest])
@@ -120,7 +120,7 @@ class Pieces(Classes):
         return starts
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return what reads pieces of classes, each class in an order of its own, by its number."""
+        """Return a function that reads pieces, shuffled in each class with its number as key."""
 
         def read(classes: Ints, ranks: Ints, counts: Ints) -> Ints:
             class_of = classes.repeat(counts)
@@ -133,19 +133,19 @@ class Pieces(Classes):
 
 
 def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
-    """Return a number of rows that no packing of whole pieces can do with less of.
+    """Return a lower bound on the number of rows in any packing of whole pieces.
 
-    Rows hold one piece longer than half a budget, two longer than a third, and so on. Pieces of at
-    least k, up to half a budget, go beside those that leave room for k, or into further rows
+    Rows can hold one piece longer than half a budget, two longer than a third, and so on. Pieces
+    between k and half a budget fit only beside pieces that leave room for k, or in additional rows
     (Martello and Toth's bound, for every k).
     """
     tokens = lengths * counts
-    # Pieces from each class on.
+    # The number of pieces in each class and all later classes.
     above = np.append(counts[::-1].cumsum()[::-1], 0)
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    # From here on, a piece leaves no room for k.
+    # From this class onwards, a piece leaves no room for k.
     beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())

@@ -1,20 +1,20 @@
-"""The epoch: the units of an order, cut into batches, this rank's part of each.
+"""The batches of an epoch: the units of an order, divided among ranks.
 
-An order is a pure function of (seed, epoch, position), see `base`; its units are single samples in
-most orders. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where
-``G = batch_size * world_size``, and every rank takes a contiguous part. With 20 units,
+An order is a pure function of (seed, epoch, position), see `base`. The units of most orders are
+single samples. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where
+``G = batch_size * world_size``, and every rank gets a contiguous part. For example, 20 units with
 ``batch_size=3`` and ``world_size=2``::
 
     position  0  1  2  3  4  5 │ 6  7  8  9 10 11 │12 13 14 15 16 17 │18 19
     rank      0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  1
               global batch 0   │ global batch 1   │ global batch 2   │ tail
 
-The tail is left out if `drop_last`. Otherwise its ``m`` units are cut into `world_size` contiguous
-parts of ``ceil(m / world_size)``; where units are missing for that, those at the beginning of the
-epoch are repeated. So every rank has the same number of batches and of units, and a batch has as
-many units on all ranks. This is the only padding: it repeats at most ``world_size - 1`` units of an
-epoch, and none on one rank. Without `pad`, the parts of the tail differ by one unit, and some ranks
-may have one batch less than others.
+If `drop_last` is set, the tail is left out. Otherwise its ``m`` units are cut into `world_size`
+contiguous parts of ``ceil(m / world_size)``, and units from the start of the epoch are repeated to
+fill the last parts. Every rank then has the same number of batches and units, and a batch has the
+same size on all ranks. This is the only padding. It repeats at most ``world_size - 1`` units of an
+epoch, and none on a single rank. Without `pad`, the parts of the tail differ by up to one unit, and
+some ranks may have one batch less than others.
 """
 
 from __future__ import annotations
@@ -47,39 +47,39 @@ if TYPE_CHECKING:
 # A message with the same numbers is logged once.
 warn = functools.cache(logging.getLogger("cseq").warning)
 
-# Units whose tokens are counted together.
+# The number of units whose tokens are counted at a time.
 COUNTED = 2**20
 
 
 class Data(Protocol):
-    """What samples are of: sources of tokens."""
+    """The sources of tokens that samples belong to."""
 
     fingerprints: dict[str, int]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that adds up the tokens of each source in units of an epoch."""
+        """Return a function that sums the tokens of each source in units of an epoch."""
 
 
 class Cut(NamedTuple):
-    """How an epoch, or what is left of one, is cut into batches for one rank.
+    """The division of an epoch, or the remainder of one, into batches for one rank.
 
     `_source.pyx` has a struct with the same fields.
 
     Attributes
     ----------
     first : int
-        Batches of this size that came before batch 0 in the epoch.
+        The number of batches of this size that precede batch 0 in the epoch.
     batches, full : int
-        All batches, and how many of them have all units. These come first.
+        The number of batches, and the number of full batches, which come first.
     start, stride : int
-        Position of the first unit of batch 0, and positions from one batch to the next: the units
-        of a global batch.
+        The position of the first unit of batch 0, and the number of positions between batches,
+        which is the size of a global batch.
     size : int
-        Units of a full batch.
+        The number of units in a full batch.
     part_start, part : int
-        Position and units of the batch after the full ones. With 0 units, there is none.
+        The position and size of the batch after the full ones. If the size is 0, there is none.
     consumed : int
-        Units that all ranks together have had before batch 0.
+        The number of units that all ranks together consumed before batch 0.
     """
 
     first: int
@@ -100,24 +100,24 @@ class Sampler:
     Parameters
     ----------
     dset_size : int or sequence of int
-        Number of samples, or the samples themselves: a one-dimensional array or list of integer
-        indices, at least one. An integer array is neither copied nor written to. The attribute is
-        the number.
+        The number of samples, or the samples themselves as a non-empty one-dimensional array or
+        list of integer indices. An integer array is neither copied nor modified. The attribute
+        `dset_size` is the number.
     batch_size : int
-        Units of a batch, for each rank.
+        The number of units in a batch, per rank.
     pad : bool
         If False, no unit is repeated, so ranks may have unequal parts of the tail.
     repeat : int
-        Epochs of a source.
+        The number of epochs in a source.
     data : Data, optional
-        What the samples are of, for a state.
+        The sources of the samples, which a state records.
 
     Attributes
     ----------
     indices : numpy.ndarray or None
-        The samples, if they were given.
+        The samples, if they were given as indices.
     length : int
-        Batches of an epoch, for this rank.
+        The number of batches in an epoch for this rank.
     """
 
     dset_size: int
@@ -143,7 +143,7 @@ class Sampler:
         self.seed = integer("seed", self.seed, 0, MOST_SEED)
         self.world_size = integer("world_size", self.world_size)
         self.rank = integer("rank", self.rank, 0, self.world_size - 1)
-        # Units of a global batch.
+        # The number of units in a global batch.
         self._stride = self.batch_size * self.world_size
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
@@ -162,7 +162,7 @@ class Sampler:
         return replace(self, dset_size=samples, **fields)
 
     def _make_reader(self) -> Reader:
-        """Make a reader of the order, for one thread at a time."""
+        """Create a reader of the order, for use by one thread at a time."""
         reader, indices = self.order.reader(self.seed), self.indices
         if indices is None:
             return reader
@@ -181,21 +181,21 @@ class Sampler:
 
     @cached_property
     def fingerprint(self) -> int | None:
-        """The fingerprint of the samples' indices, or None if there is no list of them."""
+        """The fingerprint of the sample indices, or None if no list of indices was given."""
         return None if self.indices is None else fingerprint(self.indices)
 
     @property
     def words(self) -> int:
-        """The most words of a ticket: a batch's samples, and sizes of its units if they vary."""
+        """The maximum number of words in a ticket: the samples, plus unit sizes if they vary."""
         room = self.order.room
         return min(self.batch_size, self.order.units) * (room + 1 if room > 1 else 1)
 
     def source(self, epoch: int, consumed: int = 0, *, own: bool = False) -> OrderSource:
-        """Return the batches of an epoch, and of the next ones if they `repeat`.
+        """Return the batches of an epoch, and of the following epochs if `repeat` exceeds 1.
 
-        The units after `consumed` are cut into global batches from there, so `batch_size` and
-        `world_size` may be others than before. A source with a reader of its `own` is for use
-        beside the run that reads the epochs.
+        The units after `consumed` are cut into new global batches, so `batch_size` and
+        `world_size` may differ from earlier values. With `own`, the source has a separate reader
+        and can be used alongside the run that reads the epochs.
         """
         reader = self._make_reader() if own else self._reader
         number = integer("epoch", epoch, 0, MOST_SEED)
@@ -203,7 +203,7 @@ class Sampler:
         return OrderSource(reader, number, cut, later, self.repeat - 1)
 
     def cut_at(self, consumed: int) -> Cut:
-        """Cut the positions after the first `consumed` into batches. See `source`."""
+        """Cut the positions after the first `consumed` units into batches. See `source`."""
         units = self.order.units
         consumed = integer("consumed", consumed, 0, units)
         full, tail = divmod(units - consumed, self._stride)
@@ -226,14 +226,14 @@ class Sampler:
         return self.data.token_sums(self.order, self.seed)
 
     def tokens(self, epoch: int, start: int, stop: int) -> dict[str, int]:
-        """Return the tokens of each source in units of an epoch."""
+        """Return the tokens of each source in units [start, stop) of an epoch."""
         counts: Counter[str] = Counter()
         for first in range(start, stop, COUNTED):
             counts.update(self._sums(epoch, np.arange(first, min(first + COUNTED, stop))))
         return counts
 
     def _share(self, tail: int) -> tuple[int, int]:
-        """Return how many of the last units, no global batch, are ours, and where they begin."""
+        """Return the size of this rank's part of the tail, and its start within the tail."""
         if self.drop_last:
             return 0, 0
         if self.pad:
@@ -243,19 +243,19 @@ class Sampler:
         return size + (self.rank < more), self.rank * size + min(self.rank, more)
 
     def end(self, consumed: int = 0) -> int:
-        """Return how many units all ranks have had when an epoch, continued at `consumed`, ends."""
+        """Return the units consumed by all ranks at the end of an epoch resumed at `consumed`."""
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
 
     @property
     def units(self) -> int:
-        """Units of an epoch for this rank."""
+        """The number of units in an epoch for this rank."""
         full, tail = divmod(self.order.units, self._stride)
         return full * self.batch_size + self._share(tail)[0]
 
 
 def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
-    """Return the number of samples, and their indices if they were given."""
+    """Return the number of samples, and their indices if given."""
     if isinstance(dset_size, Iterator):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}, which has no length; give the number of "
@@ -276,10 +276,10 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 
 
 def _holds_numbers(indices: object) -> bool:
-    """Return whether an object is an array of numbers, and not a data set.
+    """Return whether an object is an array of numbers rather than a data set.
 
-    numpy reads an object with ``__len__`` and ``__getitem__`` until IndexError, which a data set
-    may never raise.
+    numpy reads objects with ``__len__`` and ``__getitem__`` until they raise IndexError, which a
+    data set may never do.
     """
     if isinstance(indices, (list, tuple)):
         return (
@@ -291,7 +291,7 @@ def _holds_numbers(indices: object) -> bool:
 
 
 class RankSampler:
-    """`MSequence.sampler`: `set_epoch` and a length, for frameworks that ask for them."""
+    """The type of `MSequence.sampler`, for frameworks that expect `set_epoch` and a length."""
 
     __slots__ = ("_count", "set_epoch")
 
@@ -300,5 +300,5 @@ class RankSampler:
         self.set_epoch = set_epoch
 
     def __len__(self) -> int:
-        """Samples that this rank gets in an epoch; rows or batches where an order counts these."""
+        """Return this rank's samples per epoch, or rows or batches if the order counts those."""
         return self._count()

@@ -1,9 +1,9 @@
-"""Which rank this process is, and of how many.
+"""Detection of this process's rank and the number of ranks.
 
-``shard='auto'`` asks Ray Train, torch, JAX and then the variables of launchers. The first answer
-counts, and holds for a manager's life: a different one later is an error, because some ranks would
-silently go through the same samples. Ranks that share a model need equal batches: then 'auto' is an
-error, too.
+``shard='auto'`` queries Ray Train, torch, JAX and then launchers' environment variables. The first
+answer is used for the lifetime of a manager. A different answer later is an error, because some
+ranks would silently process the same samples. 'auto' is also an error if ranks share a model,
+because such ranks need identical batches.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("cseq")
 
 FORMS = "(rank, world_size), a process group, a DeviceMesh of one dimension, 'auto' or None"
-# A dimension of a mesh with one of these words in its name divides the batches.
+# Mesh dimensions with one of these words in their name divide the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-# Of two such dimensions, each has one of these.
+# If there are two such dimensions, each has one of these words.
 HALVES = {"replicate", "replica", "shard"}
-# Megatron has these groups, and no mesh.
+# Megatron has these groups instead of a mesh.
 MEGATRON = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "CONTEXT_PARALLEL_GROUP": "context",
 }
-# What launchers set: torchrun and many others; Lightning's own launcher, which gives no RANK; Open
-# MPI's mpirun; the mpiexec of MPICH and Intel MPI; srun. The innermost comes first: torchrun and
-# mpirun run inside of Slurm. SLURM_NTASKS is not used, because a batch script has it without srun.
+# Variables set by launchers: torchrun and many others; Lightning's launcher, which sets no RANK;
+# Open MPI's mpirun; the mpiexec of MPICH and Intel MPI; srun. The innermost launcher comes first,
+# as torchrun and mpirun run inside Slurm. SLURM_NTASKS is unsuitable: batch scripts without srun
+# have it too.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("LOCAL_RANK", "WORLD_SIZE"),
@@ -63,13 +64,14 @@ VARIABLES = (
 
 
 class Shard(NamedTuple):
-    """One rank of several.
+    """A rank and the number of ranks.
 
     Attributes
     ----------
     rank, world_size : int
     source : str
-        Where they come from. If nothing was found, it is empty, and this process gets all samples.
+        The origin of the two values. If it is empty, nothing was found and this process gets all
+        samples.
     """
 
     rank: int
@@ -80,7 +82,7 @@ class Shard(NamedTuple):
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
 
     def check_drawn(self, order: Order) -> None:
-        """Raise ValueError if an order depends on a seed that each rank has drawn for itself."""
+        """Raise ValueError if an order depends on a seed that each rank drew independently."""
         if self.world_size > 1 and order.is_seeded:
             raise ValueError(
                 f"{self} needs a seed: ranks that draw their own would go through different "
@@ -92,7 +94,7 @@ ALONE = Shard(0, 1, "")
 
 
 def check_shard(shard: object) -> Shard | None:
-    """Check the argument `shard`; return None if it is 'auto', which is for `resolve`."""
+    """Check the `shard` argument, and return None for 'auto', which `resolve` handles."""
     if shard is None:
         return ALONE
     if isinstance(shard, str):
@@ -130,7 +132,7 @@ def check_shard(shard: object) -> Shard | None:
 
 
 def _remedy(names: Iterable[str]) -> str:
-    """Say which argument takes the dimensions of a mesh that divide the batches."""
+    """Return the `shard` argument that selects the mesh dimensions that divide the batches."""
     data = [name for name in names if _words(name) <= DATA | {"parallel"}]
     # Dimensions "dp_…" are parts of "dp".
     if "dp" in data and all(name.startswith("dp") for name in data):
@@ -154,17 +156,17 @@ def resolve() -> Shard:
 
 
 def find_shard() -> Shard:
-    """Find the shard, whatever the ranks share."""
+    """Find the shard without checking whether ranks share a model."""
     return _ray_train() or _torch_group() or _jax() or _launched() or ALONE
 
 
 def model_parallel() -> list[tuple[str, int]]:
-    """Return the dimensions of a mesh of ranks, and their sizes, if ranks seem to share a model.
+    """Return the dimensions and sizes of a mesh of ranks if ranks seem to share a model.
 
-    They do where a dimension has another name than those in `DATA`, or the only one of data leaves
-    ranks out. torch lists no meshes: from 2.6 on, the process group of each dimension says what it
-    is; before, there is a list of meshes that others were cut from. A dimension of all ranks has
-    the default group, which says nothing: a mesh of that alone is not found.
+    Ranks share a model if a dimension has a name outside `DATA`, or if the only data dimension does
+    not include all ranks. torch has no list of meshes. Since torch 2.6, the process group of each
+    dimension describes it; earlier versions list the meshes that others were sliced from. A
+    dimension of all ranks uses the undescribed default group, so a mesh with no other is not found.
     """
     torch = _torch()
     if torch is None:
@@ -192,7 +194,7 @@ def _words(name: str) -> set[str]:
 
 
 def agree(earlier: Shard | None) -> Shard:
-    """Resolve 'auto', and raise ValueError if an earlier answer was another one."""
+    """Resolve 'auto', and raise ValueError if the result differs from an earlier one."""
     now = resolve()
     if earlier is None:
         if not now.source:
@@ -209,7 +211,7 @@ def agree(earlier: Shard | None) -> Shard:
 
 @functools.cache
 def warn_alone() -> None:
-    """Log that there is only one rank, once in the life of this process."""
+    """Log once per process that there is only one rank."""
     log.warning(
         "shard='auto' finds neither a process group nor a launcher's variables: this process gets "
         "all samples"
@@ -217,9 +219,9 @@ def warn_alone() -> None:
 
 
 def _ray_train() -> Shard | None:
-    """Ask Ray Train, if this is one of several of its workers."""
+    """Query Ray Train if this process is one of several of its workers."""
     train = sys.modules.get("ray.train")
-    # Outside of a worker, it raises RuntimeError; in a trial of Tune, DeprecationWarning.
+    # Ray raises RuntimeError outside a worker, and DeprecationWarning in a Tune trial.
     with contextlib.suppress(RuntimeError, DeprecationWarning):
         context = train.get_context() if train is not None else None
         if context is not None and (context.get_world_size() or 1) > 1:
@@ -228,7 +230,7 @@ def _ray_train() -> Shard | None:
 
 
 def _torch() -> Any:
-    """Return torch.distributed, if it is imported and has a process group."""
+    """Return torch.distributed if it is imported and has a process group."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -243,7 +245,7 @@ def _torch_group() -> Shard | None:
 
 
 def _jax() -> Shard | None:
-    """Ask JAX, if its processes are connected or it has a backend: asking would make one."""
+    """Query JAX if its processes are connected or it has a backend, as a query creates one."""
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if getattr(state, "client", None) is not None:
         return Shard(state.process_id, state.num_processes, "JAX's processes")
@@ -255,10 +257,10 @@ def _jax() -> Shard | None:
 
 
 def _launched() -> Shard | None:
-    """Read the first pair of `VARIABLES` that is set; refuse a WORLD_SIZE without a rank."""
+    """Read the first pair of `VARIABLES` that is set, and reject a WORLD_SIZE without a rank."""
     said = os.environ
     for names in VARIABLES:
-        # Lightning's variables do not say how many ranks other nodes have.
+        # Lightning's variables do not include the number of ranks on other nodes.
         if names[0] == "LOCAL_RANK" and said.get("NODE_RANK") != "0":
             continue
         if not {*names} <= said.keys():
