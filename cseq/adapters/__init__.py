@@ -1,16 +1,16 @@
-"""Other libraries' interfaces: a folder, or a module, for each library.
+"""Adapters for other libraries, with one package or module per library.
 
-``torch``          `DataLoader`: torch's loader, its workers run by cseq
+``torch``          `DataLoader`: torch's loader with cseq's workers
 ``returnn``        `MultiProcDataset`: a RETURNN dataset whose sequences are loaded by workers
-``torchdata``      `MultiProcessingReadingService`: DataLoader2's data pipes, run by workers
+``torchdata``      `MultiProcessingReadingService`: runs DataLoader2's data pipes in workers
 
-``lightning``      `DataModule`, `SaveState`; `Monitor`, which hands figures to its loggers
+``lightning``      `DataModule`, `SaveState`; `Monitor`, which sends metrics to Lightning's loggers
 ``transformers``   `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor`
 ``keras``          `Batches`, `SaveState`
-``torchtitan``     `TokenDataLoader`: rows of `cseq.tokens` for its trainer
+``torchtitan``     `TokenDataLoader`: `cseq.tokens` rows for its trainer
 
-None is imported with cseq. Each needs its library, and an ImportError says how to install it. In
-an adapter, ``import NAME`` imports the library of that name, not the adapter.
+cseq does not import the adapters itself. Without its library, an adapter raises an ImportError with
+install instructions. Inside an adapter, ``import NAME`` imports the library, not the adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["needs"]
 
 @contextlib.contextmanager
 def needs(library: str, package: str) -> Iterator[None]:
-    """Import a library in this block, or say how to install it."""
+    """Raise an ImportError with install instructions if the block's library is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Keras: managers for `fit` (torch's and JAX's backends), and their state."""
+"""Keras support: managers and their state in `fit`, with torch's or JAX's backend."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Batches", "SaveState"]
 
 
 class Batches(DataAdapter):  # type: ignore[misc]
-    """A started manager, as `fit` takes it; `SaveState` sets its epoch.
+    """A started manager in a form that `fit` accepts. `SaveState` sets its epoch.
 
     Parameters
     ----------
     manager : manager
-        With ``out_type="null"``, or ``"cpu"`` with torch's backend.
+        A manager with ``out_type="null"``, or ``"cpu"`` for the torch backend.
     """
 
     def __init__(self, manager: MSequence[Any]) -> None:
@@ -35,7 +35,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        # Keras counts its epochs by `steps_per_epoch`, and asks for no new iterator, without it.
+        # With None, Keras counts epochs by `steps_per_epoch` and requests no new iterator.
         return len(self._manager) if self._manager._sampler.repeat == 1 else None
 
     def get_numpy_iterator(self) -> MSequence[Any]:
@@ -45,25 +45,25 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """Sets a manager's epoch; saves the network and the manager's state, and loads both.
+    """Sets a manager's epoch, and saves and loads the model and the manager's state.
 
-    Where the folder has a checkpoint, `fit` goes on with the next batch. A checkpoint is there as a
-    whole or not at all, even if the script dies while it is written.
+    If the folder contains a checkpoint, `fit` resumes with the next batch. A checkpoint is written
+    atomically, even if the script dies during the write.
 
     Parameters
     ----------
     manager : manager
-        Which `fit` trains with.
+        The manager that `fit` trains with.
     folder : str
-        Where the checkpoint is; it is made.
+        The folder for the checkpoint. It is created if missing.
     every : int
-        Batches of an epoch from one checkpoint to the next.
+        The number of batches between checkpoints within an epoch.
     """
 
     def __init__(self, manager: MSequence[Any], folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, integer("every", every)
-        # What the state names, which is on the disk as a whole.
+        # The weights file that the saved state refers to, which is complete.
         self._weights: str | None = None
 
     def on_train_begin(self, logs: object = None) -> None:
@@ -78,7 +78,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self.model._initial_epoch = self._manager.epoch
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        # Also takes back the batch that Keras builds the network with.
+        # This also undoes the batch that Keras consumes to build the model.
         self._manager.set_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
@@ -86,10 +86,10 @@ class SaveState(Callback):  # type: ignore[misc]
             self.save()
 
     def save(self) -> None:
-        """Save a checkpoint, which replaces the former one."""
+        """Save a checkpoint and replace the previous one."""
         state = self._manager.state_dict()
         os.makedirs(self._folder, exist_ok=True)
-        # The former weights are there until the state has the name of these, even if this fails.
+        # Keep the previous weights until the state refers to the new file, in case saving fails.
         weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
         self.model.save_weights(os.path.join(self._folder, weights))
         path = os.path.join(self._folder, "batches.json")

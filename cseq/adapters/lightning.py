@@ -1,4 +1,4 @@
-"""Lightning: a data module that starts managers, exact resumes, and a monitor."""
+"""Lightning support: a data module for managers, exact resumes and a monitor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.sequence import MSequence
 
     class Loop(Protocol):
-        """What is used of Lightning's loops."""
+        """The part of Lightning's loops that is used here."""
 
         total_batch_idx: int
         restarted_on_last: bool
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
         def setup_data(self) -> object: ...
 
     class Strategy(Protocol):
-        """What is used of a strategy."""
+        """The part of a strategy that is used here."""
 
         def broadcast(self, number: int) -> int: ...
 
     class Logger(Protocol):
-        """What is used of a logger."""
+        """The part of a logger that is used here."""
 
         def log_metrics(self, metrics: dict[str, float], step: int) -> object: ...
 
     class Trainer(Protocol):
-        """What is used of Lightning's Trainer."""
+        """The part of Lightning's Trainer that is used here."""
 
         strategy: Strategy
         is_last_batch: bool
@@ -63,15 +63,15 @@ State = dict[str, Any]
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc]
-    """Starts managers when Lightning asks for them, and finishes them after the training.
+    """Starts managers when Lightning requests them and finishes them on teardown.
 
     Parameters
     ----------
     train : callable
-        Called without arguments in each process of the group, when training begins: makes a
-        manager, which is not started yet. Give it ``shard="auto"``.
+        A function without arguments that returns a manager that has not been started. It is called
+        in each process of the group when training starts. Use ``shard="auto"`` for the manager.
     val, test, predict : callable, optional
-        Make the managers for validation, test and prediction.
+        Functions that return the managers for validation, test and prediction.
 
     Examples
     --------
@@ -108,7 +108,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Start a manager, which replaces the running one; return no batches if none is made."""
+        """Start a manager, finishing any running one, or return [] if there is no function."""
         make = self._makers[name]
         if make is None:
             return []
@@ -118,17 +118,17 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return manager.start()
 
     def teardown(self, stage: str) -> None:
-        """Finish the managers; Lightning calls this after an exception, too."""
+        """Finish the managers. Lightning also calls this after an exception."""
         while self._managers:
             self._managers.popitem()[1].finish()
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """Makes a resume exact where Lightning saves no state of cseq's DataLoaders.
+    """Makes resumes exact in cases where Lightning does not save the state of cseq's DataLoaders.
 
-    What validation loaders draw depends on a seed, which each checkpoint has, and on the number of
-    batches trained with. A checkpoint with the last batch of an epoch has the training loaders at
-    the beginning of the next one.
+    Validation loaders are seeded from a seed stored in each checkpoint and from the number of
+    training batches so far. A checkpoint taken at the last batch of an epoch stores the training
+    loaders at the start of the next epoch.
 
     Examples
     --------
@@ -140,7 +140,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed, self._train = trainer.strategy.broadcast(torch.initial_seed()), list[State]()
 
     def state_dict(self) -> State:
-        """Return what a checkpoint keeps."""
+        """Return the callback's state for a checkpoint."""
         trainer = self._trainer
         is_over = trainer.is_last_batch and not trainer.reload_dataloaders_every_n_epochs
         loaders = loaders_in(trainer.train_dataloader) if is_over else []
@@ -159,7 +159,7 @@ class SaveState(Callback):  # type: ignore[misc]
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(trainer.current_epoch)
-        # Lightning has begun to iterate. After a validation at the last batch it does so once more.
+        # Lightning has already called `iter`. After a validation at the last batch, it does again.
         if states and not loop.epoch_loop.restarted_on_last:
             iter(loop._data_fetcher)
         if trainer.val_dataloaders is None:
@@ -170,7 +170,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed_validation(trainer)
 
     def _seed_validation(self, trainer: Trainer) -> None:
-        """Seed the next validation: Lightning draws for it before it calls a hook."""
+        """Seed the next validation early, since Lightning draws for it before calling a hook."""
         for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
             if loader.generator is None:
                 loader.generator = torch.Generator()
@@ -179,23 +179,23 @@ class SaveState(Callback):  # type: ignore[misc]
 
 
 def loaders_in(collection: object) -> list[DataLoader[Any]]:
-    """Return the loaders of cseq's in a collection of Lightning's."""
+    """Return cseq's loaders in a Lightning collection."""
     loaders: list[object] = CombinedLoader(collection).flattened
     return [loader for loader in loaders if isinstance(loader, DataLoader)]
 
 
 class Monitor(Callback):  # type: ignore[misc]
-    """Hands a manager's figures to the trainer's loggers.
+    """Logs a manager's metrics to the trainer's loggers.
 
-    They are `Stats.as_dict` of the batches since the last time. Each rank measures its own
-    manager; Lightning's loggers write rank 0's.
+    The metrics are `Stats.as_dict` of the batches since the previous log. Each rank measures its
+    own manager, and Lightning's loggers write only rank 0's metrics.
 
     Parameters
     ----------
     manager : manager or DataLoader, optional
-        By default, what the trainer trains with.
+        The manager to measure. The default is the trainer's training loader.
     every : int
-        Batches of training from one time to the next.
+        The number of training batches between logs.
     """
 
     def __init__(self, manager: object = None, every: int = 50) -> None:
@@ -210,5 +210,5 @@ class Monitor(Callback):  # type: ignore[misc]
         loop = trainer.fit_loop.epoch_loop
         figures = self._every.at(loop.total_batch_idx + 1)
         for logger in trainer.loggers if figures else ():
-            # The step that Lightning's own callbacks give: the figures lie beside the loss.
+            # Log with the same step as Lightning's callbacks, to align the metrics with the loss.
             logger.log_metrics(figures, step=loop._batches_that_stepped)

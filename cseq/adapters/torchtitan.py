@@ -1,7 +1,7 @@
-"""torchtitan: training rows of `cseq.tokens` as the dataloader of its trainer.
+"""torchtitan support: a dataloader of `cseq.tokens` rows for its trainer.
 
-Its release 0.3.0 and its sources since August 2026 call a dataloader in two ways; one class serves
-both.
+torchtitan 0.3.0 and its sources since August 2026 use different dataloader interfaces. The same
+class supports both.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ KEYS = ("input_ids", "position_ids", "labels")
 
 
 class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
-    """Gives torchtitan's trainer and validator batches of rows, made by worker processes.
+    """A dataloader of batches of rows for torchtitan's trainer and validator.
 
-    A batch is ``({"input", "positions"}, labels)``: int64 tensors of shape ``(local_batch_size,
-    seq_len)`` in torchtitan 0.3.0, and of ``num_tokens_per_batch`` in its newer sources. Rows that
-    fill no batch of all ranks are left out, so all ranks end at the same step. A checkpoint of
-    torchtitan resumes exactly, even on another number of data-parallel ranks or with another batch
-    size.
+    Worker processes make the batches. A batch is ``({"input", "positions"}, labels)``. All tensors
+    are int64, with shape ``(local_batch_size, seq_len)`` in torchtitan 0.3.0 and
+    ``(num_tokens_per_batch,)`` in newer sources. An incomplete last global batch is dropped, so all
+    ranks finish at the same step. torchtitan checkpoints resume exactly, even with a different
+    number of data-parallel ranks or batch size.
 
     Attributes
     ----------
     manager : MPSequence
-        What makes the batches; it has `stats` and `advice`.
+        The manager that makes the batches. Use it for `stats` and `advice`.
 
     Examples
     --------
@@ -57,21 +57,21 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        """How rows are made.
+        """The configuration of the rows and workers.
 
         Attributes
         ----------
         rows : callable
-            A function that takes the length of a row in tokens, torchtitan's ``seq_len`` or
-            ``max_context_length``, and returns a `cseq.tokens.Rows`.
+            A function that accepts the row length in tokens (torchtitan's ``seq_len`` or
+            ``max_context_length``) and returns a `cseq.tokens.Rows`.
         seed : int
-            The seed of the order of rows.
+            The seed for the order of the rows.
         num_workers : int
-            Worker processes of each rank. 0: the trainer's own process makes the batches.
+            The number of worker processes per rank. With 0, the trainer makes the batches itself.
         repeat : bool
-            False: training ends after one epoch.
+            If False, training stops after one epoch.
         infinite : bool, optional
-            The validator of torchtitan 0.3.0 sets this instead of `repeat`.
+            An override for `repeat`, set by the validator of torchtitan 0.3.0.
         """
 
         rows: Annotated[Callable[[int], Any] | None, tyro.conf.Suppress] = None
@@ -137,10 +137,10 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Return an iterator that goes on where the loader is, with workers of its own.
+        """Iterate from the loader's current position with a new set of workers.
 
-        At its end it raises StopIteration. The trainer makes a DataloaderExhaustedError of that;
-        the validator does not know another.
+        Raises StopIteration at the end. The trainer converts it to a DataloaderExhaustedError, and
+        the validator handles only StopIteration.
         """
         manager, state = self.manager, self.state_dict()
         if state["epoch"] and not self._is_endless:
@@ -156,14 +156,14 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             manager.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, the same on all ranks: a few JSON values."""
+        """Return the position as a small JSON-serializable dict, the same on all ranks."""
         return self.manager.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a position; an empty dict is none."""
+        """Continue from a saved position. An empty dict has no effect."""
         if state_dict:
             self.manager.load_state_dict(state_dict)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.manager.finish()

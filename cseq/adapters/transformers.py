@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: managers as its data sets, states, seeds, and a monitor."""
+"""Hugging Face Trainer support: managers as data sets, states, seeds, a monitor."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.stateful import Stateful
 
     class Args(Protocol):
-        """What is used of TrainingArguments."""
+        """The part of TrainingArguments that is used here."""
 
         ignore_data_skip: bool
         seed: int
         data_seed: int | None
 
     class Progress(Protocol):
-        """What is used of a TrainerState."""
+        """The part of TrainerState that is used here."""
 
         epoch: float | None
         global_step: int
         stateful_callbacks: dict[str, dict[str, dict[str, Any]]]
 
     class Control(Protocol):
-        """What is used of a TrainerControl."""
+        """The part of TrainerControl that is used here."""
 
         should_log: bool
 
     class Logs(Protocol):
-        """What is used of a Trainer."""
+        """The part of Trainer that is used here."""
 
         def log(self, figures: dict[str, float]) -> object: ...
 
@@ -60,7 +60,7 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
         return self.train_dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        # One of several.
+        # A string is the name of one of several data sets.
         if isinstance(eval_dataset, str):
             return self.eval_dataset[eval_dataset]
         return self.eval_dataset if eval_dataset is None else eval_dataset
@@ -70,16 +70,16 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
 
 
 class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Keeps the state of the training batches in each checkpoint's `trainer_state.json`.
+    """Stores the state of the training batches in each checkpoint's `trainer_state.json`.
 
-    With it, ``trainer.train(resume_from_checkpoint=…)`` goes on with the next batch.
+    With this callback, ``trainer.train(resume_from_checkpoint=…)`` continues with the next batch.
     """
 
     batches: Stateful | None = None
     saved: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the callback's state for a checkpoint."""
         state = None if self.batches is None else self.batches.state_dict()
         return {"args": {}, "attributes": {"saved": state}}
 
@@ -103,11 +103,11 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class SeedEpochs(TrainerCallback):  # type: ignore[misc]
-    """Makes a resume in mid-epoch exact for other samplers than the Trainer's default.
+    """Makes resumes within an epoch exact for samplers other than the Trainer's default.
 
-    The Trainer skips the keys of batches that were trained with; this has them drawn again. What
-    the sampler draws from, if it has a `generator`, and the loader, is seeded with the run's
-    `data_seed`, or `seed`, and the epoch.
+    On a resume, the Trainer draws and skips the keys of batches already used. This callback makes
+    it draw the same keys again. In each epoch, it seeds the generator of the loader, and the
+    sampler's if it has one, from the epoch number and the run's `data_seed` or `seed`.
     """
 
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
             if hasattr(drawing, "generator"):
                 generator = torch.Generator()
                 drawing.generator = generator.manual_seed(seed_from(seed, self._epoch, number))
-        # Behind skipped batches, accelerate's dispatcher does not reach the sampler.
+        # After skipped batches, accelerate's dispatcher does not pass the epoch to the sampler.
         set_epoch: Callable[[int], object] | None = getattr(prepared, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self._epoch)
@@ -131,19 +131,19 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
 
 
 class Monitor(TrainerCallback):  # type: ignore[misc]
-    """Hands a manager's figures to `Trainer.log`, and so to each integration of `report_to`.
+    """Logs a manager's metrics with `Trainer.log`, which forwards them to all of `report_to`.
 
-    They are `Stats.as_dict` of the batches since the last time. Each rank measures its own
-    manager; the Trainer's integrations write rank 0's.
+    The metrics are `Stats.as_dict` of the batches since the previous log. Each rank measures its
+    own manager, and the Trainer's integrations write only rank 0's metrics.
 
     Parameters
     ----------
     manager : manager or DataLoader, optional
-        By default, what the Trainer trains with.
+        The manager to measure. The default is the Trainer's training loader.
     every : int
-        Steps of the Trainer from one time to the next.
+        The number of Trainer steps between logs.
     trainer : Trainer, optional
-        Whose `log` is called; a `BatchTrainer` finds its monitors itself.
+        The Trainer to log with. A `BatchTrainer` sets this on its monitors.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
-            # Of this step's loss, which `log` would take as done.
+            # `log` would cancel a pending request to log this step's loss, so restore it.
             wanted = control.should_log
             self.trainer.log(figures)
             control.should_log = wanted

@@ -1,8 +1,8 @@
-"""RETURNN's `MultiProcDataset`, its sequences loaded by cseq's worker processes.
+"""RETURNN's `MultiProcDataset` with sequences loaded by cseq's worker processes.
 
-The dataset of another `RETURNN <https://github.com/rwth-i6/returnn>`_ configuration, spread over
-worker processes that each hold one. Worker 0 says in which order the sequences of an epoch come;
-each worker loads its share of them, ahead of the loop; they arrive in that order.
+It wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset configuration, and each worker
+process creates its own copy of that dataset. Worker 0 returns the order of an epoch's sequences.
+Each worker prefetches its share of the sequences, and they arrive in that order.
 
 ::
 
@@ -14,8 +14,8 @@ each worker loads its share of them, ahead of the loop; they arrive in that orde
         ⋮                         │
     worker N-1: …               ──┘
 
-With ``sharding_method='dedicated'`` the order is not asked for: each worker's dataset is one of N
-shards, and workers that end first are left out of the round.
+With ``sharding_method='dedicated'``, no order is requested. Each worker's dataset is one of N
+shards, and exhausted workers are skipped in the round robin.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ __all__ = ["MultiProcDataset", "install"]
 
 SHARDING_METHODS = ("seq_order", "dedicated")
 
-# `install`, once it was called.
+# `install` itself once it has been called, for the workers to call as well.
 _installed: Callable[[], None] | None = None
 
 
 def install() -> None:
-    """Make this class RETURNN's ``"MultiProcDataset"``.
+    """Register this class as RETURNN's ``"MultiProcDataset"``.
 
-    Call it before the first dataset is made. It holds for this process and for the workers of this
-    module's datasets; other processes that RETURNN starts get datasets as objects, which remember
-    their class. It stays until the process ends.
+    Call it before the first dataset is created. It takes effect in this process, until the process
+    exits, and in the workers of this module's datasets. Other processes that RETURNN starts receive
+    datasets as objects that keep their class.
     """
     global _installed
     from returnn.datasets import multi_proc
 
     multi_proc.MultiProcDataset = MultiProcDataset
-    # Filled at the first look-up; until then, the line above is enough.
+    # RETURNN fills this cache at the first lookup. Until then, the line above suffices.
     if basic._dataset_classes:
         basic._dataset_classes["MultiProcDataset"] = MultiProcDataset
     _installed = install
@@ -82,51 +82,51 @@ def install() -> None:
 class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     """A dataset whose sequences are loaded by worker processes.
 
-    Takes the place of ``returnn.datasets.multi_proc.MultiProcDataset``: same arguments, same order.
+    Replaces ``returnn.datasets.multi_proc.MultiProcDataset`` with the same arguments and order.
 
     Parameters
     ----------
     dataset : dict
-        The dataset that every worker makes, as in a RETURNN configuration.
+        The dataset that every worker creates, as in a RETURNN configuration.
     num_workers : int
     buffer_size : int
-        Sequences of each worker that are loaded ahead.
+        The number of sequences that each worker prefetches.
     sharding_method : {'seq_order', 'dedicated'}
-        'seq_order': the order of the wrapped dataset, whatever the number of workers; it has to
-        know that order (`get_current_seq_order`). 'dedicated': each worker's dataset is one of
-        `num_workers` shards, of any sizes, known or not; the same sequences in an order that
-        depends on the number of workers.
+        'seq_order' keeps the order of the wrapped dataset for any number of workers. The dataset
+        must support `get_current_seq_order`. 'dedicated' makes each worker's dataset one of
+        `num_workers` shards, whose sizes may differ or be unknown. The sequences are the same, but
+        their order depends on the number of workers.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How workers are started, by default as cseq does it on this system.
+        The start method of the workers. The default is cseq's default on this system.
     max_restarts : int
-        Worker processes that may die and be replaced in an epoch before `cseq.WorkerDied`.
+        The maximum number of dead workers replaced per epoch before `cseq.WorkerDied` is raised.
     timeout : float or None
-        Seconds that a sequence, an answer, or making the dataset may take.
+        The time limit in seconds for a sequence, an answer, or creating the dataset.
     on_timeout : {'raise', 'restart'}
-        Raise `cseq.WorkerTimeout`, or replace the worker, which tries again.
+        Raise `cseq.WorkerTimeout`, or replace the worker and try again.
     **kwargs
-        What every dataset takes (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
-        passed on to `dataset`, whose own entries win.
+        Arguments of any dataset (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
+        passed to `dataset`, whose own entries take precedence.
 
     Raises
     ------
     AssertionError
-        `num_workers` or `buffer_size` below 1.
+        If `num_workers` or `buffer_size` is less than 1.
     ValueError
-        Unknown `sharding_method`.
+        If `sharding_method` is unknown.
 
     Notes
     -----
-    Workers start when they are first needed. An exception of the wrapped dataset in a worker is
-    raised here, as itself, with the worker's traceback. A worker that dies is replaced, and the
-    sequences that it had loaded ahead are loaded again.
+    Workers start on first use. An exception raised by the wrapped dataset in a worker is re-raised
+    here with its type and the worker's traceback. A dead worker is replaced, and the sequences it
+    had prefetched are loaded again.
 
-    In a worker, Python's, NumPy's and torch's global generators are seeded for each sequence from
-    `random_seed_offset`, the epoch and the sequence's position in it, so that augmentation that
-    draws from them differs between sequences and is the same for any number of workers
-    ('seq_order'). The same holds for the ``rng`` of a `PostprocessingDataset`.
+    In a worker, the global generators of Python, NumPy and torch are seeded for each sequence from
+    `random_seed_offset`, the epoch and the sequence's position in the epoch. Augmentation that uses
+    them therefore differs between sequences and, with 'seq_order', is the same for any number of
+    workers. The ``rng`` of a `PostprocessingDataset` is seeded the same way.
 
-    An exception in `load_seqs` ends the epoch: of a sequence, or of a signal handler (Ctrl-C).
+    An exception in `load_seqs` ends the epoch, whether from a sequence or a signal handler.
     """
 
     num_inputs: Any
@@ -162,25 +162,25 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         )
         self.num_workers = num_workers
         self.buffer_size = buffer_size
-        # Under these names, `Dataset.__reduce__` finds the arguments again.
+        # `Dataset.__reduce__` looks up the arguments under these names.
         self._sharding_method = sharding_method
         self._start_method = start_method
         self._max_restarts = max_restarts
         self._timeout = timeout
         self._on_timeout = on_timeout
-        # What the wrapped dataset has answered.
+        # The cached answers of the wrapped dataset.
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
-        # What the last `init_seq_order` asked for, and the order, once it is known.
+        # The last request of `init_seq_order`, and its order once known.
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
-        # The epoch: whether one is under way, its items, and how many of these were taken.
+        # The state of the epoch, its items, and the number of items consumed.
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # Greatest `complete_frac` so far; frames so far, by key of the data.
+        # The maximum `complete_frac` so far, and the number of frames so far by data key.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -188,19 +188,19 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @property
     def _meta_info_cache(self) -> dict[str, Any] | None:
-        """Answers that copies of this object need not ask for again."""
+        """The cached answers, which copies of this object reuse."""
         return dict(self._meta) if self.num_outputs else None
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy gets all arguments of `Dataset`, even defaults; it must not pass them on.
+        # The copy receives all arguments of `Dataset`, even defaults, and must not pass them on.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
-    # -- what is known of the wrapped dataset ---------------------------------------------------
+    # -- properties of the wrapped dataset ------------------------------------------------------
 
     def initialize(self) -> None:
-        """Ask the wrapped dataset for its description, for which the workers are started."""
+        """Start the workers and query the wrapped dataset for its description."""
         self._describe()
         super().initialize()
 
@@ -210,7 +210,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         )
 
     def _answer(self, question: str) -> Any:
-        """Ask for a constant property; NotImplementedError if the wrapped dataset lacks it."""
+        """Return a constant property, or raise NotImplementedError if the dataset lacks it."""
         if question not in self._meta:
             with self._guarded() as streams:
                 self._meta[question] = streams.ask("answer", question, worker=0)
@@ -220,18 +220,18 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return answer
 
     def get_data_keys(self) -> list[str]:
-        """Return the keys of the data, in the wrapped dataset's order."""
+        """Return the data keys in the wrapped dataset's order."""
         return list(self._answer("get_data_keys"))
 
     def get_data_dtype(self, key: str) -> str:
-        """Return the dtype of a key's data, as a string."""
+        """Return the dtype of a key's data as a string."""
         return str(self._answer("data_dtypes")[key])
 
     def get_total_num_seqs(self, *, fast: bool = False) -> int:
-        """Return how many sequences there are, all parts of the epoch together.
+        """Return the total number of sequences in all parts of the epoch.
 
-        Raises NotImplementedError where the wrapped dataset does not know. `fast` changes nothing,
-        except that no worker is started for the answer.
+        Raises NotImplementedError if the wrapped dataset does not know the number. With `fast`, no
+        worker is started for the answer.
         """
         if fast and "get_total_num_seqs" not in self._meta and not self._is_running():
             raise NotImplementedError(f"{self}: no worker is running that could be asked")
@@ -239,23 +239,23 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return answer
 
     def get_all_tags(self) -> list[str]:
-        """Return the tags of all sequences, all parts of the epoch together."""
+        """Return the tags of all sequences in all parts of the epoch."""
         return list(self._answer("get_all_tags"))
 
     def supports_sharding(self) -> bool:
-        """Whether the wrapped dataset can be one of several shards."""
+        """Return True if the wrapped dataset supports sharding."""
         return bool(self._answer("supports_sharding"))
 
     def supports_seq_order_sorting(self) -> bool:
-        """Whether the wrapped dataset can sort by length."""
+        """Return True if the wrapped dataset can sort by length."""
         return bool(self._answer("supports_seq_order_sorting"))
 
     def have_corpus_seq_idx(self) -> bool:
-        """Whether `get_corpus_seq_idx` can be called."""
+        """Return True if `get_corpus_seq_idx` is supported."""
         return bool(self._answer("have_corpus_seq_idx"))
 
     def get_corpus_seq_idx(self, seq_idx: int) -> int:
-        """Return a sequence's number in the corpus from its number in the epoch."""
+        """Return the corpus index of a sequence from its index in the epoch."""
         if self.have_corpus_seq_idx():
             return int(self.get_current_seq_order()[seq_idx])
         return int(super().get_corpus_seq_idx(seq_idx))
@@ -272,7 +272,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._streams is not None and self._streams._run.is_ours
 
     def _workers(self) -> Streams:
-        """Return the workers; start them at the first call, and again in a forked process."""
+        """Return the workers, starting them on the first call in this process."""
         if self._streams is None or not self._is_running():
             self._is_under_way = False
             plan = CONFIGURATION, self.dataset, self._sharding_method, self.name, _installed
@@ -289,25 +289,25 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Streams]:
-        """In this context, use the workers; end them after errors that they do not survive."""
+        """Yield the workers, and close them if the block raises a fatal worker error."""
         streams = self._workers()
         try:
             yield streams
         except (WorkerDied, WorkerTimeout):
-            # The next use starts new ones.
+            # The next use starts new workers.
             self.close()
             raise
 
     def close(self) -> None:
-        """End the workers now rather than with this object; a later use starts new ones."""
+        """Stop the workers without waiting for garbage collection. A later use starts new ones."""
         streams, self._streams = self._streams, None
         self._is_under_way, self._items = False, iter(())
-        # In a forked process, that does nothing.
+        # In a forked process, `close` does nothing.
         if streams is not None:
             streams.close()
 
     def stats(self) -> Stats | None:
-        """Return counts and times since the workers started; None without workers."""
+        """Return counts and times since the workers started, or None without workers."""
         return self._streams.stats() if self._streams is not None else None
 
     @property
@@ -323,18 +323,18 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_list: list[str] | None = None,
         seq_order: Sequence[int] | None = None,
     ) -> bool:
-        """Begin an epoch: sequences are loaded ahead now.
+        """Start an epoch and begin to prefetch sequences.
 
         Parameters
         ----------
         epoch : int or None
-            From 1. With None, and no order given, nothing begins.
+            The epoch number, starting at 1. With None and no order, no epoch is started.
         seq_list : list of str, optional
-            Tags of the sequences to load, in order.
+            The tags of the sequences to load, in order.
         seq_order : sequence of int, optional
-            Numbers in the corpus of the sequences to load, in order.
+            The corpus indices of the sequences to load, in order.
         """
-        # First: if the rest is interrupted, no epoch is under way.
+        # Reset this first: if this method is interrupted, no epoch is running.
         self._is_under_way = False
         self._taken, self._complete, self._frames = 0, 0.0, {}
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
@@ -360,9 +360,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return True
 
     def get_current_seq_order(self) -> Sequence[int]:
-        """Return the order of the epoch that `init_seq_order` began last, even if it has ended.
+        """Return the order of the last epoch that `init_seq_order` started, even after its end.
 
-        Raises NotImplementedError where the wrapped dataset does not know it.
+        Raises NotImplementedError if the wrapped dataset does not know the order.
         """
         if self._asked is None:
             return []
@@ -371,7 +371,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._order
 
     def _ask_order(self) -> Sequence[int]:
-        """Ask worker 0 for the order of all sequences, or each worker for its shard's."""
+        """Request the order of all sequences from worker 0, or of each shard from its worker."""
         with self._guarded() as streams:
             if self._sharding_method == "seq_order":
                 order: Sequence[int] = streams.ask("order", self._asked, worker=0)
@@ -384,7 +384,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return [index for turn in rounds for index in turn if index is not None]
 
     def finish_epoch(self, *, free_resources: bool = False) -> None:
-        """End the epoch; `free_resources`: the workers' datasets are dropped until the next one."""
+        """Finish the epoch. With `free_resources`, workers drop their datasets until the next."""
         super().finish_epoch(free_resources=free_resources)
         self._is_under_way = False
         if self._is_running():
@@ -395,7 +395,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- sequences ------------------------------------------------------------------------------
 
     def is_less_than_num_seqs(self, n: int) -> bool:
-        """Whether there is a sequence `n`; loads up to it where the number is not known."""
+        """Return True if sequence `n` exists, loading up to it if the length is unknown."""
         if n < self.expected_load_seq_start:
             return True
         if self.epoch is None:
@@ -413,7 +413,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        # An exception ends the epoch, even a signal handler's.
+        # Any exception ends the epoch, even one from a signal handler.
         self._is_under_way = False
         try:
             while self._taken < (end if self._num_seqs is None else min(end, self._num_seqs)):
@@ -447,6 +447,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._num_seqs = self._taken
 
     def get_num_timesteps(self) -> Any:
-        """Return how many frames there were, after the last sequence."""
+        """Return the number of frames by data key. Call it after the last sequence."""
         assert self.reached_final_seq
         return NumbersDict(self._frames)

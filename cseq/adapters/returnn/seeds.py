@@ -1,4 +1,4 @@
-"""Seeds of the generators that augmentation draws from, for each sequence."""
+"""Per-sequence seeds for the generators that augmentation draws from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cseq.indexing.context import BatchContext
 
     class Dataset(Protocol):
-        """What is used of a dataset of RETURNN's."""
+        """The part of RETURNN's dataset interface that is used here."""
 
         num_seqs: int
         added_data: list[object]
@@ -45,20 +45,20 @@ __all__ = ["SequenceSeeds"]
 
 
 class SequenceSeeds:
-    """The generators that augmentation draws from, seeded for each sequence.
+    """Seeds the generators that augmentation draws from, for each sequence.
 
-    RETURNN seeds them, if at all, once an epoch and alike in every worker.
+    RETURNN seeds them at most once per epoch, with the same seed in every worker.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
         self._batch_context = batch_context
         self._seeds = Seeds(batch_context)
         self._epoch = self._key = 0
-        # To functions of `PostprocessingDataset`s, in this epoch.
+        # The generators passed to `PostprocessingDataset` functions in this epoch.
         self.passed: list[RandomState] = []
 
     def hook(self) -> None:
-        """Note the generators that a `PostprocessingDataset` makes, one as each epoch begins."""
+        """Record the generator that `PostprocessingDataset` creates at the start of each epoch."""
         module: Any = sys.modules.get("returnn.datasets.postprocessing")
         if module is not None:
             module.RandomState = self._made
@@ -68,7 +68,7 @@ class SequenceSeeds:
         return self.passed[-1]
 
     def begin_epoch(self, dataset: Dataset, epoch: int | None) -> None:
-        """Begin an epoch."""
+        """Start an epoch."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)
@@ -77,7 +77,7 @@ class SequenceSeeds:
         self._batch_context.clear_ticket()
 
     def seed(self, number: int, position: int) -> None:
-        """Seed all generators for the worker's `number`-th sequence, at a position in the epoch."""
+        """Seed all generators for the worker's sequence `number` at a position in the epoch."""
         self._batch_context.set_ticket(Numbers(self._key, self._epoch, number, position))
         self._seeds.seed(self._key, position)
         if self.passed:

@@ -1,4 +1,4 @@
-"""A worker of RETURNN's `MultiProcDataset`: its dataset, and how that gets there.
+"""The worker side of RETURNN's `MultiProcDataset`.
 
 ::
 
@@ -36,9 +36,9 @@ __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 class OrderRequest(NamedTuple):
-    """A worker's assignment in an epoch: the arguments of the `serial`-th `init_seq_order`.
+    """A worker's assignment in an epoch: the arguments of `init_seq_order` call `serial`.
 
-    The shards are the whole dataset's, before it is spread over workers.
+    The shards divide the whole dataset, before each is divided among the workers.
     """
 
     serial: int
@@ -50,10 +50,10 @@ class OrderRequest(NamedTuple):
 
 
 class _Configuration:
-    """Pickles as RETURNN's configuration, which is restored where it is unpickled.
+    """An object that restores RETURNN's global configuration when it is unpickled.
 
-    Its classes and functions are in a module without a file, ``__returnn_config__``, which a worker
-    has once it has the configuration: that is unpickled first.
+    The configuration's classes and functions live in ``__returnn_config__``, a module without a
+    file. A worker can import this module only after the configuration has been unpickled.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -61,7 +61,7 @@ class _Configuration:
 
 
 def _restore(pickled: bytes) -> None:
-    """Make RETURNN's configuration the one of this process, as RETURNN does in its own workers."""
+    """Set RETURNN's configuration in this process, as RETURNN does in its own workers."""
     pickle.loads(pickled)()
 
 
@@ -69,11 +69,11 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """The producer of one of `num_workers` workers: its dataset, and the position in it."""
+    """The producer of one of `num_workers` workers, which holds a dataset and a position."""
 
     def __init__(
         self,
-        # `CONFIGURATION`, first: the rest may be unpickled once it is there.
+        # `CONFIGURATION` must precede the arguments that need it for unpickling.
         _: object,
         plan: dict[str, Any],
         sharding_method: str,
@@ -90,9 +90,9 @@ class SequenceProducer:
         self._dedicated = sharding_method == "dedicated"
         self._number = number
         self._num_workers = num_workers
-        # Made when it is needed, and again after `finish`.
+        # Created on first use, and again after `finish` has freed it.
         self._dataset: Any = None
-        # Of the request that the dataset was prepared for; and of its data, in this epoch.
+        # The serial number of the prepared request, and the data keys in this epoch.
         self._serial: int | None = None
         self._keys: list[str] | None = None
         batch_context = context.BatchContext(number, num_workers)
@@ -101,7 +101,7 @@ class SequenceProducer:
         self._shards = self._shards_of(plan["_num_shards"], plan["_shard_index"])
 
     def _shards_of(self, num_shards: int, shard_index: int) -> tuple[int, int]:
-        """Return the number of shards, and which one this worker is."""
+        """Return the number of shards and this worker's shard index."""
         if not self._dedicated:
             return num_shards, shard_index
         return num_shards * self._num_workers, shard_index * self._num_workers + self._number
@@ -129,10 +129,10 @@ class SequenceProducer:
         self._serial = request.serial
         return dataset
 
-    # -- what the trainer asks ------------------------------------------------------------------
+    # -- requests from the trainer --------------------------------------------------------------
 
     def answer(self, question: str) -> object:
-        """Return a property of the dataset; a NotImplementedError if it lacks that."""
+        """Return a property of the dataset, or a NotImplementedError if the dataset lacks it."""
         dataset = self._made()
         try:
             if question == "data_dtypes":
@@ -144,7 +144,7 @@ class SequenceProducer:
         return answer if answer is None or isinstance(answer, (int, float, dict)) else list(answer)
 
     def order(self, request: OrderRequest) -> Sequence[int] | NotImplementedError:
-        """Return the order of an epoch's sequences: of this worker's shard, else of all."""
+        """Return the order of an epoch's sequences, for this worker's shard if 'dedicated'."""
         prepared = self._dataset is not None and self._serial == request.serial
         dataset = self._made() if self._dedicated and prepared else self._prepare(request)
         try:
@@ -158,7 +158,7 @@ class SequenceProducer:
             ) from error
 
     def finish(self, free_resources: bool) -> None:  # noqa: FBT001 - `ask` passes by position
-        """End an epoch."""
+        """Finish an epoch."""
         self._serial = None
         if self._dataset is not None:
             self._dataset.finish_epoch(free_resources=free_resources)
@@ -169,22 +169,22 @@ class SequenceProducer:
     # -- an epoch -------------------------------------------------------------------------------
 
     def begin(self, request: OrderRequest) -> int | float | None:
-        """Begin an epoch; return how many sequences this worker has, or None if not known."""
+        """Start an epoch and return this worker's number of sequences, or None if unknown."""
         return self._length(self._prepare(request))
 
     @staticmethod
     def _length(dataset: Dataset) -> int | float | None:
-        """Return the number of sequences in the epoch, where it is known before the last one."""
+        """Return the number of sequences in the epoch, or None if not known in advance."""
         try:
             return dataset.num_seqs
         except NotImplementedError:
             return None
 
     def items(self, start: int) -> Iterator[Loaded]:
-        """Load one sequence after another.
+        """Load and yield the sequences from number `start` on.
 
-        A dataset that knows its length can begin anywhere. One that does not loads the sequences
-        before `start`, too; so does any `PostprocessingDataset`.
+        A dataset that knows its length can start at any sequence. Datasets of unknown length and
+        every `PostprocessingDataset` load the sequences before `start` as well.
         """
         length = self._length(self._dataset)
         number = 0 if length is None or self._seeds.passed else start
@@ -204,19 +204,19 @@ class SequenceProducer:
         return True
 
     def _reaches(self, number: int) -> bool:
-        """Whether a dataset that does not know its length has a sequence of this number."""
+        """Check whether sequence `number` exists in a dataset of unknown length."""
         dataset: Dataset = self._dataset
         if number == 0 and isinstance(self._dataset, CachedDataset2):
-            # The question would be refused: "Not a single seq was loaded?"
+            # `is_less_than_num_seqs` would fail here with "Not a single seq was loaded?".
             dataset.load_seqs(0, 1)
             return bool(dataset.added_data)
         return bool(dataset.is_less_than_num_seqs(number))
 
     def _position(self, number: int, *, known: bool) -> int:
-        """Return a number that identifies a sequence in the epoch, whichever worker loads it.
+        """Return a number that identifies a sequence in the epoch, independent of its worker.
 
-        Its position in the epoch where that does not depend on the number of workers, else its
-        number in the corpus, if there is one.
+        The number is the position in the epoch if that is independent of the number of workers,
+        otherwise the corpus index if there is one.
         """
         num_shards, shard_index = self._shards
         if not self._dedicated:
@@ -228,7 +228,7 @@ class SequenceProducer:
     def _loaded(self, number: int) -> Loaded:
         dataset: Dataset = self._dataset
         fraction = dataset.get_complete_frac(number, allow_only_lr_suitable=True)
-        # Not every dataset knows them before it has loaded something.
+        # Some datasets know their keys only after loading a sequence.
         if self._keys is None:
             self._keys = list(dataset.get_data_keys())
         data = {key: dataset.get_data(number, key) for key in self._keys}
@@ -236,5 +236,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return an error with its text alone, to be sent to the trainer."""
+    """Return an error reduced to its text, to be sent to the trainer."""
     return type(error)(*map(str, error.args))

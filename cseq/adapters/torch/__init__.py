@@ -1,19 +1,19 @@
-"""torch's DataLoader, on cseq's engine.
+"""torch's DataLoader on cseq's engine.
 
-``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose workers `cseq.stream.Streams`
-runs; `install` makes torch's own class use them.
-docs/how-to/from-dataloader.md and dataloader-differences.md have both.
+``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose workers are run by
+`cseq.stream.Streams`; `install` makes torch's own class use the same workers.
+docs/how-to/from-dataloader.md and dataloader-differences.md describe both.
 
 ::
 
     trainer                                               worker process
       loader.DataLoader ─► iterator.LoaderIterator          worker.Fetcher: seeds, fetches, collates
-        pinning.py pins the next one
-        batches.py orders of cseq: ranks.py
-        order.py   keys of the sampler  ── Streams.begin ─►   collate.py   stacks into the slot
-        state.py   where the epoch is   ◄── slots ─────────
+        pinning.py pins the next batch
+        batches.py cseq orders: ranks.py
+        order.py   sampler keys         ── Streams.begin ─►   collate.py   stacks into the slot
+        state.py   epoch position       ◄── slots ─────────
 
-Nothing here imports torch before a name is asked for, so that a worker imports only its own part.
+Importing this package does not import torch, and a worker imports only the modules it needs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [*_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that has a name."""
+    """Import the module that defines `name`."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Orders of cseq in a DataLoader: as a batch sampler that has a state."""
+"""A stateful batch sampler that lets a DataLoader use cseq orders."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ log = logging.getLogger("cseq")
 
 
 class BatchSampler:
-    """A batch sampler for `cseq.DataLoader`, and torch's: the batches of a `cseq.Order`.
+    """A batch sampler over a `cseq.Order`, for `cseq.DataLoader` and torch's DataLoader.
 
-    ``DataLoader(…, batch_sampler=order)`` makes one. Each ``iter()`` is the next epoch, and
-    one in the middle of an epoch leaves that. Frameworks that divide batches among ranks, such as
-    accelerate, divide these, too.
+    ``DataLoader(…, batch_sampler=order)`` creates one. Each ``iter()`` starts the next epoch and
+    abandons an unfinished one. Frameworks that divide batches among ranks, such as accelerate,
+    divide these batches too.
 
     Parameters
     ----------
     order : Order
-        Over as many samples as the data set has.
+        The order. It must cover as many samples as the data set has.
     batch_size : int
-        Units of a batch, for each rank.
+        The number of units per batch on each rank.
     seed : int, optional
-        In [0, 2**64), the same on all ranks. By default torch's initial seed, or a state's; where
-        there is a process group, its rank 0's.
+        A seed in [0, 2**64), the same on all ranks. The default is torch's initial seed or the
+        seed of a loaded state. With a process group, it is the value from rank 0.
     drop_last : bool
-        Leave out the last batch if it is short.
+        Drop the last batch if it is short.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
-        This rank's part of every global batch, see `cseq.MSequence`. By default the whole batch,
-        even if there are other ranks: some frameworks divide what they get.
+        This rank's part of every global batch; see `cseq.MSequence`. The default is the whole
+        batch, even with several ranks, because some frameworks divide the batches themselves.
     pad : bool
-        False: no unit is repeated, so that ranks may have unequal parts.
+        If False, no unit is repeated, and ranks may receive unequal parts.
 
     Examples
     --------
@@ -73,8 +73,8 @@ class BatchSampler:
             raise TypeError(f"order={order!r} is not a cseq.Order; give one")
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
-        # Whether a state's seed replaces its own; whether that is drawn, or None before it is;
-        # whether it is known to be rank 0's.
+        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: the seed was drawn, or
+        # None if it has yet to be drawn. `_is_agreed`: the seed is known to match rank 0.
         self._takes_any = seed is None
         self._is_drawn = None if seed is None else False
         self._is_agreed = False
@@ -91,34 +91,34 @@ class BatchSampler:
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        # An epoch and how much of it is over: where the next `iter` begins, and after the latest
-        # batch, unless its epoch is over.
+        # Pairs of an epoch and the number of samples consumed: where the next `iter` starts, and
+        # the position after the latest batch (None once its epoch is over).
         self._next = 0, 0
         self._now: tuple[int, int] | None = None
 
     def __len__(self) -> int:
-        """Batches in an epoch, for this rank."""
+        """Return the number of batches in an epoch on this rank."""
         self._settle()
         return self._sampler.length
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a batch, for frameworks that divide batches; None if it varies."""
+        """The number of samples per batch, or None if it varies; read by frameworks."""
         order = self._sampler.order
         return None if order.is_batch or order.room > 1 else self._sampler.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """Whether the last batch is left out if it is short."""
+        """Whether a short last batch is dropped."""
         return self._sampler.drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``; one that goes on stays in its own."""
+        """Set the epoch of the next ``iter()``. Running iterators keep their epoch."""
         if integer("epoch", epoch, least=0) != self._next[0]:
             self._next = epoch, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Begin the next epoch, or go on in the one whose state was loaded."""
+        """Start the next epoch, or resume the one whose state was loaded."""
         shard = self._settle()
         if self._is_drawn is not False:
             shard.check_drawn(self._sampler.order)
@@ -127,10 +127,10 @@ class BatchSampler:
         return self._keys(self._next, self._sampler.source(*self._next, own=True))
 
     def _keys(self, begun: tuple[int, int], source: OrderSource) -> Iterator[list[int]]:
-        """Yield the batches; a state is as of the last one that was drawn."""
+        """Yield the batches and track the position for `state_dict`."""
         sampler, epoch, consumed = self._sampler, begun[0], source.consumed
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        # Not by `iter`, which torch calls more than once for an epoch.
+        # `__iter__` cannot advance the epoch: torch calls it more than once per epoch.
         if self._next == begun:
             self._next = epoch + 1, 0
         for batch in range(len(source)):
@@ -139,14 +139,14 @@ class BatchSampler:
         self._now = None
 
     def _settle(self) -> shards.Shard:
-        """Resolve shard='auto'; the first answer holds."""
+        """Resolve shard='auto' on the first call, and return the shard."""
         if self._shard is None:
             self._shard = shard = shards.resolve()
             self._sampler = self._sampler.changed(rank=shard.rank, world_size=shard.world_size)
         return self._shard
 
     def _agree(self) -> None:
-        """Draw a seed, rank 0's; or compare a given one with rank 0's, if ranks divide batches."""
+        """Draw a seed and adopt rank 0's, or check a given seed if ranks divide the batches."""
         divider = ranks.divider(self)
         is_drawn, is_divided = self._is_drawn is None, divider not in (None, self)
         if self._is_agreed or not (is_drawn or is_divided):
@@ -175,19 +175,19 @@ class BatchSampler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the order is, after the last batch that was drawn."""
+        """Return the position in the order after the last batch drawn."""
         self._agree()
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return what `state_dict` says `batches` batches after a state of the same epoch."""
+        """Return the state `batches` batches after `state`, in the same epoch."""
         sampler, consumed = self._sampler, state["consumed"]
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
         consumed = min(consumed + batches * stride, end)
         return checkpoint.make(sampler, sampler.world_size, state["epoch"], consumed)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Have the next ``iter()`` go on where a state was taken; see `cseq.MSequence`."""
+        """Make the next ``iter()`` resume from a saved state; see `cseq.MSequence`."""
         self._sampler, epoch, consumed, *_ = checkpoint.load(
             state, self._sampler, any_seed=self._takes_any, strict=flag("strict", strict)
         )
@@ -197,7 +197,7 @@ class BatchSampler:
 
 
 def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a DataLoader's arguments by name, with a `BatchSampler` instead of an order."""
+    """Return a DataLoader's arguments by name, with the order wrapped in a `BatchSampler`."""
     positions = inspect.signature(DataLoader).parameters
     given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
     name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))

@@ -1,9 +1,9 @@
-"""Collates tensors and arrays where the batch is going to lie.
+"""Collates tensors and arrays directly into the batch's slot.
 
-In a worker, torch's default_collate stacks tensors into a new file of shared memory for each. Here
-it stacks them into the batch's slot, which is there already. Its map of functions by type is
-changed for that, so a collate function that calls default_collate gains by it as well. One that
-calls `torch.stack` or `torch.cat` gains by `collating`.
+In a worker, torch's default_collate allocates a new shared-memory file for each stacked tensor.
+Here it stacks into the batch's existing slot instead. This is done by patching default_collate's
+map of functions by type, so collate functions that call default_collate benefit as well.
+`collating` does the same for functions that call `torch.stack` or `torch.cat`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# Bytes from which a copy takes longer than to watch a collate function's calls; and of how many
-# batches one is watched if nothing is gained.
+# The size in bytes from which a copy costs more than watching a collate function's calls. If
+# watching gains nothing, one batch out of EVERY is watched.
 WATCHED, EVERY = 1 << 20, 32
 
 
 def stack_in_slots(*, tensors: bool = True) -> None:
-    """Have default_collate stack into the batch's memory; the user's own types stay."""
+    """Make default_collate stack into the batch's slot, but keep entries the user replaced."""
     entries = names.collate_map
     if tensors and entries.get(torch.Tensor) is names.tensor_entry:
         entries[torch.Tensor] = collate_tensors
@@ -42,12 +42,12 @@ def stack_in_slots(*, tensors: bool = True) -> None:
 
 
 def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack tensors, as torch's own function for them does, which raises all exceptions."""
+    """Stack tensors like torch's function, and leave all errors for that function to raise."""
     first = batch[0]
     plain = type(first) is torch.Tensor and is_plain(first)
     if plain and first.nbytes * len(batch) >= IN_PLACE:
         return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
-    # torch's own function takes no quantised ones in a worker.
+    # torch's own function rejects quantized tensors in a worker.
     if plain or first.is_quantized:
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
@@ -56,7 +56,7 @@ def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None)
 
 
 def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack the arrays of a batch that a worker makes; do as torch with all others."""
+    """Stack the arrays of a worker's batch, and fall back to torch's function otherwise."""
     first = batch[0]
     dtype, shape = first.dtype, first.shape
     is_ours = context.here.batch_context is not None and dtype.kind in "biufc" and dtype.isnative
@@ -73,16 +73,16 @@ def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> 
 
 
 def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a collate function whose large `torch.stack` and `torch.cat` are made in the slot."""
+    """Wrap a collate function to write large `torch.stack` and `torch.cat` results in the slot."""
     return function if function in (default_collate, default_convert) else _Collating(function)
 
 
 class _Collating:
-    """A collate function of the user's.
+    """A wrapper around the user's collate function.
 
-    torch's allocator cannot be replaced as numpy's can, so the function's calls of torch are
-    watched, at some microseconds per call: always while that puts tensors of the batch into the
-    slot, otherwise now and then.
+    Unlike numpy's allocator, torch's cannot be replaced, so the function's torch calls are
+    intercepted, at a few microseconds per call. Every batch is watched while tensors land in the
+    slot; otherwise only one in `EVERY` is.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
@@ -102,7 +102,7 @@ class _Collating:
 
 
 class _Watch(TorchFunctionMode):
-    """Has `stack` and `cat` of large tensors, along their first dimension, write into the slot."""
+    """Redirects `stack` and `cat` of large tensors along the first dimension to the slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,14 +127,14 @@ class _Watch(TorchFunctionMode):
 
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
-    """Return the shape of these tensors together, if they are large and alike, or None."""
+    """Return the shape of the result if the tensors match and are large, otherwise None."""
     if type(tensors) not in (list, tuple) or not tensors:
         return None
     if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):
         return None
     parts: Sequence[torch.Tensor] = tensors
     first = parts[0]
-    # Tensors that are joined may differ in their first dimension.
+    # Concatenated tensors may differ in their first dimension.
     joined = 0 if stacked else 1
     alike = first.dim() >= joined and all(
         (tensor.dtype, tensor.dim()) == (first.dtype, first.dim())

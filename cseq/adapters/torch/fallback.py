@@ -1,4 +1,4 @@
-"""The iterator of a loader: cseq's, or torch's own where that cannot be."""
+"""Chooses a loader's iterator: cseq's, or torch's own as a fallback."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ UNUSABLE = (
     "at the first batch, since %s; load_state_dict({}) drops the state"
 )
 
-# How many iterators there were, by their loader's class, and why they were torch's, if they were.
+# The number of iterators by loader class and fallback reason (None if the iterator is cseq's).
 made: Counter[tuple[str, str | None]] = Counter()
 
 
 def note(loader: DataLoader[Any], reason: str | None) -> None:
-    """Count an iterator, for the lines that ``cseq run`` ends with."""
+    """Count an iterator for the summary that ``cseq run`` prints at exit."""
     kind = type(loader)
     made[f"{kind.__module__}.{kind.__qualname__}", reason] += 1
 
 
 def lines() -> Iterator[str]:
-    """Say whether the iterators of each class of loaders were cseq's, and why not."""
+    """Yield a line per loader class: whether its iterators were cseq's, and if not, why."""
     for (loader, reason), count in made.items():
         number = "1 iterator" if count == 1 else f"{count} iterators"
         whose = "cseq's" if reason is None else f"torch's own, since {reason}"
@@ -51,11 +51,11 @@ def lines() -> Iterator[str]:
 
 
 def _can_torch(loader: data.DataLoader[Any]) -> bool:
-    """Whether torch's own workers can be sent what cseq's cannot, by multiprocessing's pickler.
+    """Check whether multiprocessing's pickler can send what cseq's pickler cannot.
 
-    A library may have registered with that how its objects travel.
+    A library may have registered reducers for its objects there.
     """
-    # It needs the child's process.
+    # On Windows, the pickler needs the child process.
     if os.name == "nt":
         return True
     from cseq.processes.spawning import spawning
@@ -69,9 +69,9 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 
 
 def method_of(loader: data.DataLoader[Any], default: str) -> str:
-    """Return what a loader's workers are: what it was given; or `default`, if that can be.
+    """Return the worker method a loader was given, or else `default` if it is applicable.
 
-    Threads share a data set: one that is iterated over has to be written for that.
+    Threads share the data set, so an IterableDataset never gets them by default.
     """
     first = VALUES["worker_method"][0]
     given: str = getattr(loader, "worker_method", None) or first
@@ -81,20 +81,20 @@ def method_of(loader: data.DataLoader[Any], default: str) -> str:
 
 
 def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str | None:
-    """Say why a loader cannot have an iterator of cseq's, if it cannot."""
+    """Return why a loader cannot use cseq's iterator, or None if it can."""
     if names.REASON is not None:
         return names.REASON
     for name, default in names.UNKNOWN.items():
         value = getattr(loader, name, inspect.Parameter.empty)
         if value is not default and value != default:
             return f"cseq does not know what its {name}={value!r} is"
-    # They take part in how torch starts processes.
+    # Datapipes take part in how torch starts processes.
     if isinstance(loader.dataset, names.DATAPIPES):
         return "its data set is a datapipe"
     if loader.num_workers == 0 or worker_method == "thread":
         return None
     chosen = loader.multiprocessing_context
-    # Another one may start processes of its own.
+    # A custom context may start processes in its own way.
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
         return f"its multiprocessing_context is {chosen!r}"
     method = start_method_of(loader)
@@ -104,7 +104,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
 
 
 def tell_lost(loader: DataLoader[Any]) -> None:
-    """Warn, once, of what a framework loses that makes a loader of torch's class of this one."""
+    """Warn once about the options lost when a framework rebuilds this as torch's DataLoader."""
     is_installed = data.DataLoader._get_iterator.__module__ != data.DataLoader.__module__
     lost = [] if is_installed else ["cseq's workers"]
     remedy = [] if is_installed else ["call cseq.adapters.torch.install()"]
@@ -138,22 +138,22 @@ def make_iterator(
     options: Options,
     resume: dict[str, Any] | None = None,
 ) -> object:
-    """Make an iterator of cseq's, or, where that cannot be, torch's own by `otherwise`.
+    """Create cseq's iterator, or torch's own with `otherwise` if that is not possible.
 
-    The loader gets its `LoaderProgress`, and the reason why it is torch's. The log says why, and
-    which options (`rng`, `on_error`) that one does not have, once for a loader.
+    Stores the iterator's `LoaderProgress` and the reason for a fallback on the loader. A fallback
+    is logged once per loader, along with the options (`rng`, `on_error`) that it ignores.
 
     Raises
     ------
     ValueError
-        A state was loaded, which torch's own iterator cannot use.
+        If a state was loaded, because torch's own iterator cannot use one.
     """
     iterator: Any = None
     options = options._replace(worker_method=method_of(loader, options.worker_method))
     has_processes = loader.num_workers > 0 and options.worker_method != "thread"
     reason = reason_against(loader, options.worker_method)
     if reason is None:
-        # The engine: for the first loader.
+        # Imported lazily: this loads the engine.
         from cseq.adapters.torch.iterator import LoaderIterator
 
         if has_processes:
@@ -168,13 +168,13 @@ def make_iterator(
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise
-            # What the beginning of an iterator may have drawn from.
+            # Creating the iterator may have drawn from these generators.
             set_sources(before[0])
             chosen.set_state(before[1])
     if reason is not None:
         if resume is not None:
             raise ValueError(UNUSABLE % reason)
-        # With this torch, all loaders have the same reason.
+        # If torch itself is the reason, it applies to every loader: warn only once.
         warned = data.DataLoader if reason is names.REASON else loader
         if warned not in _warned:
             _warned.add(warned)

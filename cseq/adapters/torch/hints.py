@@ -1,4 +1,4 @@
-"""What is most likely wrong with an epoch: log lines where torch is silent."""
+"""Warnings about likely mistakes in an epoch that torch does not report."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 __all__ = ["look_at"]
 
 log = logging.getLogger("cseq")
-# Once for each text.
+# Each message is logged once.
 warn = functools.cache(log.warning)
 
 
 def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
-    """Look at an epoch that is over.
+    """Check a finished epoch for likely mistakes.
 
-    `sampler` is what its keys come from. `counts` are the batches of each worker if the data set is
-    an IterableDataset, else all of them.
+    `sampler` is the source of the epoch's keys. `counts` holds the number of batches from each
+    worker for an IterableDataset, otherwise the total number of batches.
     """
     size = getattr(sampler, "batch_size", None)
     drops = bool(getattr(sampler, "drop_last", False))
     name = type(dataset).__name__
-    # An order has said so.
+    # A cseq order already warns about this.
     if drops and not any(counts) and not hasattr(sampler, "state_after"):
         warn(
             f"an epoch of dataset={name} has no batch: with drop_last=True, there are fewer "

@@ -1,4 +1,4 @@
-"""The trainer's iterator over a loader's batches, of workers or made here."""
+"""The trainer's iterator over a loader's batches, made by workers or in-process."""
 
 from __future__ import annotations
 
@@ -40,40 +40,40 @@ INTERRUPTED = (
     "this iterator's epoch is over: its workers were closed, or they belong to the process that "
     "forked this one; call iter() of the DataLoader again"
 )
-# Stands for an exception that is not raised.
+# A placeholder for the exception of a batch that is skipped.
 LEFT_OUT = Exception()
 
 
 class LoaderTimeout(WorkerTimeout, RuntimeError):
-    """No batch came within the loader's `timeout`; the message shows where its worker is.
+    """Raised if no batch arrives within `timeout`. The message shows where the worker is.
 
-    The iterator goes on: the batch comes later, in its turn.
+    The iterator stays usable, and the batch arrives later in its usual position.
     """
 
 
 class LoaderIterator(names.Workers):
-    """Batches, one by one.
+    """An iterator over the batches of a loader.
 
-    It is an instance of torch's class of iterators with workers, with the attributes and methods
-    that others use. All that moves batches is cseq's.
+    It derives from torch's multiprocessing iterator and provides the attributes and methods that
+    other libraries use. cseq does all the transport of batches.
 
     Parameters
     ----------
     loader : torch.utils.data.DataLoader
     options : Options
     resume : dict, optional
-        Where the epoch is to go on; see `state.resumed`.
+        The position at which the epoch continues; see `state.resumed`.
 
     Attributes
     ----------
     progress : LoaderProgress
-        The same object in all epochs of persistent workers.
+        The position in the epoch. Persistent workers keep the same object in all epochs.
     """
 
     _num_yielded: int
     _base_seed: Any
     _sampler_iter: Any
-    # The thread that is in `__next__`.
+    # The id of the thread inside `__next__`, or 0.
     _taker = 0
     _shutdown = True
 
@@ -85,7 +85,7 @@ class LoaderIterator(names.Workers):
         self._is_seeded, self._skips_errors = options.rng == "batch", options.on_error == "skip"
         self._is_iterable = loader._dataset_kind == names.ITERABLE
         if resume is not None and resume["base_seed"] is None and loader.num_workers == 0:
-            # The data set is as it was left, before anything is drawn for the next epoch.
+            # Restore the data set before the next epoch draws any numbers.
             dataset: Any = loader.dataset
             for state in filter(None, resume["workers"]):
                 if state["dataset"] is not None:
@@ -97,7 +97,7 @@ class LoaderIterator(names.Workers):
             self._check_threads(type(loader.dataset).__name__)
         keys = Keys(loader, keeps_state=self._keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, keys, rng=options.rng)
-        # An epoch that goes on drew its seed where it began.
+        # A resumed epoch drew its seed at its start, so the trainer's generator stays as it is.
         goes_on = resume is not None and resume["base_seed"] is not None
         trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
@@ -106,10 +106,10 @@ class LoaderIterator(names.Workers):
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
-        # Batches of keys are not made again for a state: it has to be as of the last one.
+        # A resume does not repeat batches of a map-style data set: save its state after each one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        # The worker of the latest batch that is an IterableDataset's or has a state, that state,
-        # and what is raised instead of the next batch.
+        # The worker of the latest batch (of an IterableDataset, or one with a state), the state
+        # after that batch, and the exception to raise instead of the next batch.
         self._maker = 0
         self._after: bytes | None = None
         self._error: BaseException | None = None
@@ -124,7 +124,7 @@ class LoaderIterator(names.Workers):
             raise
 
     def _check_threads(self, dataset: str) -> None:
-        """Refuse several threads where each would need a part, or a state, of its own."""
+        """Refuse several threads if each would need its own part or state of the data set."""
         if self._in_threads and self._is_iterable:
             raise ValueError(
                 f"dataset={dataset} is an IterableDataset, and threads do not divide one: "
@@ -195,9 +195,9 @@ class LoaderIterator(names.Workers):
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         resume: dict[str, Any] | None = None,
     ) -> None:
-        """Begin an epoch; what is left of the one before is dropped.
+        """Start an epoch and drop the unread batches of the previous one.
 
-        In a process that was forked off, persistent workers are its parent's: it has its own.
+        A forked process does not share its parent's persistent workers and starts its own.
         """
         if not first_iter and self._num_workers and not self._run.is_ours:
             LoaderIterator.__init__(self, loader, self._options)
@@ -206,17 +206,17 @@ class LoaderIterator(names.Workers):
         self._pinner.forget()
         keys, is_seeded = self.progress.keys, self._is_seeded
         if first_iter:
-            # torch asks a sampler for two iterators first.
+            # torch creates two iterators of the sampler for the first epoch.
             if self._num_workers and not is_seeded:
                 keys.look_again(resume if self._persistent_workers else None)
                 names.Base._reset(self, loader, first_iter)
         else:
-            # As torch's: what was asked for is made, since it draws numbers.
+            # As in torch, finish the batches already requested, because they draw numbers.
             if not is_seeded and not self._ended:
                 self._streams.ask("get_ready", behind=True)
             keys = Keys(loader, keeps_state=self._keeps_state)
             names.Base._reset(self, loader, first_iter)
-            # A new iterator would draw it, too.
+            # Draw a base seed, as a new iterator would.
             if is_seeded:
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
                 self._base_seed = drawn.item()
@@ -233,7 +233,7 @@ class LoaderIterator(names.Workers):
     def _begin_epoch(self, resume: dict[str, Any] | None) -> None:
         progress, keys, index = self.progress, None, None
         if self._is_iterable:
-            # Always the same.
+            # Every index of an IterableDataset is the same.
             index = next(iter(self._index_sampler))
         else:
             state = resume["sampler"] if resume else {}
@@ -252,7 +252,7 @@ class LoaderIterator(names.Workers):
             )
             for number in range(len(progress.counts))
         ]
-        # The data set is as the last epoch left it.
+        # The data set is still in the state that the last epoch left.
         if self._shares_state and resume is None:
             dataset: Any = self._dataset
             progress.states = [dumps({"dataset": dataset.state_dict(), "made": 0})]
@@ -266,7 +266,7 @@ class LoaderIterator(names.Workers):
                 assign="free" if self._is_seeded and not is_stateful(self._dataset) else "turn",
                 first=progress.turn,
             )
-        # The data set gets its state even if no batch is left.
+        # Restore the state of the data set even if no batches remain.
         if self._shares_state and resume:
             self._streams.ask("get_ready")
         self._items = iter(self._streams)
@@ -274,10 +274,10 @@ class LoaderIterator(names.Workers):
     # -- the next batch
 
     def __next__(self) -> Any:
-        """Return the next batch, or raise the exception that came instead.
+        """Return the next batch, or raise the exception that arrived instead.
 
-        It is counted last, without a call: if a signal handler raises (Ctrl-C), a state does not
-        have the batch, which this iterator may have lost, as torch's. For one thread at a time.
+        The batch is counted last and without a call. If a signal handler raises (Ctrl-C), a state
+        excludes the batch, and this iterator may lose it, as torch's may. Not thread-safe.
         """
         me = get_ident()
         if self._taker not in (0, me):
@@ -286,7 +286,7 @@ class LoaderIterator(names.Workers):
         try:
             while True:
                 count = self._num_yielded
-                # torch's warns of too many batches, and names itself in a profile.
+                # torch's method warns about too many batches and labels itself in a profile.
                 if self._IterableDataset_len_called is not None or names.profiler_enabled():
                     batch = names.Base.__next__(self)
                 else:
@@ -305,11 +305,11 @@ class LoaderIterator(names.Workers):
                     raise failed
         finally:
             self._taker = 0
-            # Its traceback has this frame: the cycle would keep the workers alive.
+            # The traceback refers to this frame, and the cycle would keep the workers alive.
             failed = None
 
     def _next_data(self) -> Any:
-        """Return the batch that `__next__` counts; or None, and there is an `_error`."""
+        """Return the batch that `__next__` counts, or set `_error` and return None."""
         self._error = None
         if self._ended:
             raise StopIteration
@@ -326,7 +326,7 @@ class LoaderIterator(names.Workers):
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
         except WorkerDied as died:
-            # As a generator ends after an exception. The text begins as torch's, for searches.
+            # Like a generator, the iterator ends. Users search for the start of torch's message.
             self._ended = True
             text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
             died.args = (text,)
@@ -372,9 +372,9 @@ class LoaderIterator(names.Workers):
         return failure.show_traceback(failure.named(error, item.name))
 
     def _fail(self, error: BaseException, name: str | None = None, indices: Any = ()) -> None:
-        """Have an exception raised instead of the next batch; or that, if it has a name, left out.
+        """Record an exception for `__next__` to raise, or skip a named batch with on_error='skip'.
 
-        torch's `__next__` counts a batch, and warns of too many.
+        `_num_yielded` is decremented because torch's `__next__` counts the batch.
         """
         self._num_yielded -= 1
         self._error = error
@@ -384,9 +384,9 @@ class LoaderIterator(names.Workers):
             self._error = LEFT_OUT
 
     def _pin_next(self) -> None:
-        """Have the batch after the one that is received pinned beside the loop, if it is ready.
+        """Start pinning the batch after the received one in the background, if it is ready.
 
-        It stays in the engine, and is taken as any other: no key is drawn for it.
+        That batch stays in the engine and is fetched as usual. No key is drawn for it.
         """
         following = self._streams.glance()
         batch = following.batch if type(following) is worker.Item else following
@@ -410,27 +410,27 @@ class LoaderIterator(names.Workers):
 
     @property
     def _workers(self) -> list[_WorkerHandle]:  # type: ignore[override]
-        """The worker processes; another one once one has died. None are threads."""
+        """The present worker processes, including replacements. Worker threads are not listed."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
         return [_WorkerHandle(processes[number]) for number in sorted(processes)]
 
     def _shutdown_workers(self) -> None:
-        """End the worker processes; twice is fine."""
+        """Stop the worker processes. Calling it again has no effect."""
         if self._shutdown:
             return
         self._ended = True
         self._pinner.close()
         if self._num_workers:
-            # If `close` was interrupted, they are there already.
+            # An interrupted `close` has already saved the counts.
             if self.progress.stats is None:
                 self.progress.stats = self.stats()
             self._streams.close()
-        # Not before: if `close` is interrupted, it is called again.
+        # Set this last: an interrupted `close` must run again.
         self._shutdown = True
 
-    # At the end of the program, names are gone.
+    # `sys` is bound here because module globals are gone at interpreter exit.
     def __del__(self, sys: Any = sys) -> None:
-        """Leave the counts to the loader. `Streams` end when they are dropped, nothing waits."""
+        """Pass the counts to the loader. The dropped `Streams` stop without waiting."""
         if self._shutdown or not self._num_workers or sys.is_finalizing():
             return
         if self._run.is_ours:
@@ -442,13 +442,13 @@ class LoaderIterator(names.Workers):
         return run
 
     def stats(self) -> Stats:
-        """Count what was done so far, and where time went; see `cseq.Stats`."""
+        """Return the counts and times so far; see `cseq.Stats`."""
         stats: Stats = self._streams.stats()
         return stats
 
 
 class _WorkerHandle:
-    """A worker process, with the names of `multiprocessing.Process`. It ignores SIGTERM."""
+    """A worker process with the interface of `multiprocessing.Process`. It ignores SIGTERM."""
 
     def __init__(self, child: Child) -> None:
         self._child, self.pid = child, child.pid

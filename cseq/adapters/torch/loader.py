@@ -1,4 +1,4 @@
-"""`DataLoader`: torch's, with cseq's worker processes, and a state."""
+"""torch's DataLoader with cseq's worker processes and a state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger("cseq")
 
 NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
-# What managers of cseq call an argument, and its name here.
+# Arguments of cseq's managers that have another name here.
 ELSEWHERE = {
     "buffer": "that is `prefetch_factor` here: batches for each worker",
     "collate": "that is `collate_fn` here",
@@ -63,46 +63,46 @@ T_co = TypeVar("T_co", covariant=True)
 
 if TYPE_CHECKING:
     Torchs = data.DataLoader
-# It may have a second parameter.
+# torch's class may have a second type parameter.
 else:
     Torchs = {T_co: names.as_generic(data.DataLoader)}
 
 
 class DataLoader(Torchs[T_co]):
-    """torch's DataLoader, with cseq's worker processes.
+    """torch's DataLoader with cseq's worker processes.
 
-    It has all arguments, attributes and methods of `torch.utils.data.DataLoader`, with the same
-    meaning. With the same seeds and number of workers, the batches are the same, bit for bit. Dead
-    workers are replaced, and `state_dict` and `load_state_dict` resume in the middle of an epoch.
-    The documentation lists every difference: see "What differs from torch's DataLoader".
+    All arguments, attributes and methods of `torch.utils.data.DataLoader` work the same way. Given
+    the same seeds and number of workers, the batches are bit-identical. Dead workers are replaced,
+    and `state_dict` and `load_state_dict` can resume in the middle of an epoch. The documentation
+    lists every difference under "What differs from torch's DataLoader".
 
     Parameters
     ----------
     *args, **kwargs
-        Arguments of torch's DataLoader. `sampler` and `batch_sampler` may also be a `cseq.Order`.
+        torch's arguments. `sampler` and `batch_sampler` also accept a `cseq.Order`.
     rng : {None, 'worker', 'batch'}
-        How `random`, `numpy.random` and torch are seeded. 'worker': once in each worker, as in
-        torch. 'batch': before each batch, so the batches are the same for any number of workers,
-        after a worker's death, and after a resume. By default `defaults.rng`, which is 'worker'.
+        When `random`, `numpy.random` and torch are seeded. 'worker' seeds once in each worker, as
+        torch does. 'batch' seeds before each batch, which makes the batches independent of the
+        number of workers, worker deaths and resumes. The default is `defaults.rng` ('worker').
     worker_method : {None, 'multiprocessing', 'thread'}
-        What the workers are. 'thread': threads of this process, for map-style data sets. They share
-        the data set, and nothing is copied or pickled; code that holds the GIL runs in one thread
-        at a time. `get_worker_info()` is None in them; `cseq.worker_info` and `cseq.rng` are the
-        thread's own. By default `defaults.worker_method`, which is 'multiprocessing'.
+        The kind of workers. 'thread' uses threads of this process, for map-style data sets. Threads
+        share the data set, and nothing is copied or pickled, but code that holds the GIL runs in
+        one thread at a time. `get_worker_info()` is None, and `cseq.worker_info` and `cseq.rng` are
+        thread-local. The default is `defaults.worker_method` ('multiprocessing').
     on_error : {None, 'raise', 'skip'}
-        What happens if the data set or `collate_fn` raises an exception. 'raise': the loop raises
-        it. 'skip': cseq logs it and leaves out the sample or, if that is impossible, the batch.
-        `skipped` lists both. By default `defaults.on_error`, which is 'raise'.
+        The action if the data set or `collate_fn` raises an exception. 'raise' re-raises it in the
+        loop. 'skip' logs it and skips the sample, or the whole batch if the sample cannot be
+        skipped; `skipped` lists both. The default is `defaults.on_error` ('raise').
     snapshot_every_n_steps : int, optional
-        How often cseq asks a data set for its state: an IterableDataset after this many batches of
-        a worker, a map-style data set after every batch. None or 0: never. The default of
-        `StatefulDataLoader` is 1.
+        The interval at which cseq saves the state of the data set. An IterableDataset is saved
+        after this many batches of a worker, a map-style data set after every batch. None and 0
+        disable it. `StatefulDataLoader` defaults to 1.
     max_restarts : int
-        How many worker processes may be replaced in an epoch. One more death raises `WorkerDied`.
+        The maximum number of workers replaced per epoch. Another death raises `WorkerDied`.
 
     See Also
     --------
-    cseq.from_dataset : reads the same data set with `MPSequence`, without torch.
+    cseq.from_dataset : Reads the same data set with `MPSequence` and without torch.
 
     Examples
     --------
@@ -114,22 +114,22 @@ class DataLoader(Torchs[T_co]):
     tensor([4, 5])
     """
 
-    # Some loaders are made of another one's `__dict__`, which may lack these.
+    # Class-level defaults for loaders built from another loader's `__dict__`.
     rng: str | None = None
     on_error: str | None = None
     worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    # Of the latest `iter`: its epoch, how far it is, and why its iterator is torch's own.
+    # The epoch and progress of the latest `iter`, and the reason if it fell back to torch's own.
     _begun: int | None = None
     _progress: LoaderProgress | None = None
     _reason: str | None = None
-    # A state that the next `iter` goes on from.
+    # The state from which the next `iter` resumes.
     _loaded: dict[str, Any] | None = None
     _is_strict = True
     _has_warned = False
 
-    # What a script with torch's DataLoader is checked by, and what is added.
+    # The signature for type checkers: torch's arguments and the additional ones.
     if TYPE_CHECKING:
 
         def __init__(
@@ -198,20 +198,20 @@ class DataLoader(Torchs[T_co]):
                 every = integer("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = integer("max_restarts", max_restarts, least=0)
-            # The loop would wait for it.
+            # Import it now, or the first loop would wait for the import.
             import cseq.adapters.torch.iterator  # noqa: F401
 
         @data.DataLoader.multiprocessing_context.getter
         def multiprocessing_context(self) -> Any:
-            """What torch's is. accelerate asks for it to make another loader of this one."""
+            """Return torch's value, and warn if accelerate is rebuilding this loader."""
             if sys._getframe(1).f_globals.get("__name__") == "accelerate.data_loader":
                 tell_lost(self)
             return super().multiprocessing_context
 
     def __iter__(self) -> Any:
-        """Begin the next epoch, or go on in the one whose state was loaded."""
+        """Start the next epoch, or resume the one whose state was loaded."""
         epoch = self.epoch
-        # That epoch is left.
+        # An unfinished epoch is abandoned.
         if not self._loaded and epoch == self._begun:
             epoch += 1
         iterator = super().__iter__()
@@ -220,9 +220,9 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that the loop is in, from 0; after its end, the next one's.
+        """The number of the current epoch, from 0, or of the next one once the epoch is over.
 
-        A state has it, so a loop can begin with ``for epoch in range(loader.epoch, epochs)``.
+        A state includes it, so a loop can start with ``for epoch in range(loader.epoch, epochs)``.
         """
         number, is_over = self._begun or 0, False
         if self._loaded and self._loaded.get("epoch") is not None:
@@ -262,7 +262,7 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return what the batches of an epoch are numbered by, with None for the unknown."""
+        """Return the facts that determine the batches of an epoch, None where unknown."""
         dataset: Any = self.dataset
         layers = Layers(self._index_sampler)
         kind, shares = type(layers.inner), layers.shares
@@ -274,14 +274,14 @@ class DataLoader(Torchs[T_co]):
             "seed": layers.seed,
             "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
-            # Another's `__len__` may draw, or prepare its next epoch.
+            # `__len__` of an unknown sampler may draw numbers or prepare the next epoch.
             "batches": None if shares is None else len(self._index_sampler),
             **(NOT_SHARED if shares is None else shares._asdict()),
         }
 
     @property
     def skipped(self) -> list[Skipped]:
-        """What ``on_error='skip'`` left out of the latest epoch: at most the latest 1000."""
+        """The items that ``on_error='skip'`` skipped in the latest epoch, up to the last 1000."""
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
@@ -291,16 +291,16 @@ class DataLoader(Torchs[T_co]):
         return None if iterator is None else iterator._run
 
     def stats(self) -> Stats:
-        """Return counts and times of the workers of the latest `iter`. See `cseq.Stats`.
+        """Return the counts and times of the latest iterator's workers; see `cseq.Stats`.
 
-        With an IterableDataset, each batch counts as one sample.
+        Each batch of an IterableDataset counts as one sample.
 
         Raises
         ------
         RuntimeError
-            No epoch has begun, or the loop makes its own batches.
+            If no epoch has started, or the loader has no workers.
         """
-        # `install` gives this method to torch's loaders, too.
+        # `install` adds this method to torch's loaders as well.
         progress = vars(self).get("_progress")
         iterator = None if progress is None else progress.iterator()
         stats: Stats | None = getattr(progress, "stats", None)
@@ -314,7 +314,7 @@ class DataLoader(Torchs[T_co]):
         return stats
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop waits, and what helps: print it. See `cseq.MSequence.advice`."""
+        """Return printable advice on why the loop waits and what helps; see `MSequence.advice`."""
         if not self.num_workers:
             from cseq.measure.advice import Window, advise
 
@@ -323,14 +323,14 @@ class DataLoader(Torchs[T_co]):
         return (now if since is None else now.since(since)).advice()
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Write an HTML page about what `stats` counts. See `cseq.MSequence.report`."""
+        """Write an HTML report of `stats`; see `cseq.MSequence.report`."""
         from cseq.report.page import Part, write
 
         facts = ", ".join(f"{name}={value}" for name, value in self._facts())
         write(path, [Part(type(self).__name__, facts, self.stats())], title)
 
     def _repr_html_(self) -> str:
-        """Show in a notebook why the loop of the latest epoch waits."""
+        """Return HTML that shows in a notebook why the latest epoch's loop waits."""
         from cseq.measure.stats import Stats, read_stats
         from cseq.report.page import in_notebook
 
@@ -341,19 +341,19 @@ class DataLoader(Torchs[T_co]):
         return [("dataset", type(self.dataset).__name__), *sizes]
 
     def state_dict(self, *, next_epoch: bool = False) -> dict[str, Any]:
-        """Return the position in the latest epoch, after the last batch that was delivered.
+        """Return the position in the latest epoch after the last delivered batch.
 
         Parameters
         ----------
         next_epoch : bool
-            True: the beginning of the next epoch, for loops that leave one before its end. A state
-            that was loaded is returned as it is, until ``iter()`` goes on from it.
+            If True, return the start of the next epoch, for loops that leave an epoch early. A
+            loaded state is returned unchanged until ``iter()`` resumes from it.
 
         Returns
         -------
         dict
-            Pass it to `load_state_dict`, and do not rely on its keys. If torch's own iterator is
-            used, it is empty, and the log has a warning.
+            A state for `load_state_dict`. Do not rely on its keys. If torch's own iterator is used,
+            the dict is empty and a warning is logged.
         """
         if self._loaded:
             return copy.deepcopy(self._loaded)
@@ -391,7 +391,7 @@ class DataLoader(Torchs[T_co]):
         return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
-        """Log, once, what a state of this loader leaves out."""
+        """Log once what a state of this loader does not cover."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(text, *values)
@@ -399,25 +399,25 @@ class DataLoader(Torchs[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter` continue from the position in a state.
 
-        If the state's epoch is over, or the state is empty, the next `iter` begins a new epoch.
+        If the state's epoch is over or the state is empty, the next `iter` starts a new epoch.
         With ``rng='worker'``, the default, workers start from their seed again. With
         ``rng='batch'``, the data set draws the same numbers as without the interruption.
 
         Parameters
         ----------
         state_dict : dict
-            What `state_dict` returned for a loader with the same data and sampler. With a map-style
-            data set, the number of workers may differ. So may the batch size and the number of
-            ranks, if the sampler is torch's own, or accelerate's part of it for a rank: one state
-            serves all ranks. The dict is copied.
+            A dict returned by `state_dict` of a loader with the same data and sampler. For a
+            map-style data set, the number of workers may differ. The batch size and the number of
+            ranks may also differ if the sampler is torch's own or accelerate's shard of one. One
+            state then serves all ranks. The dict is copied.
         strict : bool
-            False: the data or the sampler may have changed. The epoch continues at the same
-            position of its present order, so samples may come twice or not at all.
+            If False, the data or the sampler may have changed. The epoch continues at the same
+            position in the present order, so samples may be repeated or missed.
 
         Raises
         ------
         TypeError, ValueError
-            It does not fit this loader. A state that was loaded before stays.
+            If the state does not fit this loader. A previously loaded state is kept.
 
         Examples
         --------
@@ -434,7 +434,7 @@ class DataLoader(Torchs[T_co]):
         resume = self._resume(loaded, strict=flag("strict", strict))
         own: Any = None if resume is None else resume["sampler"].get("sampler")
         order: Any = self.batch_sampler
-        # A copy of cseq's BatchSampler shows whether it can load its state.
+        # Try the state on a copy of cseq's BatchSampler first.
         if own is not None and hasattr(order, "state_after"):
             copy.copy(order).load_state_dict(own, strict=strict)
         self._loaded, self._is_strict, self._iterator = loaded, strict, None
@@ -455,7 +455,7 @@ else:
 
 
 class StatefulDataLoader(Ours[T_co]):
-    """A `DataLoader` that also saves the state of its data set, as torchdata's does.
+    """A `DataLoader` that also saves the state of its data set, like torchdata's class.
 
     Examples
     --------
@@ -468,7 +468,7 @@ class StatefulDataLoader(Ours[T_co]):
 
 
 def _signature() -> inspect.Signature:
-    """Return the arguments of torch's DataLoader, as this version has them, and those added."""
+    """Return the signature of this torch version's DataLoader plus cseq's arguments."""
     theirs = inspect.signature(data.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
     added = [
@@ -479,6 +479,6 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*theirs.values(), *added])
 
 
-# Frameworks make a loader again from the attributes that are arguments.
+# Frameworks rebuild a loader from the attributes named like its arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 KNOWN = {name: known for name, known in _signature().parameters.items() if name != "self"}

@@ -1,12 +1,11 @@
-"""Functions and classes of torch that are not public and that the loader uses.
+"""Private functions and classes of torch that the loader uses.
 
-Methods and attributes of torch's loader and iterators are used where they are needed
-(`_get_iterator`, `_index_sampler`, `_base_seed`, …), and so is what is multiprocessing's own, in
-`cseq.processes.launcher.child` and `cseq.processes.spawning`. `_use` tries each of torch's, so
-that a torch which lacks one is found out by name; test_torch_names.py tries multiprocessing's.
-
-With such a torch every loader has torch's own iterator: `REASON` says why. So nothing here fails
-when it is imported, and each name is used once, as the loader uses it.
+Private methods and attributes of torch's loader and iterators are used where they are needed
+(`_get_iterator`, `_index_sampler`, `_base_seed`, …). Private names of multiprocessing are used in
+`cseq.processes.launcher.child` and `cseq.processes.spawning`. `_use` exercises each torch name
+once to detect a torch that lacks one; test_torch_names.py covers multiprocessing. With such a
+torch, the import still succeeds, `REASON` names what is missing, and every loader falls back to
+torch's own iterator.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import data
 
-# What is imported under another name here is for other modules.
+# Names imported under an alias here are for other modules.
 __all__ = ["Base", "Inline", "Workers"]
 
-# Deprecated; future versions of torch will not have them.
+# Datapipes are deprecated, and a future torch may lack them.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
 if TYPE_CHECKING:
-    # What torch says of them, and where it says nothing, what they are.
+    # torch's own types where it declares them, otherwise ours.
     from collections.abc import Callable
 
     from torch.overrides import TorchFunctionMode
@@ -47,18 +46,18 @@ if TYPE_CHECKING:
 else:
     Base = Inline = Workers = object
     function_modes = list
-# What `DataLoader._dataset_kind` may be.
+# The value of `DataLoader._dataset_kind` for an IterableDataset.
 ITERABLE = 1
-# Why no loader can have an iterator of cseq's with this torch, if so.
+# Why this torch does not support cseq's iterator, or None if it does.
 REASON: str | None = None
 
 
 def settle_pinning(device: str | None) -> Any:
-    """Return what a thread that pins for this device has to call first, as torch's own does."""
+    """Return the function that a pinning thread must call first, as torch's pinning thread does."""
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Of the thread that asks; the other one would begin to use the first device.
+    # Read in the calling thread: the pinning thread would default to the first device.
     index = module.current_device()
 
     def settle() -> None:
@@ -75,7 +74,7 @@ _KNOWN = {
     "pin_memory_device", "in_order", "worker_method",
 }  # fmt: skip
 
-# Arguments of the loader that cseq does not know, and their defaults.
+# The DataLoader arguments that cseq does not know, with their defaults.
 UNKNOWN: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items()
@@ -84,19 +83,19 @@ UNKNOWN: dict[str, Any] = {
 
 
 def as_generic(kind: Any) -> Any:
-    """Return a class to derive from: a class derived has as many type parameters."""
+    """Return `kind` subscripted with its type parameters, so that subclasses keep them."""
     parameters = getattr(kind, "__parameters__", ())
     return kind[parameters] if parameters else kind
 
 
 def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Set what `torch.utils.data.get_worker_info` returns in this process."""
+    """Set the value that `torch.utils.data.get_worker_info` returns in this process."""
     info = worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
     worker._worker_info = info
 
 
 def forget_worker_info() -> None:
-    """Have `get_worker_info` return None in this process, at its end."""
+    """Make `get_worker_info` return None again when a worker process exits."""
     worker._worker_info = None
 
 
@@ -108,9 +107,10 @@ _OF_ITERATORS = attrgetter(
 
 
 def _use() -> None:
-    """Use each name once. Nothing of the caller's is drawn from, and no process started.
+    """Use each name once, without drawing from the caller's generators or starting a process.
 
-    On the CPU, whatever device is the default where cseq is imported: a generator is of one device.
+    The caller selects the CPU, since a generator belongs to one device and the default device at
+    import may be another.
     """
     samples: Any = [0]
     loader: Any = data.DataLoader(samples, generator=torch.Generator())
@@ -148,7 +148,7 @@ try:
     pin = data._utils.pin_memory.pin_memory
     worker = data._utils.worker
     numpy_seed = worker._generate_state
-    # Whether a worker's own copy of the data set is dropped when it ends: since torch 2.14.1.
+    # Since torch 2.14.1, a worker drops its copy of the data set when it exits.
     _loop = getattr(worker, "_worker_loop", repr)
     GIVES_BACK = "dataset_holder" in inspect.signature(_loop).parameters
     profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ try:
     push_mode = torch.overrides._push_mode
     with torch.device("cpu"):
         _use()
-# Of any type: a name may have another meaning.
+# Any type of exception is possible, since a name may have changed its meaning.
 except Exception as error:  # noqa: BLE001
     _what = f"{type(error).__name__}: {error}"
     REASON = f"this torch, {torch.__version__}, differs from those that cseq knows ({_what})"

@@ -1,7 +1,7 @@
-"""Options that torch's DataLoader lacks, and their defaults; one of its own.
+"""Options that torch's DataLoader lacks, and their process-wide defaults.
 
-A framework that makes a loader of another one's attributes passes on the arguments of torch alone,
-so the options have defaults for the whole process, and variables of the environment for those.
+A framework that rebuilds a loader from another loader's attributes passes only torch's arguments.
+The options therefore have defaults for the whole process, which environment variables can set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["VALUES", "Defaults", "Options", "defaults", "start_method_of"]
 
-# The first is the default.
+# The first value of each option is the default.
 VALUES = {
     "rng": ("worker", "batch"),
     "on_error": ("raise", "skip"),
@@ -27,21 +27,21 @@ VALUES = {
 
 
 class Options(NamedTuple):
-    """What an iterator needs besides torch's arguments: see `DataLoader`."""
+    """The options of an iterator beyond torch's arguments; see `DataLoader`."""
 
     rng: str
     on_error: str
     worker_method: str
-    # None if no state is asked for.
+    # None if the loader keeps no state.
     snapshot_every: int | None = None
     max_restarts: int = MAX_RESTARTS
 
 
 class Defaults:
-    """The values of options that a loader was not given: `rng`, `on_error`, `worker_method`.
+    """The process-wide defaults of `rng`, `on_error` and `worker_method`.
 
-    At first, CSEQ_LOADER_RNG, CSEQ_LOADER_ON_ERROR and CSEQ_LOADER_WORKER_METHOD of the environment
-    set them. `worker_method` is for loaders of map-style data sets.
+    The environment variables CSEQ_LOADER_RNG, CSEQ_LOADER_ON_ERROR and CSEQ_LOADER_WORKER_METHOD
+    set the initial values. `worker_method` applies only to loaders of map-style data sets.
     """
 
     rng: str
@@ -61,5 +61,5 @@ for _name, _values in VALUES.items():
 
 
 def start_method_of(loader: DataLoader[Any]) -> str:
-    """Name the way in which a loader's worker processes are started."""
+    """Return the start method of a loader's worker processes."""
     return str((loader.multiprocessing_context or multiprocessing).get_start_method())

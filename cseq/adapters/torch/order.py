@@ -1,16 +1,16 @@
-"""The order of an epoch: the keys of the index sampler, drawn one by one.
+"""The order of an epoch: the keys that the index sampler yields.
 
-An index sampler is what a loader takes its keys from: its batch sampler, or its sampler if it does
-not batch. A resume draws its keys again and drops them (`Keys`). Keys of `shuffle=True`, and of
-torch's samplers for parts and ranks, are slices of one permutation, which can begin anywhere
-(`drawn_keys`).
+The index sampler is the loader's source of keys: its batch sampler, or its sampler if it does not
+batch. A resume draws the epoch's keys again and discards the consumed ones (`Keys`). With
+`shuffle=True` and torch's subset and distributed samplers, the keys are slices of one permutation,
+which can start at any position (`drawn_keys`).
 
-After the end of an epoch the state is what the next one begins with: the sampler's, or its
-generator's. What is drawn from a global generator is the trainer's.
+After the end of an epoch, the saved state is the state of the sampler or its generator, from which
+the next epoch starts. Draws from a global generator are the trainer's responsibility.
 
-Ranks share the epoch of a sampler that is known (`Layers.shares`): after k batches on each rank,
-all of them together have had the first k * step samples. So the state of any rank serves all, and
-another number of ranks, or another batch size, shares what is left.
+With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, the
+ranks together have consumed the first k * step samples. The state of any rank therefore serves all
+ranks, and a different number of ranks or batch size can share the remaining samples.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sized
 
-    # Returns its state, and sets it.
+    # A function that returns the state and one that sets it.
     Source = tuple[Callable[[], object], Callable[[Any], object]]
 
 __all__ = ["Keys", "Layers", "read_sources", "seed_from", "set_sources", "sources_in", "text_of"]
@@ -54,7 +54,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch: each batch of all ranks together has `step` samples."""
+    """How ranks share an epoch: one batch on every rank makes `step` samples in total."""
 
     step: int
     world_size: int
@@ -62,13 +62,13 @@ class Shares(NamedTuple):
 
 
 class Layers:
-    """An index sampler, and the samplers inside it.
+    """An index sampler and the samplers nested in it.
 
-    Without accelerate's SkipBatchSampler, which has `omitted` keys left out, it is `outer`: maybe
-    accelerate's `shard` for one rank, which divides `batches`. If these are torch's BatchSampler,
-    of some `size`, that batches the samples of `inner`; otherwise `inner` is `outer`. Its order may
-    depend on its `seed` and its epoch alone. If it `is_known`, it draws from nothing but its seed,
-    its generator or torch's.
+    `outer` is the index sampler without accelerate's SkipBatchSampler, which skips `omitted` keys.
+    If `outer` is accelerate's `shard` for one rank, `batches` is the sampler it divides, otherwise
+    `outer`. If `batches` is torch's BatchSampler, `size` is its batch size and `inner` its sampler;
+    otherwise `inner` is `outer`. `seed` is set if the order depends only on it and the epoch. If
+    `is_known`, `inner` draws only from its seed, its generator or torch's.
     """
 
     def __init__(self, index_sampler: Iterable[object]) -> None:
@@ -93,28 +93,28 @@ class Layers:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The generator that `inner` was given, if any."""
+        """The generator passed to `inner`, or None."""
         generator = getattr(self.inner, "generator", None) if self.seed is None else None
         return generator if isinstance(generator, torch.Generator) else None
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether keys can be drawn before workers are forked, and no worker can tell.
+        """Whether keys can be drawn before workers are forked without any effect in the workers.
 
-        torch forks first. Its own samplers change nothing but torch's generator, which every worker
-        seeds, and a generator that they were given: the data set may have that one. They ask the
-        data set for its length, which a SequentialSampler has not done before.
+        torch forks first. Its own samplers change only torch's generator, which every worker
+        reseeds, and a generator passed to them, which the data set may share. They also call
+        ``len(dataset)``, which a SequentialSampler has not done at that point.
         """
         return type(self.inner) in OWN and self.generator is None
 
     @property
     def is_sliced(self) -> bool:
-        """Whether each key is a slice of one permutation, as torch's own BatchSampler makes it."""
+        """Whether each key is a slice of one permutation, made by torch's own BatchSampler."""
         return self.batches is self.outer and self.size > 0 and type(self.inner) in PERMUTED
 
     @property
     def shares(self) -> Shares | None:
-        """How ranks share an epoch, if that is known."""
+        """How ranks share an epoch, or None if unknown."""
         inner, shard = self.inner, self.shard
         if not (self.is_known or type(inner) is SequentialSampler):
             return None
@@ -128,7 +128,7 @@ class Layers:
 
 
 def _of_accelerate(sampler: object, name: str) -> Any:
-    """Return a sampler if accelerate's class of this name made it, otherwise None."""
+    """Return `sampler` if it is an instance of accelerate's class `name`, otherwise None."""
     known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
     return sampler if type(sampler) is known else None
 
@@ -139,11 +139,11 @@ def seed_from(*numbers: int) -> int:
     return int(words.generate_state(1, np.uint64)[0] >> 1)
 
 
-# -- what a sampler draws from
+# -- sources of random numbers
 
 
 def _as_lists(value: object) -> object:
-    """Return a state of numpy's with lists for its arrays, which `set_state` takes as well."""
+    """Return numpy's state with its arrays as lists, which `set_state` also accepts."""
     if isinstance(value, dict):
         return {name: _as_lists(part) for name, part in value.items()}
     if isinstance(value, tuple):
@@ -152,7 +152,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Return the state of a torch generator as a text: its words, without zeros: half of them."""
+    """Encode a torch generator's state as text, without the zero words, which are half of it."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -160,7 +160,7 @@ def text_of(states: torch.Tensor) -> str:
 
 
 def states_of(text: str) -> torch.Tensor:
-    """Return the state that `text_of` has written."""
+    """Decode a state that `text_of` encoded."""
     kept = b64decode(text)
     count = int.from_bytes(kept[:4], sys.byteorder)
     start = 4 + -(-count // 8)
@@ -180,7 +180,7 @@ def _source_of(generator: torch.Generator) -> Source:
 
 
 def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
-    """Return generators by name; their states are such that JSON can hold them."""
+    """Return the generators by name, with JSON-serializable states."""
     return {
         "random": (
             python.getstate,
@@ -195,7 +195,7 @@ GLOBAL = sources_in(random, np.random, torch.default_generator)
 
 
 def read_sources(sources: dict[str, Source] = GLOBAL) -> State:
-    """Return the states of what is drawn from: numbers and texts."""
+    """Return the state of each source, as numbers and text."""
     return {name: source[0]() for name, source in sources.items()}
 
 
@@ -206,13 +206,13 @@ def set_sources(states: State, sources: dict[str, Source] = GLOBAL) -> None:
 
 
 def sources_of(layers: Layers) -> dict[str, Source]:
-    """Return what determines the keys of a sampler, and is not its own.
+    """Return the external sources that determine the keys of a sampler.
 
     ==============================  ===========================================================
-    a generator that it has         torch's samplers that draw (`DRAWING`) draw from that alone
-    its ``epoch``                   if it has ``set_epoch``; alone where its seed is known
-    torch's global generator        torch's samplers that draw, without one of their own
-    all global generators           any other
+    the sampler's generator         the only source of torch's `DRAWING` samplers that have one
+    the sampler's ``epoch``         if it has ``set_epoch``; the only source if its seed is known
+    torch's global generator        torch's `DRAWING` samplers without a generator
+    all global generators           any other sampler
     ==============================  ===========================================================
     """
     inner, generator = layers.inner, layers.generator
@@ -233,10 +233,10 @@ def sources_of(layers: Layers) -> dict[str, Source]:
 # -- orders
 
 
-# About as many samples become a list together.
+# The approximate number of samples converted to a list at a time.
 TOGETHER = 2048
 
-# torch's samplers whose samples are a permutation, or its beginning; and what they permute.
+# torch's samplers that yield a permutation or a prefix of one, and the attribute they permute.
 PERMUTED = {
     RandomSampler: "data_source",
     SubsetRandomSampler: "indices",
@@ -245,13 +245,13 @@ PERMUTED = {
 
 
 def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
-    """Yield the keys after the first `skip` ones; from the first key on, draw as the sampler does.
+    """Yield the keys after the first `skip` keys, drawing numbers just as the sampler does.
 
-    The first key is the one after `start` samples of all ranks together. A DistributedSampler pads
-    what is left as it pads an epoch: with the epoch's first samples.
+    Key 0 follows the first `start` samples, counted over all ranks. A DistributedSampler pads the
+    remaining samples as it pads an epoch, with the first samples of the epoch.
 
-    torch makes a list of a whole epoch, and every key goes through two iterators. Here the epoch
-    of a sampler of torch's stays a tensor.
+    torch converts a whole epoch to a list and passes each key through two iterators. Here the epoch
+    of a torch sampler stays a tensor.
     """
     outer, inner, size = layers.outer, layers.inner, layers.size
     order = order_of(inner, start) if start or layers.is_sliced else None
@@ -275,27 +275,27 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
             yield keys[k : k + size]
     n = len(inner.data_source) if type(inner) is RandomSampler else 0
     if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
-        # torch's draws whole permutations, then the beginning of another one.
+        # torch's RandomSampler draws whole permutations, then the start of another one.
         torch.randperm(n, generator=inner.generator, dtype=order.dtype)
     if end < count and skip * size <= end and not outer.drop_last:
         yield listed(order[end:])
 
 
 def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
-    """Draw the samples of this rank in an epoch of which `start` are over, as the sampler does.
+    """Draw this rank's samples after the first `start` of an epoch, as the sampler does.
 
-    Returns None if they are not a permutation, or its beginning. Nothing is drawn then.
+    Returns None without drawing if the samples are not a permutation or a prefix of one.
     """
     if type(inner) not in PERMUTED:
         return None
     samples: Sized = getattr(inner, PERMUTED[type(inner)])
     n = len(samples)
-    # torch draws the same with both.
+    # torch draws the same numbers with both types.
     kind = torch.int32 if n < 2**31 else torch.int64
     if type(inner) is DistributedSampler:
         total, ranks, first = inner.total_size, inner.num_replicas, start + inner.rank
         if total != n and inner.drop_last != (total < n):
-            # The length of the data set has changed: torch raises.
+            # The length of the data set has changed. Leave the error to torch.
             return None
         order = torch.arange(n, dtype=kind)
         if inner.shuffle:
@@ -319,7 +319,7 @@ def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
 
 
 def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]:
-    """Return an index sampler with these samples instead of its inner sampler's."""
+    """Return an index sampler whose inner sampler is replaced by `samples`."""
     if type(index_sampler) is BatchSampler:
         return BatchSampler(samples, index_sampler.batch_size, index_sampler.drop_last)
     shard: Any = copy.copy(_of_accelerate(index_sampler, "BatchSamplerShard"))
@@ -329,16 +329,16 @@ def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]
 
 
 class Ahead(int):
-    """A number of an epoch that is not the framework's, but `Epochs`'."""
+    """An epoch number set by `Epochs` and not by the framework."""
 
 
 class Epochs:
-    """The epochs' numbers that a sampler with `set_epoch` gets, in a run that is resumed.
+    """Corrects the epoch numbers of a sampler with `set_epoch` in a resumed run.
 
-    A framework may then count epochs from 0 again, as accelerate does where the loop does not call
-    its `set_epoch`. Its numbers are `ahead` too low, and the sampler gets the right ones. Numbers
-    that go on from the state's are left as they are. The first epoch after the resumed one shows
-    which of the two it is.
+    A framework may count epochs from 0 again after a resume, as accelerate does if the loop does
+    not call its `set_epoch`. Its numbers are then too low by `ahead`, and the sampler receives
+    corrected ones. Numbers that continue from the state are left alone. The first epoch after the
+    resumed one shows which case applies.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
@@ -348,7 +348,7 @@ class Epochs:
         resumed, ahead = kept.get("_epochs", (None, 0))
         if resume is not None:
             saved: int | None = resume["sampler"].get("epoch")
-            # In the middle of an epoch, `Keys` sets its number.
+            # If the state is in the middle of an epoch, `Keys` sets its number.
             if saved is None:
                 first = resume["sampler"].get("generators", {}).get("first", {})
                 saved, resumed = int(first.get("epoch", number)), number
@@ -363,26 +363,27 @@ class Epochs:
             sampler.set_epoch(self._number)
 
     def after(self) -> State:
-        """Return the number of the next epoch, if the sampler has counted on by itself."""
+        """Return the next epoch's number if the sampler incremented it itself."""
         number: int = self._sampler.epoch
         return {"epoch": int(number)} if number == self._number + 1 else {}
 
 
 class Keys:
-    """An epoch's keys, which a resume draws again from the states that are noted here.
+    """The keys of an epoch, and the states from which a resume draws them again.
 
-    Samplers draw all at once, in `iter` or with the first key. So the states of generators before
-    both are noted, and the sampler's, if it has one, before and after that key. A resume sets them,
-    draws what was drawn, drops the keys of batches that were delivered, and sets the global
-    generators back to what they were, since they are the trainer's. What a sampler draws from these
-    with later keys cannot be drawn again: the trainer may have drawn in between.
+    Samplers draw their whole order at once, in `iter` or with the first key. `Keys` therefore saves
+    the states of the generators before both, and a stateful sampler's state before and after the
+    first key. A resume restores these states, repeats the draws, discards the keys of delivered
+    batches, and restores the global generators, which belong to the trainer. Numbers that a sampler
+    draws from global generators with later keys cannot be reproduced, because the trainer may draw
+    in between.
 
-    The epoch's number in a state takes precedence over the sampler's: Lightning tells it to a
-    loader that goes on only when its first keys are drawn.
+    The epoch number in a state takes precedence over the sampler's, since Lightning passes it to a
+    resumed loader only after the first keys are drawn.
 
-    The `iter` of the loader's index sampler comes next, and its seed. `keeps_state` says whether
-    states may be asked for. `start` is how many samples were over, and batches, where batches of
-    another size, or for other ranks, began.
+    It must be created before the index sampler's `iter` and the draw of the seed. `keeps_state` is
+    True if states may be requested. `start` holds the numbers of samples and batches that preceded
+    a change of batch size or ranks.
     """
 
     def __init__(
@@ -393,9 +394,9 @@ class Keys:
         self._keeps_state = keeps_state and type(layers.inner) is not SequentialSampler
         known: tuple[object, ...] = layers.outer, layers.inner, layers.batches
         self._sampler = next(filter(is_stateful, known), None)
-        # The state of what a shard divides says nothing of a rank's keys: they are all drawn again.
+        # The state of a divided sampler says nothing about one rank's keys: draw all keys again.
         self._is_divided = layers.shard is not None and self._sampler is known[-1]
-        # Of cseq's BatchSampler.
+        # Only cseq's BatchSampler has `state_after`.
         self._after: Callable[[State, int], State] | None
         self._after = getattr(layers.outer, "state_after", None)
         has_sources = self._keeps_state and self._after is None
@@ -409,47 +410,48 @@ class Keys:
         self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        # Before the first key, which `_base` keys come before; and of the sampler, after that key.
+        # The state before the first key, the number of keys that precede that key, and the
+        # sampler's state after it.
         self._state: State | None = None
         self._base = 0
         self._own: State = {}
 
     def look_again(self, resume: State | None = None) -> None:
-        """Note the states before another `iter` of the sampler.
+        """Save the states before another `iter` of the sampler.
 
-        `resume`: of an epoch that draws no seed, unless it is the first one.
+        `resume` is passed for persistent workers, whose later epochs draw no seed.
         """
         if resume is not None and resume["_iterator_finished"]:
             self._set_generators(resume)
-        # The `iter` of torch's own draws nothing.
+        # `iter` of torch's own samplers draws nothing.
         draws_nothing = type(self.layers.outer) in (BatchSampler, *OWN)
         self._before: State = {} if draws_nothing else read_sources(self._sources)
 
     def _set_generators(self, resume: State) -> None:
-        """Set the generators to where the epoch that is resumed, or the next one, began."""
+        """Restore the generators to the start of the resumed epoch, or of the next one."""
         if self._generator is not None and resume.get("generator") is not None:
             _source_of(self._generator)[1](resume["generator"])
         generator = resume["sampler"].get("generator")
         set_sources({} if generator is None else {"generator": generator}, self._sources)
 
     def seed(self) -> int | None:
-        """Return a seed for the draws of an epoch of accelerate's sampler, which has one itself.
+        """Return an epoch seed derived from accelerate's seedable sampler, or None without one.
 
-        A run that skips batches cannot draw it again, as accelerate keeps no state of generators.
+        A run that skips batches cannot draw the seed again: accelerate saves no generator states.
         """
         inner = self.layers.seedable
         return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
-        """Return the state of the loader's own generator: now, or before the epoch's seed."""
+        """Return the state of the loader's generator, either now or before the epoch's seed."""
         if now:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
 
     def draw(self, iterator: Iterator[object], yielded: int, state: State) -> Iterator[object]:
-        """Return the keys that follow the first `yielded` ones.
+        """Return the keys after the first `yielded` keys.
 
-        `iterator` is ``iter(index_sampler)``, `state` the resumed run's.
+        `iterator` is ``iter(index_sampler)``, and `state` is the state of the resumed run.
         """
         layers = self.layers
         if "generators" in state and self._keeps_state:
@@ -465,16 +467,16 @@ class Keys:
         if "sampler" in state and self._sampler is not None:
             own = state["sampler"]
             begun, base, noted_at = state.get("begun", (own, 0, 0))
-            # accelerate has taken some back.
+            # accelerate has lowered the number of batches.
             if self._after is not None and yielded < noted_at:
                 self._sampler.load_state_dict(begun, **self._options)
                 own = self._after(begun, yielded - base)
             self._sampler.load_state_dict(copy.deepcopy(own), **self._options)
             iterator = iter(layers.outer)
-            # It goes on at the position of its state.
+            # cseq's BatchSampler continues at the position of its state.
             if self._after is not None:
                 self._base, yielded = yielded, 0
-        # What the first key raises does not end the iterator.
+        # With `chain`, an exception from the first key does not end the iterator.
         if self._keeps_state:
             iterator = chain(map(self._first_of, (iterator,)), iterator)
         return islice(iterator, yielded, None) if yielded else iterator
@@ -491,7 +493,7 @@ class Keys:
     def _first_of(self, iterator: Iterator[Any]) -> object:
         self._state = self._noted()
         key = next(iterator)
-        # Many draw their order with it. At a short batch a sampler has come to its end.
+        # Many samplers draw their order with the first key. A short batch exhausts the sampler.
         size = 0 if self.layers.shard else self.layers.size
         if (not size or len(key) == size) and not self._is_divided:
             self._own = self._own_state()
@@ -506,7 +508,7 @@ class Keys:
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
-        """Yield the key after the `skip` first ones that begin from a state, and the iterator."""
+        """Yield two iterables of a resumed epoch: key number `skip`, then all later keys."""
         trainers, generators = read_sources(), state["generators"]
         layers, start, is_sliced = self.layers, self.start[0], self.layers.is_sliced
         try:
@@ -525,14 +527,14 @@ class Keys:
                 self._compare(before)
         finally:
             set_sources(trainers)
-            # As its first key does.
+            # Draw a number, as the first key of a RandomSampler does.
             if not skip and not start and type(layers.inner) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()
         yield key
         yield iterator
 
     def _compare(self, before: State) -> None:
-        """Say that a resume is not exact, if keys were drawn from global generators since."""
+        """Warn that a resume is inexact if later keys have drawn from global generators."""
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
@@ -544,14 +546,14 @@ class Keys:
             )
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return what a state keeps after `yielded` batches of this epoch have been delivered.
+        """Return the sampler part of a state after `yielded` delivered batches of this epoch.
 
-        `finished`: the loop has also seen that the epoch is over.
+        `finished` is True once the loop has reached the end of the epoch.
         """
         if finished:
             if self._keeps_state and self._sampler is not None:
                 return self._own_state()
-            # The next epoch draws from it.
+            # The next epoch draws from this generator.
             generator = self.layers.generator
             state = {} if self._epochs is None else self._epochs.after()
             if generator is not None:
@@ -569,7 +571,7 @@ class Keys:
             when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
             for when, states in state["generators"].items()
         }
-        # A sampler's state may refer to one thing twice.
+        # A sampler's state may refer to the same object twice, so copy it as a whole.
         if len(state) > 1:
             state = copy.deepcopy({**state, "generators": {}})
         return {**state, "generators": generators}

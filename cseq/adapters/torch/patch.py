@@ -1,4 +1,4 @@
-"""`install`: torch's own DataLoader class with cseq's worker processes."""
+"""Patches torch's DataLoader class to use cseq's worker processes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
-# torch's class, though a program may have put cseq's under its name.
+# torch's class, even if a program has rebound its name to cseq's class.
 _class: Any = DataLoader.__mro__[1]
 
 
 def _get_iterator(self: data.DataLoader[Any]) -> object:
-    """Make an iterator of cseq's; torch's own does without workers, unless a default says more.
+    """Return cseq's iterator for a torch loader, or torch's own if it needs no cseq feature.
 
-    A loader of cseq's comes here if its own way cannot be: for torch's.
+    A `cseq.DataLoader` that falls back also ends up here, and gets torch's own iterator.
     """
     own, reason = _original, None
     assert own is not None
@@ -33,7 +33,7 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
     rng, on_error, method = defaults.rng, defaults.on_error, defaults.worker_method
     if self.num_workers == 0 and (rng, on_error) == ("worker", "raise"):
         reason = "with num_workers=0 the loop makes the batches"
-    # Of a torch that has threads itself.
+    # Some versions of torch have worker threads themselves.
     elif getattr(self, "worker_method", None) == "thread":
         reason = "torch's worker threads are its own"
     if reason is None:
@@ -44,15 +44,15 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
 
 
 def install() -> None:
-    """Have every DataLoader of torch use cseq's worker processes, at its next `iter`.
+    """Make every torch DataLoader use cseq's worker processes from its next `iter` on.
 
-    That includes the loaders of frameworks, which make their own, and of subclasses that do not
-    make their iterators themselves. They get `stats`, as a cseq.DataLoader has. Twice is fine.
+    This includes loaders created by frameworks, and subclasses that do not override
+    `_get_iterator`. Loaders also gain cseq.DataLoader's `stats`. A second call has no effect.
 
     Raises
     ------
     RuntimeError
-        Something else has changed torch's class already.
+        If something else has already patched torch's class.
     """
     global _original
     if is_installed():
@@ -69,7 +69,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Have torch's DataLoader use its own worker processes again. Iterators go on as they are."""
+    """Restore torch's own worker processes. Existing iterators are not affected."""
     global _original
     if not is_installed():
         return
@@ -82,13 +82,13 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether `install` was called, and not undone."""
+    """Return True if `install` is in effect."""
     return _original is not None
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Have every DataLoader of torch use cseq's worker processes inside a `with` statement."""
+    """Make every torch DataLoader use cseq's worker processes inside a `with` statement."""
     before = is_installed()
     install()
     try:

@@ -1,4 +1,4 @@
-"""Pinning of batches; of the next one while the loop works with the one before."""
+"""Pins batches in memory, the next one while the loop works on the current one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-# How long the end of the program, and a fork, wait for a batch that is being pinned.
+# How long program exit and a fork wait for a batch that is being pinned.
 EXIT_SECONDS = 15.0
 
 
 class Pinner:
-    """Pins batches for a device, the next one on a thread from the first `pin_ahead` to `close`.
+    """Pins batches for a device, with a thread for the next batch from `pin_ahead` until `close`.
 
-    A signal handler may raise in any method: a batch may then be pinned twice.
+    If a signal handler raises in any method, a batch may be pinned twice.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -31,48 +31,48 @@ class Pinner:
         self._jobs: SimpleQueue[PinJob | None] = SimpleQueue()
         self._threads = Threads()
         self._job: PinJob | None = None
-        # Of the latest job, even if that is forgotten.
+        # Set when the latest job finishes, even if that job was forgotten.
         self._done: Latch | None = None
         _pinners.add(self)
 
     def in_threads(self) -> tuple[Any, str | None]:
-        """Return what a thread calls first that pins its batches itself, and the device."""
+        """Return the setup function for a thread that pins its own batches, and the device."""
         return names.settle_pinning(self._device), self._device
 
     def pin(self, item: Any, batch: Any) -> Any:
-        """Return the batch of an item, pinned: on the thread if begun there, or else here."""
+        """Return an item's pinned batch, using the thread's result if there is one."""
         job = self._job
         if job is not None and job.item is item and self.wait() and job.is_pinned:
             return job.batch
         return names.pin(batch, self._device)
 
     def pin_ahead(self, item: Any, batch: Any) -> None:
-        """Have the thread pin the batch of an item."""
+        """Start pinning an item's batch on the thread."""
         if not self._threads.begun:
             try:
                 work = partial(_work, self._jobs, self._device, names.settle_pinning(self._device))
                 self._threads.add("cseq-pin", work)
                 self._threads.start()
-            # The system has no more threads, or the interpreter is ending.
+            # The system cannot start another thread, or the interpreter is shutting down.
             except RuntimeError:
                 self._threads = Threads()
                 return
         self._job = PinJob(item, batch)
-        # No handler runs between these two lines.
+        # No signal handler runs between these two lines.
         self._done = self._job.done
         self._jobs.put(self._job)
 
     def forget(self) -> None:
-        """Keep no batch."""
+        """Drop the reference to the latest batch."""
         self._job = None
 
     def wait(self, seconds: float = -1.0) -> bool:
-        """Wait until nothing is being pinned; return whether that is so, in this process."""
+        """Wait until no batch is being pinned. Return False on timeout or in a forked process."""
         done = self._done
         return done is None or (self._pid == os.getpid() and done.wait(seconds))
 
     def close(self) -> None:
-        """End the thread, without waiting for it."""
+        """Stop the thread without waiting for it."""
         self._jobs.put(None)
         self._job = None
 
@@ -80,7 +80,7 @@ class Pinner:
 
 
 class PinJob:
-    """A batch that is pinned on the thread."""
+    """A batch to be pinned on the thread."""
 
     def __init__(self, item: Any, batch: Any) -> None:
         self.item, self.batch = item, batch
@@ -88,10 +88,10 @@ class PinJob:
 
 
 def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
-    """Run the thread; it keeps no batch while it waits for the next one."""
+    """Run the thread's loop, holding no batch while it waits for the next one."""
     settle()
     while (job := jobs.get()) is not None:
-        # The loop pins it again, which raises the exception there.
+        # On an error, the trainer pins the batch again and raises the exception there.
         with contextlib.suppress(BaseException):
             job.batch = names.pin(job.batch, device)
             job.is_pinned = True
@@ -104,9 +104,9 @@ _pinners: weakref.WeakSet[Pinner] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_all() -> None:
-    """Keep the process from ending, or being forked, in a call of the device's library.
+    """Keep the process from exiting or forking during a call into the device's library.
 
-    A copy of the process would have its locks as they are there, and no thread to release them.
+    A forked child would inherit the library's held locks but no thread to release them.
     """
     for pinner in list(_pinners):
         pinner.wait(EXIT_SECONDS)

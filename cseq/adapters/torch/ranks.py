@@ -1,4 +1,4 @@
-"""What a loader has to know of other ranks: an order's seed, and who reads what."""
+"""Coordinates loaders across ranks: the seed and each rank's part of the data."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ __all__ = ["agreed", "divider", "divisions", "number_of", "rank_of"]
 
 log = logging.getLogger("cseq")
 
-# Seconds after which the log says what is waited for.
+# The number of seconds after which a waiting rank logs a warning.
 PATIENCE = 10.0
-# What samplers call their part: accelerate's, and torch's DistributedSampler.
+# The attributes for rank and world size, in accelerate's samplers and in DistributedSampler.
 NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
-# The most samplers that may be inside one another.
+# The maximum nesting depth of samplers.
 MOST = 4
 
-# Orders that were made, by name and samples.
+# The number of orders created, by name and number of samples.
 _made: Counter[tuple[str, int | None]] = Counter()
 
 
 def number_of(order: Order) -> int:
-    """Count an order among the ones like it that this process has made: ranks make the same."""
+    """Return a number that identifies the order on all ranks, which create the same orders."""
     _made[order.name, order.samples] += 1
     return _made[order.name, order.samples]
 
 
 def group() -> Any:
-    """Return torch.distributed, if there is a process group of more than one rank."""
+    """Return torch.distributed if a process group has more than one rank, otherwise None."""
     distributed = torch.distributed
     is_there = distributed.is_available() and distributed.is_initialized()
     return distributed if is_there and distributed.get_world_size() > 1 else None
 
 
 def agreed(seed: int, order: Order, *numbers: int) -> int:
-    """Return rank 0's seed of an order, where there are several ranks.
+    """Return rank 0's seed for an order if there are several ranks, otherwise `seed`.
 
-    It goes through the store of the process group, not through a collective: rank 0 waits for
-    nobody, so it may iterate alone, and no tensor is sent. All ranks give the same numbers, which
-    tell one question from others. Raises RuntimeError if the process group has no store, or rank 0
-    sets no seed within the group's timeout.
+    The seed is exchanged through the process group's store and not by a collective. Rank 0
+    therefore never waits and may iterate alone, and no tensor is sent. All ranks must pass the same
+    `numbers`, which identify the request. Raises RuntimeError if the process group has no store or
+    rank 0 does not set a seed within the group's timeout.
     """
     distributed = group()
     if distributed is None or not order.is_seeded:
@@ -82,7 +82,7 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
 
 
 def divider(sampler: Any) -> Any:
-    """Return what accelerate iterates over now, if that is the sampler or what divides it."""
+    """Return accelerate's active batch sampler if it is `sampler` or wraps it, otherwise None."""
     state: Any = sys.modules.get("accelerate.state")
     loader = None if state is None else getattr(state.GradientState(), "active_dataloader", None)
     outer = getattr(loader, "batch_sampler", None)
@@ -90,10 +90,10 @@ def divider(sampler: Any) -> Any:
 
 
 def divisions(sampler: Any) -> list[tuple[int, int]]:
-    """Return which part of how many a sampler gives, and those inside it, from the outermost on."""
+    """Return the (rank, world size) pairs of a sampler and those nested in it, outermost first."""
     parts: list[tuple[int, int]] = []
     for _ in range(MOST):
-        # What a wrapper passes on is not its own. cseq's BatchSampler has a `_shard`.
+        # Use `__dict__`, since a wrapper may forward attributes. `_shard` is cseq's BatchSampler's.
         own = getattr(sampler, "__dict__", {})
         shard: Any = own.get("_shard")
         if getattr(shard, "source", ""):
@@ -109,7 +109,7 @@ def divisions(sampler: Any) -> list[tuple[int, int]]:
 
 @functools.cache
 def warn_twice(*ranks: int) -> None:
-    """Log, once, that ranks read a part of a part."""
+    """Warn once that batches are divided among ranks twice."""
     log.warning(
         "the batches are divided among ranks twice, by %s: an epoch lacks samples; where a "
         "framework divides them (accelerate's prepare), leave out DistributedSampler, or shard= "
@@ -119,10 +119,10 @@ def warn_twice(*ranks: int) -> None:
 
 
 def rank_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return which rank this is, and of how many, of those that read different batches.
+    """Return this rank and the world size, counting only ranks that read different batches.
 
-    The parts that samplers give say so: `divisions`. Without them, ranks read data of their own,
-    unless they seem to share a model.
+    `parts` is the result of `divisions`. If it is empty, ranks are assumed to read different data
+    unless they appear to share a model.
     """
     rank, ranks = 0, 1
     for one, of in parts:

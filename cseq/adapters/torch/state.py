@@ -1,4 +1,4 @@
-"""Where a loader is in an epoch: what `state_dict` returns."""
+"""A loader's position in an epoch, as returned by `state_dict`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["LoaderProgress", "resumed"]
 
 VERSION = 4
-# The same number twice; accelerate lowers both.
+# Both hold the same number. accelerate decrements both.
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
-# What a loader says of its epochs: what their order depends on, their batches, and `Shares`.
+# The facts a loader reports about its epochs: their order, their batches, and `Shares`.
 ORDER, BATCHES = ("sampler_type", "shuffle", "seed", "samples"), ("batch_size", "batches")
 SHARES = ("step", "world_size", "rank")
 
@@ -43,19 +43,19 @@ State = dict[str, Any]
 
 
 class LoaderProgress:
-    """How far an epoch is, as of the last batch delivered.
+    """The progress of an epoch up to the last delivered batch.
 
-    A loader that is pickled or copied has none, so its copy begins an epoch.
+    It is not pickled or copied with its loader, so a copied loader starts a new epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], keys: Keys, *, rng: str) -> None:
         self.iterable = loader._dataset_kind == names.ITERABLE
         self.num_workers, self.rng = loader.num_workers, rng
-        # A weak reference to the iterator, if there are workers.
+        # A weak reference to the iterator if there are workers.
         self.iterator: Callable[[], Any] = _none
-        # Of workers that have ended.
+        # The counts of workers that have exited.
         self.stats: Stats | None = None
-        # Of the data set in each worker, pickled; an epoch begins with what the last one left.
+        # The pickled state of the data set in each worker, kept from epoch to epoch.
         self.states: list[bytes | None] = []
         self.begin_epoch(keys, None)
 
@@ -63,16 +63,16 @@ class LoaderProgress:
         return _none, ()
 
     def begin_epoch(self, keys: Keys, base_seed: int | None, resume: State | None = None) -> None:
-        """Begin an epoch, or go on with one. Without a `base_seed`, none has begun."""
+        """Start an epoch or resume one. If `base_seed` is None, no epoch has started."""
         several = max(1, self.num_workers)
         self.keys, self.base_seed = keys, base_seed
         self.finished = False
-        # What the loader says of the epoch, once a state is asked for.
+        # The loader's facts about the epoch, set when a state is first requested.
         self.batching: State | None = None
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        # Where the trainer makes the batches.
+        # Set if the trainer makes the batches.
         self.inline: DatasetState | None = None
-        # Of an IterableDataset, for each worker: batches delivered, whether there are no more.
+        # For an IterableDataset, each worker's number of delivered batches and if it is exhausted.
         self.counts, self.ended = [0] * several, [False] * several
         self.yielded = keys.layers.omitted
         if resume is None:
@@ -83,18 +83,18 @@ class LoaderProgress:
         self.states = [
             None if state is None else dumps(state) for state in states or [None] * several
         ]
-        # The worker that is next: batch k of the keys of this loader is made by worker k mod N.
+        # The next worker in turn: batch k of this loader's keys is made by worker k mod N.
         self.turn = (self.yielded - keys.layers.omitted) % several
-        # Workers of an IterableDataset take turns: the last with the most batches was the latest.
+        # Workers of an IterableDataset take turns: the last one with the maximum was the latest.
         if self.iterable:
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
     def as_dict(self, *, next_epoch: bool) -> State:
-        """Return it as `state_dict` does: another dict each time.
+        """Return the state as a new dict for `state_dict`.
 
-        All states of a loader have the same keys, and what varies is in a tuple: torch's
-        distributed checkpoints restore only the keys that the state of a new loader has, and look
-        into dicts and lists.
+        All states of a loader have the same keys, and variable parts are stored in tuples. torch's
+        distributed checkpoints descend into dicts and lists, and restore only the keys that a new
+        loader's state has.
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
         is_between = is_over or self.base_seed is None
@@ -121,11 +121,11 @@ class LoaderProgress:
 
 
 def _none() -> None:
-    """Return what a weak reference returns when its object is gone."""
+    """Return None, like a dead weak reference."""
 
 
 def _from_3(state: State) -> State:
-    """Lift a state of version 3, which had tensors for the states of generators."""
+    """Convert a state of version 3, which stored generator states as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):
@@ -144,11 +144,11 @@ LIFTS = {3: _from_3}
 def resumed(
     state: State, *, keeps: bool, kind: str, num_workers: int, batching: State, strict: bool
 ) -> State | None:
-    """Return a state as an iterator goes on from it, or None if the next epoch just begins.
+    """Return the state from which an iterator resumes, or None for a fresh epoch.
 
-    Of an epoch that is over, or has not begun, ``base_seed`` is None, and the rest as for an epoch
-    that begins. `keeps`: the data set is the same object in all epochs. Raises ValueError if the
-    state does not fit.
+    If the state's epoch is over or has not started, the result describes the start of an epoch, and
+    its ``base_seed`` is None. `keeps` is True if all epochs use the same data set object. Raises
+    ValueError if the state does not fit.
     """
     state = _lifted(state)
     if state["kind"] != kind:
@@ -156,11 +156,11 @@ def resumed(
             f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
         )
     yielded = int(min(state[name] for name in NUMBERS))
-    # Between epochs: that is over, or none has begun.
+    # The state is between epochs if its epoch is over or has not started.
     is_between = state["_iterator_finished"] or state["base_seed"] is None
     (sampler,), workers, start = state["sampler"], list(state["workers"]), state["start"]
     has_states = any(workers) and (keeps or not is_between)
-    # A sampler that has a state goes on from its own.
+    # A stateful sampler continues from its own state.
     if is_between:
         sampler = {
             name: sampler[name]
@@ -183,7 +183,7 @@ def resumed(
     counts, ended, base_seed = state["counts"], state["ended"], state["base_seed"]
     if not is_divided:
         counts, ended = [0] * several, [False] * several
-    # The caller has changed the number.
+    # The caller has changed the number of batches.
     elif sum(counts) != yielded:
         counts = [len(range(number, yielded, several)) for number in range(several)]
     workers = workers if has_states else [None] * several
@@ -198,7 +198,7 @@ def resumed(
 
 
 def _lifted(state: State) -> State:
-    """Return a state as this version writes it, or raise ValueError if it is malformed."""
+    """Convert a state to the current version, or raise ValueError if it is malformed."""
     if "_snapshot" in state or "fetcher_state" in state:
         raise ValueError(
             "the state is of torchdata's StatefulDataLoader, whose format is not read here: finish "
@@ -233,14 +233,14 @@ def _is_number(value: object, _: State, least: int = 0) -> bool:
 
 
 def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
-    """Whether a value is a list of these, one for each worker, and no number below 0."""
+    """Check that a value holds one item of `kinds` per worker and no negative number."""
     return len(value) == max(1, state["num_workers"]) and all(
         type(part) in kinds and (type(part) is not int or 0 <= part <= MOST) for part in value
     )
 
 
 def _is_sampler(kept: list[State]) -> bool:
-    """Whether this is what `Keys` keep of a sampler, except for the sampler's own state."""
+    """Check the sampler part of a state as written by `Keys`, without the sampler's own state."""
     (value,) = kept
     both: dict[str, State] = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
@@ -251,7 +251,7 @@ def _is_sampler(kept: list[State]) -> bool:
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
 
 
-# What each part of a state looks like: False, or an exception, where it does not.
+# A check for each part of a state, which returns False or raises if the part is malformed.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
     **dict.fromkeys(("num_workers", *NUMBERS), _is_number),
@@ -273,10 +273,10 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
-    """Return where the new batches of the epoch begin, and the number of the next one.
+    """Return the start of the epoch's new batches and the number of the next batch.
 
-    Raises ValueError if the order of the samples differs, or if the batches do and it is not
-    known how ranks share the epoch.
+    Raises ValueError if the order of the samples differs, or if the batches differ and it is
+    unknown how ranks share the epoch.
     """
     steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]
     is_shared = None not in (*steps[0], *steps[1])

@@ -1,4 +1,4 @@
-"""What has a state of its own: samplers, data sets, and their iterators."""
+"""Support for stateful samplers, data sets and their iterators."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from typing import TypeGuard
 
     class Stateful(Protocol):
-        """What has a state."""
+        """An object with a state."""
 
         def state_dict(self) -> State: ...
         def load_state_dict(self, state: State, /, **options: bool) -> object: ...
@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 def is_stateful(thing: object) -> TypeGuard[Stateful]:
-    """Whether something has a state that can be asked for, without arguments, and set."""
+    """Return True if `thing` has `load_state_dict` and a `state_dict` that needs no arguments."""
     ask = getattr(thing, "state_dict", None)
     if not (callable(ask) and callable(getattr(thing, "load_state_dict", None))):
         return False
@@ -29,23 +29,23 @@ def is_stateful(thing: object) -> TypeGuard[Stateful]:
         inspect.signature(ask).bind()
     except TypeError:
         return False
-    # Code in C does not say what arguments it takes.
+    # C functions may lack a signature.
     except ValueError:
         pass
     return True
 
 
 def left_by(state: State) -> State:
-    """Return the state of a data set as an epoch has left it, whose iterator is over."""
+    """Return the state of a data set after an epoch, without the exhausted iterator."""
     return {"dataset": state.get("iterator" if state.get("is_own") else "dataset"), "made": 0}
 
 
 class DatasetState:
-    """What has a state in a data set that torch's `fetcher` reads: itself, and its iterator."""
+    """The state of a data set that torch's `fetcher` reads, including its iterator."""
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)
-        # One that is both is set as an iterator: `iter` may begin it again.
+        # A data set that is its own iterator is restored as an iterator, as `iter` may restart it.
         self._is_own = iterator is dataset
         parts = {"dataset": None if self._is_own else dataset, "iterator": iterator}
         self._fetcher = fetcher
@@ -55,7 +55,7 @@ class DatasetState:
         return bool(self._stateful)
 
     def after(self, made: int) -> State:
-        """Return the present state, after `made` batches."""
+        """Return the present state after `made` batches."""
         state = {name: part.state_dict() for name, part in self._stateful.items()}
         ended: bool = getattr(self._fetcher, "ended", False)
         return {**state, "made": made, "ended": ended, "is_own": self._is_own}

@@ -1,6 +1,6 @@
-"""A worker of the loader: is set up as torch's, fetches batches, collates them.
+"""The loader's workers, which fetch and collate batches.
 
-Where the trainer makes the batches itself, it does so by `FetcherHere`.
+They are set up like torch's workers. Without workers, the trainer uses `FetcherHere`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ END = object()
 
 
 class Item(NamedTuple):
-    """A batch that more has to be said of, or what is there instead.
+    """A batch with metadata, or a replacement for a batch.
 
-    `state` is the data set's after it, and `left` are samples that are left out (see `Partial`).
-    If `is_over`, the worker's data set has come to its end. An `error`, packed by a worker, is
-    raised instead of the batch that `name` and `key` identify; if `is_setup`, there is no data set
-    to fetch batches from, so the next ones will raise, too.
+    `state` is the data set's state after the batch, and `left` lists skipped samples (see
+    `Partial`). If `is_over`, the worker's data set is exhausted. `error`, packed by a worker, is
+    raised instead of the batch that `name` and `key` identify. If `is_setup`, the data set could
+    not be set up, and all later batches raise as well.
     """
 
     batch: object = None
@@ -63,15 +63,15 @@ class Item(NamedTuple):
 
 
 def samples_of(key: Any) -> int:
-    """Return how many samples the batch of a key has."""
+    """Return the number of samples in a key's batch."""
     try:
         return len(key)
-    # A number, or a tensor that is one.
+    # The key is a number or a scalar tensor.
     except TypeError:
         return 1
 
 
-# Left when the process ends.
+# Closed when the process exits.
 _entered = contextlib.ExitStack()
 
 
@@ -86,7 +86,7 @@ def _push_all(modes: list[Any]) -> None:
 
 
 def _modes() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
-    """Yield how each mode of torch that a thread is in is read, and set."""
+    """Yield a getter and a setter for each of torch's thread-local modes."""
     autocast: tuple[tuple[Callable[[str], object], Callable[[str, Any], object]], ...] = (
         (torch.is_autocast_enabled, torch.set_autocast_enabled),
         (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -94,10 +94,10 @@ def _modes() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
     yield torch.is_inference_mode_enabled, _infer
     yield torch.is_grad_enabled, torch.set_grad_enabled
     yield torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled
-    # A default device is one, too.
+    # A default device is also a function mode.
     yield names.function_modes, _push_all
     for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone"):
-        # An older torch does not know all of them.
+        # Older versions of torch do not know all these devices.
         with contextlib.suppress(RuntimeError):
             torch.is_autocast_enabled(device)
             for ask, enter in autocast:
@@ -108,15 +108,15 @@ MODES = tuple(_modes())
 
 
 def modes_here() -> list[Any]:
-    """Return the modes of this thread, for a worker that another thread forks."""
+    """Return this thread's modes, for a worker that is forked by another thread."""
     return [ask() for ask, _ in MODES]
 
 
 class Fetching(NamedTuple):
-    """What a worker needs of a loader, to make its producer.
+    """The part of a loader that a worker needs to create its producer.
 
-    `skips`: what raises is left out. `modes` are the trainer's, for forked workers. `pins` says how
-    a thread settles that pins its batches, and for which device.
+    If `skips`, samples that raise are skipped. `modes` are the trainer's modes, for forked workers.
+    `pins` holds the setup function of a thread that pins its batches, and the device.
     """
 
     kind: int
@@ -132,18 +132,18 @@ class Fetching(NamedTuple):
     pins: tuple[Callable[[], object], str | None] | None = None
 
     def __call__(self, number: int, num_workers: int) -> Fetcher:
-        """Make it."""
+        """Create the producer."""
         kind = ThreadFetcher if self.is_thread else Fetcher
         return kind(self, number, num_workers, context.here.batch_context)
 
 
 class FetcherEpoch(NamedTuple):
-    """What a worker has to know of an epoch.
+    """The parameters of an epoch for a worker.
 
-    `first` batches were delivered before; of an IterableDataset, by this worker, which may have no
-    more (`is_over`). Such a data set is asked with `index`: None for each sample of a batch. The
-    data set of a new process begins at `state`, and its state is sent after `snapshot_every`
-    batches each; 0 for never. `rank` is which rank, of how many, has draws of its own.
+    `first` is the number of batches already delivered; for an IterableDataset, by this worker,
+    which is exhausted if `is_over`. `index` is the key for an IterableDataset: one None per sample
+    of a batch. In a new process, the data set starts at `state`. The worker sends the state every
+    `snapshot_every` batches, or never if 0. `rank` holds the rank and world size that seeds use.
     """
 
     base_seed: int
@@ -156,7 +156,7 @@ class FetcherEpoch(NamedTuple):
 
 
 class Fetcher:
-    """A worker's producer (see `cseq.indexing.producer.Producer`)."""
+    """A worker's producer; see `cseq.indexing.producer.Producer`."""
 
     IN_WORKER = True
 
@@ -169,36 +169,36 @@ class Fetcher:
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
         self._key: Any = ()
-        # The exception that kept it from getting ready.
+        # The packed exception raised by `get_ready`.
         self._broken: bytes | None = None
-        # Whether the worker is set up; whether this epoch's fetcher is made, or is broken.
+        # `_is_open` is True once this epoch's fetcher has been created or has failed.
         self._is_set_up = self._is_open = False
-        # Batches of the epoch.
+        # The number of batches made in the epoch.
         self._made = 0
         self._state: DatasetState | None = None
         self._depth = fork_depth()
 
     def close(self) -> None:
-        """Let go of the data set where a worker process of torch's does; nothing else has it then.
+        """Drop the last references to the data set if this torch's worker processes do so.
 
-        A forked one has its parent's, which stays.
+        In a forked process, the data set belongs to the parent and stays.
         """
         if names.GIVES_BACK and not self._setup.is_thread:
             names.forget_worker_info()
             self._fetcher = self._state = None
 
     def begin(self, epoch: FetcherEpoch) -> None:
-        """Begin an epoch. The user's code is called with its first batch."""
+        """Start an epoch. User code first runs with the first batch."""
         self._epoch = epoch
         self._is_open = False
 
     def make(self, key: object) -> object:
-        """Return the batch of a key, or `Item`."""
+        """Return a key's batch, or an `Item`."""
         self.get_ready()
         return self._next(key, self._epoch.first + self._context.item)
 
     def items(self, start: int) -> Iterator[object]:
-        """Return the batches of an iterable data set; an exception is one, too."""
+        """Yield the batches of an iterable data set. An exception counts as a batch."""
         self.get_ready()
         if self._broken is not None:
             yield self._raised()
@@ -207,19 +207,19 @@ class Fetcher:
             return
         while (item := self._next_item()) is not END:
             yield item
-            # Or it would be there while the next one is made.
+            # Do not hold the batch while the next one is made.
             del item
         if self._state:
             yield self._stated(is_over=True)
 
     def _drop(self, count: int) -> bool:
-        """Make the first batches of an iterable data set again; return whether it has them."""
+        """Skip the first `count` batches of an iterable data set; return False if it ends early."""
         return all(self._next_item() is not END for _ in range(self._made, count))
 
-    # -- getting ready
+    # -- setup
 
     def get_ready(self) -> None:
-        """Make the fetcher of this epoch, unless it is there; set a new process up."""
+        """Create this epoch's fetcher if needed, and set up a new process first."""
         if self._is_open:
             return
         self._is_open = True
@@ -243,7 +243,7 @@ class Fetcher:
         base_seed = self._epoch.base_seed
         seed = base_seed + self._number
         random.seed(seed)
-        # torch keeps a stack for each device not in use: each worker would read its source lines.
+        # torch records a stack per unused device, and each worker would read the source lines.
         limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
         try:
             torch.manual_seed(seed)
@@ -260,9 +260,9 @@ class Fetcher:
             names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
 
     def _open(self, *, is_new: bool) -> None:
-        """Make the fetcher, in a new process where the data set is to begin."""
+        """Create the fetcher. In a new process, restore the data set's state first."""
         epoch = self._epoch
-        # An IterableDataset may draw in `iter`.
+        # An IterableDataset may draw numbers in `iter`.
         if self._seeds is not None:
             self._seed(self._number)
         state = {} if epoch.state is None or not is_new else pickle.loads(epoch.state)
@@ -279,12 +279,12 @@ class Fetcher:
         return torch.default_generator.initial_seed()
 
     def _set_ticket(self, number: int) -> None:
-        """Set which batch `cseq.rng` and `cseq.worker_info` are for. Its samples are not known."""
+        """Set the batch for `cseq.rng` and `cseq.worker_info`. Its samples are unknown."""
         rank, ranks = self._epoch.rank
         self._context.set_ticket(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
-        """Make what fetches batches, beginning at a state of the data set (`DatasetState`)."""
+        """Create a fetcher that starts from a state of the data set (see `DatasetState`)."""
         kind, dataset, auto_collation, function, drop_last, skips, *_ = self._setup
         if state.get("dataset") is not None:
             dataset.load_state_dict(state["dataset"])
@@ -303,7 +303,7 @@ class Fetcher:
         return fetcher
 
     def _collate_key(self, samples: Sequence[object]) -> object:
-        """Collate the samples of the present key; name one that is None, if that fails."""
+        """Collate the present key's samples. If that fails, name the first sample that is None."""
         try:
             return self._collate(samples)
         except Exception as error:
@@ -312,13 +312,13 @@ class Fetcher:
                 failure.annotate(error, f"cseq: {none_text(index, self._setup.dataset)}")
             raise
 
-    # -- making
+    # -- batches
 
     def _next_item(self) -> object:
         return self._next(self._epoch.index, self._made * self._num_workers + self._number)
 
     def _next(self, key: object, number: int) -> object:
-        """Return the next batch, `number` of all, as `Item` if there is more to say; or END."""
+        """Return batch `number`, as an `Item` if it has metadata, or END if there is none."""
         if self._broken is not None:
             return self._raised()
         if self._seeds is not None:
@@ -328,7 +328,7 @@ class Fetcher:
         try:
             batch = self._fetcher.fetch(key)
         except BaseException as error:
-            # The data set has forked this process.
+            # This process may be a copy that the data set forked.
             is_copy = fork_depth() != self._depth
             if is_copy or not (self.IN_WORKER or isinstance(error, Exception)):
                 raise
@@ -358,11 +358,11 @@ class Fetcher:
 
 
 class ThreadFetcher(Fetcher):
-    """A producer in a thread, which shares the data set with the other ones.
+    """A producer in a thread, which shares the data set with the other threads.
 
-    The global generators are the program's, and so is what `get_worker_info` returns. `cseq.rng` is
-    the thread's: of the present batch with ``rng="batch"``, else seeded once, as torch seeds numpy
-    in a worker of this number.
+    The thread does not touch the global generators or `get_worker_info`. `cseq.rng` is
+    thread-local. With ``rng="batch"`` it is seeded for each batch, otherwise once, like numpy in
+    torch's worker of the same number.
     """
 
     def _set_up(self) -> None:
@@ -381,7 +381,7 @@ class ThreadFetcher(Fetcher):
             setup.init_fn(self._number)
 
     def _set_info(self, seed: int) -> None:
-        """Leave `get_worker_info` as it is: it has one answer for all threads of a process."""
+        """Do nothing, since `get_worker_info` has one value for all threads of a process."""
 
     def _seed(self, number: int) -> int:
         self._set_ticket(number)
@@ -389,7 +389,7 @@ class ThreadFetcher(Fetcher):
 
 
 class FetcherHere(Fetcher):
-    """A producer in the trainer, and its stream: a key is drawn when its batch is asked for."""
+    """A producer in the trainer that is also its stream, drawing each key on demand."""
 
     IN_WORKER = False
     latest = 0
@@ -399,13 +399,13 @@ class FetcherHere(Fetcher):
         self._keys: Iterator[tuple[int, object]] | None = None
 
     def begin_with(self, epoch: FetcherEpoch, keys: Iterator[object] | None) -> DatasetState | None:
-        """Begin an epoch of keys, or of an iterable data set; return what has that one's state."""
+        """Start an epoch of keys or of an iterable data set; return the data set's state object."""
         self.begin(epoch)
         self._is_open, self._keys = True, None if keys is None else enumerate(keys)
         self._call(partial(self._open, is_new=True))
         if keys is None:
             self._call(self._drop, epoch.first)
-        # The trainer asks it when it wants to.
+        # The trainer reads the state on demand.
         state, self._state = self._state, None
         return state
 
@@ -413,7 +413,7 @@ class FetcherHere(Fetcher):
         return self
 
     def __next__(self) -> object:
-        # Or an exception could end the sampler.
+        # Check first: an exception below could end the sampler.
         check_depth()
         if self._keys is not None:
             self._context.item, key = next(self._keys)
@@ -424,17 +424,17 @@ class FetcherHere(Fetcher):
         return item
 
     def _call(self, function: Callable[..., object], *args: object) -> object:
-        """Call what makes something; if it is seeded, the trainer's generators are restored."""
+        """Call a function. With seeds per batch, restore the trainer's generators afterwards."""
         if self._seeds is None:
             return function(*args)
         return call_here(partial(function, *args), self._context, self._seeds)
 
 
 def _packed(error: BaseException) -> bytes:
-    """Pack an exception; `sys.exit` and the like as what torch's loader raises then.
+    """Pack an exception, with SystemExit and the like replaced by torch's RuntimeError.
 
-    In the trainer SystemExit would end the program as if all were well, KeyboardInterrupt as if the
-    user had pressed Ctrl-C.
+    In the trainer, SystemExit would exit the program without an error, and KeyboardInterrupt would
+    look like Ctrl-C.
     """
     if isinstance(error, Exception):
         return failure.pack(error)

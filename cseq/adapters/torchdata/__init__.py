@@ -1,16 +1,16 @@
-"""torchdata's MultiProcessingReadingService for DataLoader2, on cseq's engine.
+"""torchdata's MultiProcessingReadingService for DataLoader2 on cseq's engine.
 
-The graph of datapipes is cut into at most three parts::
+The datapipe graph is split into up to three parts::
 
     dispatching process            worker processes 0 … N-1              main process
 
     source ─► … ─► dispatcher ──►  (sharded) ─► map, batch, … ──► round robin ─► tail ─► outlet
-    if there is a                  all that is replicable         0, 1, …, N-1   what is not
-    sharding_round_robin_dispatch                                 by turns       replicable
+    only with                      all replicable datapipes       0, 1, …, N-1   all other
+    sharding_round_robin_dispatch                                 in turn        datapipes
 
-Workers are the streams of one `Streams`, the dispatching process is the only stream of another.
-Items of workers go to the main process through slots of shared memory. A worker asks the main
-process for items of the dispatching process (`Relay`).
+The workers are the streams of one `Streams`, and the dispatching process is the only stream of
+another. Workers send items to the main process through slots in shared memory. They request items
+of the dispatching process from the main process (`Relay`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     with warnings.catch_warnings():
-        # Every process would print the deprecation warning again.
+        # Otherwise every process would print the deprecation warning.
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
         from torch.utils.data.graph import traverse_dps
         from torchdata.dataloader2.graph import set_graph_random_seed
@@ -65,45 +65,45 @@ STATE_VERSION = 1
 class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # type: ignore[misc]
     """Run the graph of a ``DataLoader2`` in worker processes.
 
-    Takes the place of ``torchdata.dataloader2.MultiProcessingReadingService``: same arguments,
-    same sharding, same order, same seeds. `docs/how-to/from-torchdata.md` says what differs.
+    Replaces ``torchdata.dataloader2.MultiProcessingReadingService`` with the same arguments,
+    sharding, order and seeds. `docs/how-to/from-torchdata.md` lists the differences.
 
     Parameters
     ----------
     num_workers : int
-        Worker processes; 0 runs the graph in this process.
+        The number of worker processes. With 0, the graph runs in this process.
     multiprocessing_context : {None, 'forkserver', 'spawn', 'fork'}
-        How processes are started, by default by a fork server where there is one.
+        The start method of the processes. The default is a fork server where available.
     worker_prefetch_cnt : int
-        Items that each worker may make ahead of the loop.
+        The number of items that each worker may prefetch.
     main_prefetch_cnt : int
-        Items that all workers together may make ahead in addition.
+        The number of additional items that all workers together may prefetch.
     worker_init_fn : callable, optional
         ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, called once in each worker.
     worker_reset_fn : callable, optional
         ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each
-        worker as each epoch begins, after everything has been seeded.
+        worker at the start of each epoch, after seeding.
     max_restarts : int
-        Processes that may die and be replaced in an epoch. A replacement repeats the epoch and
-        leaves out the items that the dead process had delivered, so this requires a graph that
-        gives the same items for the same seeds, and has no dispatching process. 0: the first
-        death raises `cseq.WorkerDied`.
+        The maximum number of dead processes replaced per epoch. A replacement repeats the epoch
+        and skips the items that the dead process delivered. The graph must therefore yield the same
+        items for the same seeds and have no dispatching process. With 0, the first death raises
+        `cseq.WorkerDied`.
     timeout : float, optional
-        Seconds that an item may take before `cseq.WorkerTimeout` is raised.
+        The time in seconds to wait for an item before raising `cseq.WorkerTimeout`.
     repeat_epochs : bool
-        As in the original, all epochs after one ``DataLoader2.seed(s)`` have the same shuffle and
-        the same random numbers; and `checkpoint` does not keep the position within an epoch.
+        If True, all epochs after one ``DataLoader2.seed(s)`` use the same shuffle and random
+        numbers, as in torchdata, and `checkpoint` does not save the position within an epoch.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is wrong; the message names it, its value, and what to do.
+        If an argument is invalid. The message names it, its value and the remedy.
     AssertionError
-        `multiprocessing_context` is not a start method of this system.
+        If `multiprocessing_context` is not a start method of this system.
     """
 
-    # The workers, the relay of the dispatching process, and the process that has them. They are
-    # the class's, too: `__del__` may come before `__init__`.
+    # The workers, the relay, the outlet, and the id of the process that owns them. These are class
+    # attributes because `__del__` may run before `__init__`.
     _streams: Streams | None = None
     _relay: Relay | None = None
     _outlet: Outlet | None = None
@@ -140,22 +140,22 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        # The last of the user's datapipes in this process.
+        # The last user datapipe in this process.
         self._end_datapipe: DataPipe = None
-        # The epoch's number, and its part of a state, except for the position.
+        # The epoch number and the epoch's part of a state, without the position.
         self._number = 0
         self._epoch: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
 
-    # -- what DataLoader2 calls
+    # -- the interface of DataLoader2
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
-        """Cut the graph, start the processes, and return what is left for this process.
+        """Split the graph, start the processes and return this process's part of the graph.
 
         Parameters
         ----------
         datapipe : DataPipe
-            The end of the graph, of which a copy is cut.
+            The end of the graph. A copy of the graph is split.
         """
         self.finalize()
         self._pid = os.getpid()
@@ -169,7 +169,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
-        """Start the processes; return the end of what is left of the graph."""
+        """Start the processes and return the end of the remaining graph."""
         options: dict[str, Any] = {
             "start_method": self.multiprocessing_context,
             "max_restarts": self.max_restarts,
@@ -207,15 +207,15 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
     ) -> GraphFn | None:
-        """Begin an epoch, even if the last one is not over.
+        """Start an epoch, even if the previous one is unfinished.
 
         Parameters
         ----------
         seed_generator : SeedGenerator
-            The source of all seeds of the epoch. It is then advanced, so that the next epoch has
-            others (unless `repeat_epochs`).
+            The source of all seeds of the epoch. Unless `repeat_epochs` is set, it is then advanced
+            to give the next epoch different seeds.
         iter_reset_fn : callable, optional
-            Of another reading service; called with the graph in every worker.
+            A reset function of another reading service, called with the graph in every worker.
         """
         if self._outlet is None:
             raise RuntimeError("initialize_iteration() comes after initialize()")
@@ -225,11 +225,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if (
             state is not None
             and state["position"] is not None
-            # Else `_restore_checkpoint_beginning_of_epoch` was called.
+            # Equal seeds mean that `_restore_checkpoint_beginning_of_epoch` was called.
             and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
         ):
             seeds, skip = state["seeds"], state["position"]
-        # Without `DataLoader2.seed`, a new generator gives the seeds.
+        # Without `DataLoader2.seed`, the seeds come from a new generator.
         is_seeded = _peeked(seeds) != _peeked(SeedGenerator())
         self._epoch = {"seeds": clone(seeds), "seeded": is_seeded}
         set_graph_random_seed(self._end_datapipe, seeds)
@@ -249,7 +249,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop everything, in any state, even twice; another thread waits until it has ended."""
+        """Stop all processes, from any state; repeated calls are fine. Other threads wait."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -260,7 +260,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the state of a DataLoader2
 
     def checkpoint(self) -> bytes:
-        """Return the position in the epoch (items that were returned) and its seeds, as bytes."""
+        """Return the epoch's position (the number of returned items) and seeds as bytes."""
         position = None if self._outlet is None else self._outlet.position
         if self.repeat_epochs or position is None:
             return pickle.dumps({"version": STATE_VERSION, "position": None})
@@ -273,14 +273,14 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return pickle.dumps(state)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Initialize; the next epoch is the state's, and begins at its position.
+        """Initialize the graph and make the next epoch resume at the position of a state.
 
-        The epoch is made again from its start, and items that were returned before are left out.
+        The epoch is repeated from its start, and items that were already returned are skipped.
 
         Raises
         ------
         ValueError
-            The state is of another version or number of workers.
+            If the state has another version or number of workers.
         """
         state = pickle.loads(serialized_state) if serialized_state else None
         if state is not None:
@@ -292,7 +292,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- pause, resume
 
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
-        """Pause every thread of the graph in every process; items made ahead are kept."""
+        """Pause the graph's threads in all processes. Prefetched items are kept."""
         streams = self._needs_workers("pause")
         pause_all(self._end_datapipe)
         with telling(self._relay):
@@ -309,7 +309,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: object = None) -> None:
-        """Do nothing: a DataLoader2 counts itself, and warns where there is no such method."""
+        """Do nothing. DataLoader2 counts by itself and warns if this method is missing."""
 
     def _needs_workers(self, verb: str) -> Streams:
         if self._streams is None:
@@ -319,10 +319,10 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             )
         return self._streams
 
-    # -- ours
+    # -- additions to the original
 
     def stats(self) -> Stats:
-        """Return counts and times of the workers so far; see `cseq.Stats`."""
+        """Return the workers' counts and times so far; see `cseq.Stats`."""
         return self._needs_workers("count").stats()
 
     @property
@@ -332,7 +332,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
 
 def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
-    """End an epoch in all processes, even for threads that wait for one of its items."""
+    """Stop an epoch in all processes and wake threads that wait for one of its items."""
     if relay is not None:
         relay.stop()
     if streams is not None:
@@ -360,6 +360,6 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
 
 
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
-    """Return what a seed generator would draw next, to compare two of them."""
+    """Return the next numbers of a seed generator without advancing it, for comparisons."""
     copy = clone(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()

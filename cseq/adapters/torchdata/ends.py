@@ -1,4 +1,4 @@
-"""The two ends of what is left of the graph in the main process."""
+"""The source and the end of the main process's part of the graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Outlet", "PipeReader"]
 
 
 class _Unhooked:
-    """An ``__iter__`` for datapipes, without torch's wrapper around each item."""
+    """A mixin for datapipes that avoids torch's per-item wrapper around ``__iter__``."""
 
     def __iter__(self) -> Iterator[object]:
         return self._iterate()
@@ -32,7 +32,7 @@ class _Unhooked:
 
 
 class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """Where the workers' items come out; the source of what is left of the graph here."""
+    """The source of the main process's part of the graph, which yields the workers' items."""
 
     def __init__(self, streams: Streams, relay: Relay | None) -> None:
         self._streams = streams
@@ -44,12 +44,12 @@ class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
 
 
 class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The end of the graph: counts the items that it returns, and can be closed.
+    """The end of the graph, which counts the returned items and can be closed.
 
     Attributes
     ----------
     position : int or None
-        Items of this epoch that were returned; None if no epoch is under way.
+        The number of items returned in this epoch, or None outside an epoch.
     """
 
     def __init__(self, pipe: DataPipe) -> None:
@@ -59,7 +59,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._running: Iterator[object] | None = None
 
     def begin_epoch(self, skip: int) -> None:
-        """Begin an epoch, of which `skip` items were returned before."""
+        """Start an epoch and skip its first `skip` items, which were already returned."""
         self.position = self._skip = skip
 
     def _iterate(self) -> Iterator[object]:
@@ -81,10 +81,10 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self.position = None
 
     def close(self) -> None:
-        """End the epoch: threads of the graph end as its iterators are closed."""
+        """Stop the epoch. Closing the iterators also stops the graph's threads."""
         running, self._running = self._running, None
         self.position = None
         if isinstance(running, GeneratorType):
-            # Another thread may be in it, and was interrupted.
+            # Another thread may still be running the generator. It was interrupted.
             with contextlib.suppress(ValueError):
                 running.close()

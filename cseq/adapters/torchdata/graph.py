@@ -1,4 +1,4 @@
-"""The graph of datapipes: changed, sharded, paused."""
+"""Operations on the datapipe graph: replace, shard, pause and resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Replace a datapipe, if it is there, with another; return the end of the graph."""
+    """Replace datapipe `old` with `new` and return the end of the graph."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)
@@ -31,7 +31,7 @@ def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
 
 
 def shard(pipe: DataPipe, info: Any) -> None:
-    """Shard a worker's copy of the graph, but for what the dispatcher feeds."""
+    """Shard a worker's copy of the graph, except for branches fed by the dispatcher."""
     for branch in find_non_dispatching_branches(traverse_dps(pipe)):
         apply_sharding(
             branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING
@@ -39,19 +39,19 @@ def shard(pipe: DataPipe, info: Any) -> None:
 
 
 def as_pipe(value: Any, origin: str) -> DataPipe:
-    """Check that a function of the user's has returned a datapipe."""
+    """Check that a user function returned a datapipe."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
         raise TypeError(f"{origin} returned {value!r}, not a datapipe; return its argument")
     return value
 
 
 def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
-    """Call the user's function."""
+    """Apply the user's `worker_init_fn`, if any."""
     return pipe if init_fn is None else as_pipe(init_fn(pipe, info), "worker_init_fn")
 
 
 def pause_all(end: DataPipe) -> None:
-    """Pause all datapipes that can pause, the last one first."""
+    """Pause all datapipes that support it, last one first."""
     for pipe in list_dps(traverse_dps(end)):
         if isinstance(pipe, Prefetcher):
             _hold(pipe)
@@ -62,8 +62,8 @@ def pause_all(end: DataPipe) -> None:
 def _hold(pipe: DataPipe) -> None:
     """Pause a prefetching datapipe.
 
-    Its own method waits forever if its thread is about to end, as in the last items of an epoch;
-    `PinMemory`'s always waits forever.
+    The datapipe's own method waits forever if its thread is about to exit, as it is near the end of
+    an epoch. `PinMemory.pause` always waits forever.
     """
     thread, shared = pipe.thread, pipe.prefetch_data
     if thread is None or shared is None:
@@ -74,7 +74,7 @@ def _hold(pipe: DataPipe) -> None:
 
 
 def resume_all(end: DataPipe) -> None:
-    """Resume all datapipes that can resume, the source first."""
+    """Resume all datapipes that support it, source first."""
     for pipe in reversed(list_dps(traverse_dps(end))):
         if callable(getattr(pipe, "resume", None)):
             pipe.resume()

@@ -1,7 +1,7 @@
-"""From the dispatching process to the workers, by way of the main process.
+"""Relays items from the dispatching process to the workers.
 
-That outlives both. An item is pickled where it is made and unpickled in its worker, which calls the
-main process for it.
+The items pass through the main process, which outlives both. The dispatching process pickles an
+item. A worker requests the item from the main process and unpickles it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from cseq.stream import Streams
 
-    # Of the relay, and the secret that its callers know.
+    # The address of the relay and the secret that authenticates callers.
     Address = tuple[Any, bytes]
 
-# Seconds that the relay's thread may take to end.
+# The number of seconds to wait for the relay's thread to exit.
 ENDING = 10.0
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
-    """In a worker: the items that the dispatching process makes for it."""
+    """The items that the dispatching process makes for a worker, as a source in that worker."""
 
     def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
@@ -54,7 +54,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
                 return
 
     def _ask(self, epoch: int) -> tuple[list[bytes], bool]:
-        """Ask for the next items; threads of an epoch that was cancelled do, too."""
+        """Request the next items. Threads of a cancelled epoch may also call this."""
         with Client(self._address, authkey=self._secret) as relay:
             relay.send((self._worker, epoch))
             answer: tuple[list[bytes], bool] = relay.recv()
@@ -62,40 +62,40 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
 
 
 class Relay:
-    """In the main process: hands the dispatching process's item i to worker i mod N, when asked.
+    """A server in the main process that sends item i of the dispatching process to worker i mod N.
 
-    Its thread answers one call after another. It takes items until it has one for the worker that
-    calls; those for other workers are queued, without bound.
+    A thread answers the workers' requests in sequence. It fetches items until there is one for the
+    requesting worker, and queues items for other workers without limit.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
         self._streams = streams
         self._num_workers = num_workers
-        # Around the stream and the next four.
+        # Protects the stream and the next four attributes.
         self._lock = Lock()
-        # The one under way, or 0.
+        # The number of the running epoch, or 0.
         self._epoch = 0
         self._items: Iterator[tuple[int, bytes]] = iter(())
-        # Of each worker: items not yet sent.
+        # Each worker's unsent items.
         self._waiting: list[deque[bytes]] = []
-        # What has ended the items.
+        # The exception that stopped the items.
         self.error: Exception | None = None
         self._is_closed = False
         self._thread = Threads()
-        # An abstract name leaves no file.
+        # An abstract socket name leaves no file.
         name = f"\0cseq-{os.urandom(16).hex()}" if sys.platform == "linux" else None
         secret = os.urandom(16)
         self._listener = Listener(name, backlog=num_workers, authkey=secret)
         self.address: Address = self._listener.address, secret
 
     def open(self) -> None:
-        """Begin to answer workers; if anything is raised, call `close`."""
+        """Start answering workers. The caller must call `close` if this raises."""
         self._thread.add("cseq-relay", self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
         while not self._is_closed:
-            # A caller may have died, or not know the secret.
+            # A caller may have died or may not know the secret.
             with (
                 contextlib.suppress(OSError, EOFError, AuthenticationError),
                 self._listener.accept() as caller,
@@ -103,9 +103,9 @@ class Relay:
                 caller.send(self._answer(*caller.recv()))
 
     def _answer(self, worker: int, epoch: int) -> tuple[list[bytes], bool]:
-        """Return the next items of a worker, and whether there is an exception after them.
+        """Return a worker's next items and whether an exception follows them.
 
-        No items: there are no more, or the epoch is over.
+        The list is empty if no items remain or the epoch is over.
         """
         with self._lock.hold():
             if epoch != self._epoch:
@@ -115,7 +115,7 @@ class Relay:
                 with naming_dispatching():
                     while not waiting:
                         self._pull()
-                    # Those that are ready.
+                    # Fetch all other items that are ready.
                     for _ in range(self._streams.stats().depths[-1]):
                         self._pull()
             except InterruptedError:
@@ -133,7 +133,7 @@ class Relay:
         self._waiting[number % self._num_workers].append(item)
 
     def begin_epoch(self, epoch: Any) -> None:
-        """Begin an epoch in the dispatching process."""
+        """Start an epoch in the dispatching process."""
         self.stop()
         with self._lock.hold(), naming_dispatching():
             self._waiting = [deque() for _ in range(self._num_workers)]
@@ -148,21 +148,21 @@ class Relay:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
-        """End the epoch: a worker that waits or asks for an item gets none."""
+        """Stop the epoch. Waiting and later requests from workers receive no items."""
         self._epoch = 0
         self._streams.interrupt()
 
     def close(self) -> None:
-        """End the dispatching process and the thread; the workers have ended before.
+        """Stop the dispatching process and the thread. The workers must have exited already.
 
-        Calling it twice is fine, even if the first call was interrupted.
+        It can be called again, even if the first call was interrupted.
         """
         self.stop()
-        # They may belong to the parent process.
+        # The processes may belong to the parent process.
         if not self._streams._run.is_ours:
             return
         self._is_closed = True
-        # This ends `accept`, unless the listener was closed.
+        # Connecting unblocks `accept` unless the listener is already closed.
         with contextlib.suppress(OSError, EOFError):
             Client(self.address[0]).close()
         self._thread.join(time.monotonic() + ENDING)
@@ -174,7 +174,7 @@ class Relay:
 
 
 class DispatchingFailed(Exception):
-    """Stands in a worker for what the dispatching process has raised, which is `Relay.error`."""
+    """A placeholder in a worker for the dispatching process's exception, `Relay.error`."""
 
 
 class InDispatching(RemoteTraceback):
@@ -185,7 +185,7 @@ class InDispatching(RemoteTraceback):
 
 @contextlib.contextmanager
 def naming_dispatching() -> Iterator[None]:
-    """In this context, have exceptions name the dispatching process."""
+    """Make exceptions raised in this context name the dispatching process."""
     try:
         yield
     except (WorkerDied, WorkerTimeout) as error:
@@ -199,7 +199,7 @@ def naming_dispatching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(relay: Relay | None) -> Iterator[None]:
-    """In this context, have exceptions say in their text where they were raised, as torch does."""
+    """Add the original traceback to the text of exceptions in this context, as torch does."""
     try:
         yield
     except DispatchingFailed:

@@ -1,4 +1,4 @@
-"""One process's part of the graph."""
+"""The parts of the graph that run in the worker and dispatching processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class PipeEpoch(NamedTuple):
-    """The assignment of a process in an epoch; see `Streams.begin`."""
+    """The parameters of an epoch for one process; see `Streams.begin`."""
 
     number: int
     seeds: SeedGenerator
@@ -50,40 +50,40 @@ class PipeEpoch(NamedTuple):
 
 
 class _Pipeline:
-    """One process's part of the graph: a producer of `Streams`."""
+    """A producer for `Streams` that runs one process's part of the graph."""
 
     def __init__(self, pipe: DataPipe) -> None:
-        # A graph traversal has left its hooks where the main process forked this one meanwhile.
+        # Remove the hooks of a graph traversal that was running when this process was forked.
         for kind in (IterDataPipe, MapDataPipe):
             kind.set_reduce_ex_hook(None)
             kind.set_getstate_hook(None)
         self._pipe = pipe
-        # As this epoch's reset functions left it.
+        # The graph returned by this epoch's reset functions.
         self._running = pipe
         self._iterator: Iterator[object] | None = None
 
     def begin(self, epoch: PipeEpoch) -> None:
-        """Begin an epoch."""
-        # Before anything is seeded: it may have threads that draw.
+        """Start an epoch."""
+        # Close first, before seeding: the graph's threads may draw random numbers.
         self.close()
         self._running = self._reset(epoch)
 
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
-        """Seed everything, and call the reset functions; return the graph."""
+        """Seed the generators, call the reset functions and return the graph."""
         raise NotImplementedError
 
     def items(self, start: int) -> Iterator[object]:
-        """Make this epoch's items after the first `start`, which were delivered before."""
+        """Yield this epoch's items after the first `start`, which were already delivered."""
         self._iterator = iter(self._running)
         return itertools.islice(self._iterator, start, None)
 
     def pause(self, function: GraphFn | None) -> None:
-        """Pause the threads of the graph."""
+        """Pause the graph's threads."""
         pause_all(self._running)
         self._apply(function)
 
     def resume(self, function: GraphFn | None) -> None:
-        """Resume the threads of the graph."""
+        """Resume the graph's threads."""
         self._apply(function)
         resume_all(self._running)
 
@@ -92,7 +92,7 @@ class _Pipeline:
             self._running = as_pipe(function(self._running), "the function")
 
     def close(self) -> None:
-        """End the epoch: a graph's threads end as its iterators are closed."""
+        """Stop the epoch. Closing the iterators also stops the graph's threads."""
         iterator, self._iterator = self._iterator, None
         if isinstance(iterator, GeneratorType):
             iterator.close()
@@ -138,13 +138,13 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The dispatching process's part of the graph; its items are unpickled by the workers."""
+    """The dispatching process's part of the graph. The workers unpickle its items."""
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
 
     def items(self, start: int) -> Iterator[bytes]:
-        """Make this epoch's items, pickled."""
+        """Yield this epoch's pickled items."""
         return map(dumps, super().items(start))
 
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
