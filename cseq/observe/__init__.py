@@ -1,1 +1,1 @@
-"""Programs that show what a loader does. `import cseq` imports none of them."""
+"""Tools that show what a loader does. `import cseq` does not import them."""

@@ -1,8 +1,8 @@
-"""Runs of other processes, read from outside.
+"""Reads the runs of other processes from outside.
 
-A run's rings lie in an anonymous file, which ``/proc/<pid>/fd`` opens for the same user. The file's
-name in `/proc` says which run it is. The core's own `Ring` reads a copy: nothing is ever written,
-and a file that was cut off, overwritten or written by another version is an error.
+A run's rings are in an anonymous file, which the same user can open through ``/proc/<pid>/fd``.
+The file's name in `/proc` identifies the run. The core's own `Ring` reads a copy, so nothing is
+written. A file that is truncated, overwritten or from another version is an error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachedRun", "Watcher", "runs_of"]
 
-# Seconds between two searches for runs.
+# Seconds between two searches for new runs.
 LOOK = 2.0
-# Seconds over which the rate and the share of waiting are measured.
+# The interval in seconds for the rate and the share of waiting.
 RECENT = 2.0
-# Seconds that the advice is for.
+# The interval in seconds that the advice covers.
 WINDOW = 20.0
-# The readings that are kept.
+# The maximum number of stored readings.
 KEPT = 20
 
 
@@ -44,9 +44,9 @@ class AttachedRun:
     Parameters
     ----------
     file : Descriptor
-        Open for reading.
+        The file, open for reading.
     pid : int
-        The process's id in this namespace.
+        The process id in this namespace.
     facts : dict of str to int
         See `engine.crews.base.file_name`.
 
@@ -55,11 +55,11 @@ class AttachedRun:
     stats : Stats
         The latest reading.
     tasks : dict of int to (int, int, int)
-        Each worker's present task: epoch, batch, and when it began (ns).
+        The current task of each worker: epoch, batch and start time (ns).
     next_batch : (int, int) or None
-        Epoch and number of the batch, or item, that the loop gets next.
+        The epoch and number of the batch or item that the loop receives next.
     ended : str
-        Why nothing more is read.
+        The reason why nothing more is read.
     """
 
     def __init__(self, file: Descriptor, pid: int, facts: dict[str, int]) -> None:
@@ -73,19 +73,19 @@ class AttachedRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs, and its id was not given to another one."""
+        """Whether the process is still running and its id has not been reassigned."""
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return a number from the file's name, or 0."""
+        """Return a number from the file name, or 0."""
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
-        """Return a worker's pid, or 0 if it is a thread or lives in another namespace."""
+        """Return a worker's pid, or 0 if the worker is a thread or in another namespace."""
         return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
     def update(self, now: float) -> None:
-        """Take a reading. The last one stays after the run ended."""
+        """Take a reading. After the run has ended, the last reading remains."""
         if self.ended:
             return
         try:
@@ -102,7 +102,7 @@ class AttachedRun:
             self._file.close()
 
     def _rings(self) -> Iterator[Ring]:
-        """Copy the file, and attach to the rings in the copy."""
+        """Copy the file and attach to the rings in the copy."""
         size = os.fstat(self._file.fd).st_size
         copy = Block(size)
         if os.preadv(self._file.fd, [copy], 0) < size:
@@ -111,7 +111,7 @@ class AttachedRun:
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
     def _read(self, rings: list[Ring]) -> None:
-        # `closed` is 1, or the first worker that leaves.
+        # `closed` is 1 or the first worker that leaves.
         count, leaving = self.fact("workers"), rings[0].closed
         self.stats = stats = Stats.read(
             rings,
@@ -124,7 +124,7 @@ class AttachedRun:
             for cell in range(ring.capacity):
                 token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
                 owner, since = ring.holder(cell)
-                # Streams count epochs from 1, and have a ring for each worker.
+                # Streams count epochs from 1 and have a ring per worker.
                 if not stats.buffer:
                     epoch, batch, owner = epoch - 1, ring.start(cell), owner and k + 1
                 if owner:
@@ -133,19 +133,19 @@ class AttachedRun:
                     first, self.next_batch = token, (epoch, batch)
 
     def since(self, seconds: float) -> Stats:
-        """Return the stats of the last `seconds`, or of all if the run ended."""
+        """Return the stats of the last `seconds`, or of the whole run if it has ended."""
         for then, earlier in self._past if not self.ended else ():
             if 0 < self._past[-1][0] - then <= seconds:
                 return added(self.stats, earlier)
         return self.stats
 
     def window(self) -> Stats:
-        """Return the stats of the last 20 s, or of all if these have few batches."""
+        """Return the stats of the last 20 s, or of the whole run if there are too few batches."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
     def advice(self) -> Advice:
-        """Return the advice for that window on the program's cores."""
+        """Return the advice for that window, given the program's number of cores."""
         return advise(replace(self.window().window(), cores=max(1, self.fact("cores"))))
 
     @property
@@ -158,27 +158,27 @@ class AttachedRun:
 
 
 def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
-    """Yield the inodes and runs of a process's files, without those in `opened`.
+    """Yield the inode and run of each run file of a process, except inodes in `opened`.
 
-    It raises OSError if the process is gone or another user's.
+    Raises OSError if the process is gone or belongs to another user.
     """
     own = _own_number(pid)
     for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
         path = f"/proc/{pid}/fd/{name}"
-        # The file may have been closed meanwhile.
+        # The file may have been closed in the meantime.
         with contextlib.suppress(FileNotFoundError):
             called, number = os.readlink(path), os.stat(path).st_ino
             if not called.startswith(f"/memfd:{RUN}") or number in opened:
                 continue
             facts = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
-            # A forked process has the files of its parent.
+            # A forked process inherits the files of its parent.
             if facts.get("pid", own) == own:
                 file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 yield number, AttachedRun(file, pid, facts)
 
 
 def _script(pid: int) -> str:
-    """Return the name of a process's script."""
+    """Return the script name of a process."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode("utf-8", "replace").split("\0")
         script = next((word for word in words[1:] if word and word[0] != "-"), words[0])
@@ -187,21 +187,21 @@ def _script(pid: int) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return the lines of `/proc/<pid>/status` by name, or none if the process is gone."""
+    """Return the fields of `/proc/<pid>/status`, or an empty dict if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
     return {}
 
 
 def _own_number(pid: int) -> int:
-    """Return a process's id in its own namespace, such as a container's."""
+    """Return a process id in the process's own namespace, such as a container's."""
     return int(_status(pid).get("NSpid", str(pid)).split()[-1])
 
 
 class Watcher:
-    """All runs of a process and its descendants, or of all processes that can be read.
+    """Tracks the runs of a process and its descendants, or of all readable processes.
 
-    `problems` says which runs could not be read, and why.
+    `problems` lists runs that could not be read, with the reasons.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -213,14 +213,14 @@ class Watcher:
 
     @property
     def runs(self) -> list[AttachedRun]:
-        """All runs, sorted by rank and process id; those that ended come last."""
+        """All runs, sorted by rank and process id, with ended runs last."""
         return sorted(
             self._runs.values(), key=lambda run: (bool(run.ended), run.fact("rank"), run.pid)
         )
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run shown in full: the one whose loop waited most, until it ends."""
+        """The run shown in full until it ends, chosen because its loop waited the longest."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}
@@ -228,7 +228,7 @@ class Watcher:
         return self._shown
 
     def update(self) -> None:
-        """Read all runs, and from time to time look for new ones."""
+        """Read all runs, and periodically look for new ones."""
         now = now_ns() / 1e9
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now
@@ -240,7 +240,7 @@ class Watcher:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         self.problems = []
         for pid in pids if self._pid is None else tree(self._pid):
-            # A process may have ended, or be another user's.
+            # A process may have exited or belong to another user.
             with contextlib.suppress(OSError):
                 for number, run in runs_of(pid, self._runs):
                     run.update(now)
@@ -248,7 +248,7 @@ class Watcher:
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
                         self._runs[number] = run
-        # If its process still runs, an ended run makes room for the next one.
+        # If its process is still running, an ended run makes room for the next one.
         for number, run in list(self._runs.items()):
             if run.ended and run.is_alive:
                 del self._runs[number]

@@ -1,6 +1,6 @@
-"""``cseq bench FILE.py:make``: one loader, with cseq's workers and without.
+"""``cseq bench FILE.py:make``: compares a loader with and without cseq's workers.
 
-Each row calls ``make()`` for its own loader.
+Each row calls ``make()`` to create its own loader.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     Loader = MSequence[Any] | DataLoader[Any]
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
-# Seconds to measure the rate, and again to measure the waiting.
+# Seconds for measuring the rate, and for measuring the waiting.
 MEASURED = 5.0
-# Seconds, and the most batches, before anything is counted.
+# The warm-up before anything is measured: seconds and the maximum number of batches.
 WARM = 0.5, 20
-# The batch size for a data set.
+# The default batch size for a data set.
 BATCH_SIZE = 32
 HEADS = ("batches/s", "CPU a batch", "first batch")
 LABELS = {
@@ -49,10 +49,10 @@ LABELS = {
 
 
 class Made(NamedTuple):
-    """The loader that ``make()`` returned.
+    """The loader returned by ``make()``.
 
-    `text` describes it in a line. `kinds` are the rows to measure; `current` is the one that uses
-    the loader as it is. Torch's loader and cseq's get `workers`.
+    `text` describes the loader in one line. `kinds` are the rows to measure, and `current` is the
+    one that uses the loader as it is. Torch's and cseq's DataLoaders run with `workers`.
     """
 
     text: str
@@ -62,22 +62,22 @@ class Made(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The figures of a row, as far as they were measured.
+    """The figures of a row that have been measured so far.
 
     Attributes
     ----------
     rate : float
-        Batches a second, or 0 if unknown.
+        Batches per second, or 0 if unknown.
     cpu : float or None
-        CPU seconds of all its processes for a batch.
+        The CPU seconds of all processes per batch.
     waits : float or None
-        The fraction of the time that a loop of the given step waits.
+        The fraction of the time that a loop with the given step time waits.
     first : float or None
-        Seconds from ``iter()`` to the first batch.
+        The seconds from ``iter()`` to the first batch.
     advice : str
         The advice of cseq's workers for that loop.
     error : str
-        Why the measurement failed, or stopped early.
+        The reason why the measurement failed or stopped early.
     """
 
     rate: float = 0.0
@@ -89,7 +89,7 @@ class Figures(NamedTuple):
 
 
 def load(path: str, name: str) -> Callable[[], object]:
-    """Return a function of a file, or raise ValueError."""
+    """Import a function from a file, or raise ValueError."""
     folder, file = os.path.split(os.path.abspath(path))
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {path}")
@@ -112,7 +112,7 @@ def load(path: str, name: str) -> Callable[[], object]:
 
 
 def loader_of(made: Any) -> Loader:
-    """Return the loader that ``make()`` returned, or make one for a data set."""
+    """Return the loader that ``make()`` returned, or create one for a data set."""
     data = sys.modules.get("torch.utils.data")
     is_stream = data is not None and isinstance(made, data.IterableDataset)
     if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
@@ -133,7 +133,7 @@ def loader_of(made: Any) -> Loader:
 
 
 def look(made: object) -> Made:
-    """Describe what ``make()`` returned."""
+    """Describe the object returned by ``make()``."""
     loader = loader_of(made)
     if isinstance(loader, MSequence):
         return Made(f"{loader!r}", ("none", "manager"), "manager", 0)
@@ -145,7 +145,7 @@ def look(made: object) -> Made:
 
 
 def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[Any]:
-    """Return a context manager that starts a row's loader, and gives it."""
+    """Return a context manager that starts a row's loader and returns it."""
     if isinstance(loader, MSequence):
         return loader.start_test() if kind == "none" else loader.start()
     from torch.utils import data
@@ -166,7 +166,7 @@ def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[An
 
 
 def _some(batches: Iterable[object], seconds: float, most: int) -> Iterator[object]:
-    """Yield batches for some seconds, at most `most`."""
+    """Yield batches for some seconds, up to a maximum of `most`."""
     end = time.monotonic() + seconds
     for batch in itertools.islice(batches, most):
         yield batch
@@ -175,7 +175,7 @@ def _some(batches: Iterable[object], seconds: float, most: int) -> Iterator[obje
 
 
 def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
-    """Yield the batches of one epoch after another."""
+    """Yield the batches of consecutive epochs."""
     while True:
         empty = True
         for batch in loader:
@@ -188,7 +188,7 @@ def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
 def measure(
     loader: Loader, kind: str, workers: int, step: float, seconds: float
 ) -> Iterator[Figures]:
-    """Measure a row for some seconds, or twice if there is a step. Yield figures as they come."""
+    """Measure a row for some seconds, or twice if there is a step. Yield figures incrementally."""
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)
@@ -206,7 +206,7 @@ def measure(
         asked = row.stats() if kind in ("cseq", "manager") and not error else None
         yield (figures := figures._replace(waits=_waits(batches, step, seconds)))
         if asked is not None:
-            # An epoch may have just begun, with too few batches for an advice.
+            # A new epoch may have just started, with too few batches for advice.
             for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):
                 time.sleep(step)
                 if row.stats().batches >= ENOUGH_BATCHES:
@@ -215,14 +215,14 @@ def measure(
 
 
 def _fallen_back() -> str:
-    """Say why torch's own workers ran instead of cseq's, if they did."""
+    """Return why torch's own workers ran instead of cseq's, or "" if they did not."""
     from cseq.adapters.torch.fallback import made
 
     return next((f"torch's own workers, since {reason}" for _, reason in made if reason), "")
 
 
 def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
-    """Return the fraction of time that a loop waits if each step sleeps for `step` seconds."""
+    """Return the fraction of time that a loop waits if each step takes `step` seconds."""
     for _ in _some(batches, *WARM):
         time.sleep(step)
     waited, begun = 0.0, time.perf_counter()
@@ -236,9 +236,9 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 
 
 def _explain(error: Exception) -> str:
-    """Return our message, or the traceback of the user's code."""
+    """Return our error message, or the traceback of user code."""
     trace = error.__traceback__
-    # The last of these stands for "<frozen importlib._bootstrap>".
+    # The last prefix matches "<frozen importlib._bootstrap>".
     inner = (__file__, str(importlib.__file__), "<")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(inner):
         trace = trace.tb_next
@@ -248,7 +248,7 @@ def _explain(error: Exception) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Read a duration such as '30ms', '0.5s', '800us' or a number of seconds."""
+    """Parse a duration such as '30ms', '0.5s', '800us' or a number of seconds."""
     for unit, scale in (("ms", 1e-3), ("us", 1e-6), ("µs", 1e-6), ("s", 1.0), ("", 1.0)):
         if text.endswith(unit):
             with contextlib.suppress(ValueError):
@@ -260,14 +260,14 @@ def seconds_of(text: str) -> float:
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
-    """Measure all rows, and print a table. Return the exit status, or what is wrong.
+    """Measure all rows and print a table. Return the exit status or an error message.
 
-    A `step` of 0 measures no waiting. Each row takes `seconds` for its rate and for its waiting.
+    If `step` is 0, waiting is not measured. Each row takes `seconds`, or twice that with a step.
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
-    # The file sees this, here and in its workers.
+    # Visible to the file, both here and in its workers.
     sys.argv = [path]
     try:
         make = load(path, name)
@@ -287,7 +287,7 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
 
 
 def _row(make: Callable[[], object], kind: str, workers: int, *seconds: float) -> Figures:
-    """Measure a row. After an error, the figures so far stay."""
+    """Measure a row. After an error, keep the figures measured so far."""
     figures = Figures()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -304,7 +304,7 @@ def _columns(label: str, *cells: str) -> str:
 
 
 def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
-    """Write a row, and its error in the lines below."""
+    """Format a row, with its error in the lines below."""
     figures = measured[kind]
     label = LABELS[kind] + (f", {made.workers}" if kind in ("torch", "cseq") else "")
     row = _columns(
@@ -318,9 +318,9 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Say in lines what free data would gain, and what cseq's workers advise.
+    """Describe what free data would gain, and what cseq's workers advise.
 
-    `current` is the row with the loader as ``make()`` returned it, in `measured`.
+    `current` is the key in `measured` of the loader as ``make()`` returned it.
     """
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]

@@ -1,4 +1,4 @@
-"""The output of `cseq top`, as lines of text."""
+"""Formats the output of `cseq top` as lines of text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["foot", "head", "overview", "ranks", "workers"]
 
-# Formats and names of columns. A narrow terminal cuts off the last ones.
+# Column formats and names. A narrow terminal cuts off the last columns.
 RANKS = " {:>4} {:>5} {:<10} {:>7} {:>7} {:>5} {:>16} {:>12} {:<16} {:<14}"
 OF_RANKS = "rank", "waits", "cause", "batch/s", "pid", "epoch", "batch", "workers", "script", "data"
 WORKERS = " {:>6} {:<5} {:>4} {:>10} {:>7} {:>7} {:>7} {:>4} {:>7} {:>8}"
@@ -26,7 +26,7 @@ OF_WORKERS = "worker", "state", "busy", "batch", "since", "p50", "p99", "cpu", "
 
 
 def _filled(phrases: Iterable[str], width: int) -> list[str]:
-    """Write phrases side by side, on as many lines as needed."""
+    """Join phrases into lines that fit the width."""
     lines = [""]
     for phrase in phrases:
         if lines[-1] and len(lines[-1]) + 2 + len(phrase) > width:
@@ -36,7 +36,7 @@ def _filled(phrases: Iterable[str], width: int) -> list[str]:
 
 
 def ranks(watcher: Watcher, width: int) -> list[str]:
-    """Write a line for each run, the longest waiting first. A > marks the one shown in full."""
+    """Return a line per run, longest waiting first. A > marks the run shown in full."""
     lately = {run: run.since(RECENT) for run in watcher.runs}
     runs = sorted(lately, key=lambda run: (bool(run.ended), -lately[run].loop_waiting))
     rows: list[Sequence[str]] = [OF_RANKS]
@@ -57,7 +57,7 @@ def _rate(stats: Stats) -> float:
 
 
 def _data(run: AttachedRun) -> str:
-    """Return samples and batch size, which distinguish the managers of a program."""
+    """Return the sample count and batch size, which distinguish the managers of a program."""
     return f"{run.fact('dset_size'):,} / {run.fact('batch_size'):,}" if run.fact("length") else ""
 
 
@@ -69,7 +69,7 @@ def _kind(run: AttachedRun) -> str:
 
 
 def _position(run: AttachedRun) -> tuple[str, str]:
-    """Return the epoch, and the batch "of" all, or the count of batches for a stream."""
+    """Return the epoch and "batch of all", or the batch count for a stream."""
     if run.next_batch is None:
         return "–", "–"
     epoch, batch = run.next_batch
@@ -79,7 +79,7 @@ def _position(run: AttachedRun) -> tuple[str, str]:
 
 
 def head(run: AttachedRun, width: int) -> list[str]:
-    """Write a run's name, position and rates."""
+    """Return a run's name, position and rates as lines."""
     stats, window, lately = run.stats, run.window(), run.since(RECENT)
     phrases = [*run.title, _kind(run)]
     if run.fact("length"):
@@ -108,7 +108,7 @@ def head(run: AttachedRun, width: int) -> list[str]:
 
 
 def workers(run: AttachedRun, width: int) -> list[str]:
-    """Write a line for each worker."""
+    """Return a line per worker."""
     now = now_ns()
     rows: list[Sequence[str]] = [OF_WORKERS]
     for worker in run.window().workers[: run.stats.num_workers]:
@@ -130,7 +130,7 @@ def workers(run: AttachedRun, width: int) -> list[str]:
 
 
 def foot(run: AttachedRun, width: int) -> list[str]:
-    """Write the slowest batches and the advice."""
+    """Return the slowest batches and the advice as lines."""
     if not run.stats.batches:
         return []
     slow = [
@@ -141,7 +141,7 @@ def foot(run: AttachedRun, width: int) -> list[str]:
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
-    """Write a line for each run, if there are several, and one run in full, in `height` lines."""
+    """Return up to `height` lines: a line per run if there are several, and one run in full."""
     shown = watcher.shown
     if shown is None:
         why = watcher.problems or ["there is none among the processes that you may read"]

@@ -1,4 +1,4 @@
-"""Other processes on Linux: their descendants, memory and CPU time."""
+"""Other processes on Linux: descendants, memory and CPU time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROC = "/proc"
 
 
 def _fields(pid: int) -> list[str]:
-    """Return a process's fields after its name, which may have blanks, or none if it is gone."""
+    """Return the fields after a process's name, which may contain spaces, or [] if it is gone."""
     try:
         with open(f"{PROC}/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -24,7 +24,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def tree(pid: int) -> list[int]:
-    """Return a process and its descendants, or the process alone if there is no `/proc`."""
+    """Return a process and its descendants, or only the process if there is no `/proc`."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(PROC):
@@ -38,13 +38,13 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the CPU time of processes and of their children that ended, or 0 if unknown."""
+    """Return the CPU time of processes and their exited children, or 0 if unknown."""
     fields = (_fields(pid)[11:15] for pid in pids)
     return sum(sum(map(int, times)) for times in fields) / _ticks()
 
 
 def queued_seconds(pids: Iterable[int]) -> float:
-    """Return how long the processes' main threads waited for a core, or 0 if unknown."""
+    """Return the time that the processes' main threads waited for a core, or 0 if unknown."""
     waited = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/schedstat") as file:
@@ -53,13 +53,13 @@ def queued_seconds(pids: Iterable[int]) -> float:
 
 
 def starts(pid: int) -> str | None:
-    """Return when a process began, in the system's ticks, or None if there is no live one."""
+    """Return the start time of a process in system ticks, or None if it is not alive."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
 def resident(pid: int) -> int:
-    """Return a process's resident bytes, including shared memory, or 0 if unknown."""
+    """Return the resident bytes of a process, including shared memory, or 0 if unknown."""
     with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

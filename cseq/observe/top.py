@@ -1,4 +1,4 @@
-"""``cseq top``: the loaders of running programs, live."""
+"""``cseq top``: shows the loaders of running programs, live."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cseq.observe.lines import overview
 
 __all__ = ["top"]
 
-# Clears the terminal.
+# Clear the terminal.
 CLEAR = "\x1b[H\x1b[J"
 
 
 def top(pid: int | None, *, once: bool) -> int | str:
-    """Show the runs of a process, or of all, every second or `once` as lines of text.
+    """Show the runs of a process, or of all processes, every second or `once` as text.
 
-    Returns the exit status, or why nothing is shown.
+    Return the exit status, or the reason why nothing is shown.
     """
     if not sys.platform.startswith("linux"):
         return "cseq top needs Linux: it reads the meters through /proc"

@@ -1,7 +1,7 @@
-"""``cseq run --watch``: what torch's DataLoaders cost the loops of a script.
+"""``cseq run --watch``: measures the cost of torch's DataLoaders in a script.
 
-They run as they are, with three of their methods timed. At the end, each kind of loader has lines
-with its cost and the advice::
+The DataLoaders run unmodified, except that three methods are timed. At the end, the cost and the
+advice are printed for each kind of loader::
 
     __iter__ ──► Turn: an epoch, its workers ──► Watched: a kind of loader ──► Window ──► advise
 """
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 
 __all__ = ["Watched", "tell", "watch"]
 
-# Begins a line about what a faster loader would gain.
+# The prefix of a line about the gain from a faster loader.
 FREE = "if data were free:"
 
 
 @dataclass
 class Watched:
-    """The costs of one kind of loader.
+    """The cost of one kind of loader.
 
     Attributes
     ----------
     name : str
-        The class and size of their data set, and their arguments.
+        The class and size of the data set, and the arguments of the loaders.
     num_workers : int
     persistent : bool
-        Whether workers stay from one epoch to the next.
+        Whether workers are kept between epochs.
     computed : float
-        CPU seconds of the workers, or of the loop's own thread if it made the batches, after the
-        first batch of each epoch.
+        The CPU seconds, after the first batch of each epoch, of the workers or, if the loop makes
+        the batches, of its own thread.
     queued : float
-        Seconds that the workers waited for a core in that time.
+        The seconds that the workers waited for a core in that time.
     epochs, batches : int
-        First batches of epochs; all others.
+        The number of first batches of epochs, and the number of all other batches.
     started : float
-        Seconds from each `iter` to its first batch.
+        The total seconds from `iter` to the first batch of each epoch.
     waited, stepped : float
-        Seconds that the loop waited for the other batches, and worked between them.
+        The seconds that the loop waited for the other batches, and worked between them.
     turns : list of Turn
-        The epochs under way.
+        The epochs in progress.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Watched:
     turns: list[Turn] = field(default_factory=list)
 
     def window(self, cores: int) -> Window:
-        """Return the figures for `advise`. If the loop waits, workers are assumed busy."""
+        """Return the figures for `advise`. If the loop waits, workers are assumed to be busy."""
         count, workers, elapsed = self.batches, self.num_workers, self.waited + self.stepped
         worked = elapsed * workers if workers else self.waited
         if not worked:
@@ -80,7 +80,7 @@ class Watched:
         )  # fmt: skip
 
     def lines(self, cores: int) -> list[str]:
-        """Say what the loaders cost, and what would help."""
+        """Describe the cost of the loaders and the remedy."""
         window = self.window(cores)
         advice = advise(window)
         count, of = self.batches + self.epochs, f" in {self.epochs} epochs" * (self.epochs > 1)
@@ -102,7 +102,7 @@ class Watched:
 
 
 class Turn:
-    """An epoch that `begun` when the loop called `iter`, with the time of its last batch."""
+    """An epoch that `begun` when the loop called `iter`, and the time of its latest batch."""
 
     def __init__(self, watched: Watched, begun: float) -> None:
         self.watched, self.begun = watched, begun
@@ -110,13 +110,13 @@ class Turn:
         self._pids: Sequence[int] = ()
 
     def begin_epoch(self, pids: Sequence[int]) -> None:
-        """Note the workers after the first batch."""
+        """Record the workers after the first batch."""
         self._pids = pids
         self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
 
     def end_epoch(self) -> None:
-        """Add what the workers computed, once, before they end."""
+        """Add the workers' CPU time, once, before the workers exit."""
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
@@ -124,7 +124,7 @@ class Turn:
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
-    """Time every torch DataLoader of this process; `loaders` gets a `Watched` for each kind."""
+    """Time every torch DataLoader in this process. `loaders` receives a `Watched` per kind."""
     from torch.utils.data import DataLoader, IterableDataset
 
     from cseq.adapters.torch import names
@@ -147,14 +147,14 @@ def watch(loaders: dict[Any, Watched]) -> None:
         name += f", batch_size={loader.batch_size}, num_workers={loader.num_workers}"
         watched = Watched(name, loader.num_workers, loader.persistent_workers)
         watched = loaders.setdefault((name, watched.persistent), watched)
-        # Persistent workers keep the iterator, so this ends the epoch before.
+        # Persistent workers reuse the iterator, so this ends the previous epoch.
         end(iterator)
         vars(iterator)["_cseq_turn"] = Turn(watched, begun)
         return iterator
 
     def __next__(iterator: names.Base) -> object:  # noqa: N807
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
-        # A subclass may have made the iterator without `__iter__`.
+        # A subclass may have created the iterator without `__iter__`.
         if turn is None:
             return following(iterator)
         begun, before = clock(), time.thread_time()
@@ -193,7 +193,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
 
 
 def _size_of(dataset: Any) -> str:
-    """Say how many samples there are, unless the data set does not know."""
+    """Return the number of samples as text, or "" if the data set does not know it."""
     try:
         return f", {len(dataset):,} samples"
     except (TypeError, NotImplementedError):
@@ -201,7 +201,7 @@ def _size_of(dataset: Any) -> str:
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
-    """Print the lines of all loaders, unless this is a forked copy of the watched process `pid`."""
+    """Print the lines of all loaders unless this is a forked copy of the watched process `pid`."""
     if os.getpid() != pid or sys.stderr is None:
         return
     rank = os.environ.get("RANK", "")

@@ -1,1 +1,1 @@
-"""A page about a run, from its `Stats` alone. `import cseq` imports none of this."""
+"""Generates a page about a run from its `Stats`. `import cseq` does not import it."""

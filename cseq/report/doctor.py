@@ -1,6 +1,6 @@
-"""``cseq doctor``: what slows a machine down and no other tool shows.
+"""``cseq doctor``: finds what slows down a machine and no other tool shows.
 
-Each check is a function that yields findings. One with a remedy is a warning.
+Each check is a function that yields findings. A finding with a remedy is a warning.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "look", "report"]
 
-# Above this fraction of the periods of a quota, it slows the container down.
+# The fraction of throttled periods above which a quota slows down the container.
 THROTTLED = 0.05
-# Above this percentage of the last 10 s in which some task waited for a core, cores are missing.
+# Cores are scarce if tasks waited for one in more than this percentage of the last 10 s.
 PRESSED = 20.0
-# Readings of the clock, and the ns of a slow one, with its call.
+# The number of clock readings, and the ns above which a reading is slow, including the call.
 READINGS, SLOW_CLOCK = 1000, 250
-# Processes that should be possible for others, and for each core.
+# The number of processes that should be available for other uses, and per core.
 PROCESSES = 32, 4
 
 
 class Finding(NamedTuple):
-    """A finding, and what to do, or an empty remedy if all is fine."""
+    """A finding and its remedy, which is empty if all is fine."""
 
     text: str
     remedy: str = ""
@@ -41,13 +41,13 @@ class Finding(NamedTuple):
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks. None takes long."""
+    """Run all checks. None of them takes long."""
     for check in (quota, pressure, threads, kills, clock, processes):
         yield from check()
 
 
 def quota() -> Iterator[Finding]:
-    """Compare the cores with the quota of the control groups, and check whether it throttles."""
+    """Compare the cores with the quota of the control groups, and check for throttling."""
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(
@@ -66,7 +66,7 @@ def quota() -> Iterator[Finding]:
 
 
 def pressure() -> Iterator[Finding]:
-    """Check whether tasks wait for cores at this moment."""
+    """Check whether tasks are currently waiting for cores."""
     for line in lines(join(ROOT, "proc/pressure/cpu")):
         kind, *pairs = line.split()
         share = float(dict(pair.split("=") for pair in pairs).get("avg10", 0))
@@ -79,7 +79,7 @@ def pressure() -> Iterator[Finding]:
 
 
 def threads() -> Iterator[Finding]:
-    """Check for variables that give each worker's libraries many threads."""
+    """Check for variables that make each worker's libraries use many threads."""
     for name in VARIABLES:
         value = os.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
@@ -90,7 +90,7 @@ def threads() -> Iterator[Finding]:
 
 
 def kills() -> Iterator[Finding]:
-    """Check for processes that were killed for lack of memory."""
+    """Check for processes that were killed because memory ran out."""
     killed = oom_kills(ROOT)
     if killed:
         yield Finding(
@@ -100,7 +100,7 @@ def kills() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Measure how long a reading of the clock takes."""
+    """Measure the duration of a clock reading."""
     best = min(_reading() for _ in range(5))
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(ROOT, folder))) or "the system's"
@@ -110,7 +110,7 @@ def clock() -> Iterator[Finding]:
 
 
 def _reading() -> float:
-    """Return the nanoseconds of a reading, on average."""
+    """Return the mean duration of a reading in nanoseconds."""
     begun = time.perf_counter_ns()
     for _ in range(READINGS):
         now_ns()
@@ -118,7 +118,7 @@ def _reading() -> float:
 
 
 def processes() -> Iterator[Finding]:
-    """Check how many more processes and threads the control groups allow."""
+    """Check how many additional processes and threads the control groups allow."""
     left = []
     for group, name in groups(ROOT, "pids", "pids.max", "pids.max"):
         most, now = number(join(group, name)), number(join(group, "pids.current"))
@@ -133,7 +133,7 @@ def processes() -> Iterator[Finding]:
 
 
 def report() -> int:
-    """Print the findings. Return the exit status, 1 if there are warnings."""
+    """Print the findings. Return the exit status, which is 1 if there are warnings."""
     wrong = 0
     for finding in look():
         print(finding)  # noqa: T201

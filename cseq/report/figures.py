@@ -1,6 +1,6 @@
 """SVG figures: areas, bars, lines and marks, for light and dark screens and paper.
 
-They are in the report, the notebook, the benchmarks' chart and the site::
+The report, the notebook, the benchmark chart and the website use these figures::
 
     Axis ──► Chart(Drawing): grid, steps, line, bars, dot, marks ──► inline() or file()
                                        colours are classes of STYLE ──┘
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLORS", "STYLE", "Axis", "Chart", "Drawing", "duration", "number"]
 
-# The colors by use, on a light page and on a dark one.
+# The colors by purpose, for light and dark pages.
 COLORS = {
     "paper": ("#ffffff", "#0d1117"),
     "ink": ("#1f2328", "#e6edf3"),
@@ -34,17 +34,17 @@ COLORS = {
     "warm": ("#d9770a", "#f0a04b"),
     "cold": ("#2367d1", "#6ea8fe"),
 }
-# The size of a chart, and of ordinary text; the mean width of a letter, at most, per size.
+# The size of a chart, the size of ordinary text, and the maximum mean letter width per text size.
 WIDTH, HEIGHT = 540, 240
 SIZE, GLYPH = 16, 0.6
 MOST_TICKS = 5
-# Round times, in seconds.
+# Round time values in seconds.
 TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
 LIGHT, DARK = (
     "".join(f"--{name}:{pair[choice]};" for name, pair in COLORS.items()) for choice in (0, 1)
 )
-# The style of a file, and of a page whose figures lie in an element of this class. Text has a halo.
+# The style of a file, or of a page whose figures are in an element of this class. Text has a halo.
 STYLE = f"""
 .cseq{{{LIGHT}}}
 @media screen and (prefers-color-scheme:dark){{.cseq{{{DARK}}}}}
@@ -59,7 +59,7 @@ paint-order:stroke;stroke:var(--paper);stroke-width:4px;stroke-linejoin:round}}
 
 
 def number(value: float) -> str:
-    """Write a number with three digits: 0.52, 19.1, 412, 2524, 20.1 k, 1.4 M."""
+    """Format a number with three digits: 0.52, 19.1, 412, 2524, 20.1 k, 1.4 M."""
     for size, least, unit in ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e3, 1e4, " k")):
         if value >= least * 0.9995:
             return f"{value / size:.3g}{unit}"
@@ -67,15 +67,15 @@ def number(value: float) -> str:
 
 
 def _at(value: float) -> str:
-    """Write a coordinate."""
+    """Format a coordinate."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps the values from `low` to `high` to the coordinates from `start` to `end`.
+    """Maps values from `low` to `high` to coordinates from `start` to `end`.
 
-    With `times`, the values are seconds, and 15 and 60 are round, too.
+    With `times`, values are in seconds, and 15 and 60 also count as round.
     """
 
     low: float
@@ -86,7 +86,7 @@ class Axis:
     times: bool = False
 
     def coordinate(self, value: float) -> float:
-        """Return the coordinate of a value, or of the axis's end if the value is beyond."""
+        """Return the coordinate of a value, clipped to the ends of the axis."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.logarithmic:
@@ -95,7 +95,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Some round values on the axis."""
+        """Round values on the axis."""
         if self.logarithmic:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             every = max(0, last - first - 2) // MOST_TICKS + 1
@@ -111,13 +111,13 @@ class Axis:
 
 
 class Drawing:
-    """Shapes and words on a sheet.
+    """Shapes and text on a canvas.
 
     Parameters
     ----------
     width, height : float
     title : str
-        For screen readers.
+        The description for screen readers.
     """
 
     def __init__(self, width: float, height: float, title: str) -> None:
@@ -125,7 +125,7 @@ class Drawing:
         self._parts: list[str] = []
 
     def inline(self, attributes: str = "", head: str = "") -> str:
-        """Return the element for a page that has the rules of `STYLE`."""
+        """Return the SVG element for a page that includes the rules of `STYLE`."""
         parts = "\n".join(self._parts)
         return (
             f'<svg{attributes} viewBox="0 0 {_at(self.width)} {_at(self.height)}" role="img" '
@@ -133,7 +133,7 @@ class Drawing:
         )
 
     def file(self) -> str:
-        """Return a whole file in the colors of the reader's system."""
+        """Return a complete file that follows the color scheme of the reader's system."""
         size = f'width="{_at(self.width)}" height="{_at(self.height)}"'
         attributes = f' xmlns="http://www.w3.org/2000/svg" class="cseq" {size}'
         head = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"
@@ -141,7 +141,7 @@ class Drawing:
         return self.inline(attributes, head + sheet) + "\n"
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """Write a line on its baseline. `kind` lists classes, such as 'strong faint end'."""
+        """Draw a line of text on its baseline. `kind` lists classes, such as 'strong faint end'."""
         shown = kind if "faint" in kind else f"ink {kind}".strip()
         corner = f'x="{_at(x)}" y="{_at(y)}"'
         self._parts.append(f'<text {corner} class="{shown}">{escape(words, quote=False)}</text>')
@@ -152,20 +152,20 @@ class Drawing:
         self._parts.append(f'<rect {corner} class="{kind}"/>')
 
     def path(self, steps: str, kind: str) -> None:
-        """Draw an SVG path: an area, or a line if the kind is 'stroke'."""
+        """Draw an SVG path: an area, or a line if `kind` is 'stroke'."""
         self._parts.append(f'<path d="{steps}" class="{kind}"/>')
 
 
 class Chart(Drawing):
-    """A drawing with two axes, from left to right and from the bottom up.
+    """A drawing with two axes, from left to right and from bottom to top.
 
     Parameters
     ----------
     title : str
     x, y : (float, float)
-        The lowest and the highest value.
+        The lowest and highest values.
     logarithmic, times : bool
-        Of the x-axis: see `Axis`.
+        Options of the x-axis: see `Axis`.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Chart(Drawing):
         self.y = Axis(*y, HEIGHT - 28, 24)
 
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
-        """Draw lines at round values, labeled by the functions, or none in y if that is None."""
+        """Draw lines at round values, labeled by the functions, or no y-lines if `y` is None."""
         for value in self.y.ticks if y else ():
             at = self.y.coordinate(value)
             self.rect(self.x.start, at - 0.5, self.x.end - self.x.start, 1, "line")
@@ -192,7 +192,7 @@ class Chart(Drawing):
     def steps(
         self, edges: Sequence[float], values: Iterable[float], kind: str, floor: float = 0.0
     ) -> None:
-        """Draw an area that has each value as its height between two edges."""
+        """Draw an area whose height between two edges is the corresponding value."""
         drawn = (
             f"V{_at(self.y.coordinate(floor + value))}H{_at(self.x.coordinate(end))}"
             for value, end in zip(values, edges[1:], strict=True)
@@ -201,7 +201,7 @@ class Chart(Drawing):
         self.path(f"M{_at(self.x.coordinate(edges[0]))} {bottom}{''.join(drawn)}V{bottom}Z", kind)
 
     def line(self, points: Iterable[tuple[float, float]]) -> None:
-        """Draw a line through values."""
+        """Draw a line through points."""
         places = (f"{_at(self.x.coordinate(x))} {_at(self.y.coordinate(y))}" for x, y in points)
         self.path("M" + "L".join(places), "stroke")
 
@@ -219,9 +219,9 @@ class Chart(Drawing):
         self.path(f"M{left} {at}a6 6 0 1 0 12 0a6 6 0 1 0-12 0z", kind)
 
     def marks(self, *marks: tuple[float, str, str]) -> None:
-        """Draw a vertical line at each value, in a color, with words beside it.
+        """Draw a labeled vertical line at each value, in the given color.
 
-        The words of each line have a row, on the side where fewer other lines cross them.
+        Each label has its own row and is on the side where it crosses fewer other lines.
         """
         places = [self.x.coordinate(value) for value, _, _ in marks]
         for at, (_, _, kind) in zip(places, marks, strict=True):

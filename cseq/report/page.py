@@ -1,6 +1,6 @@
 """An HTML page about a run: why its loop waits, what would help, and all figures.
 
-It needs no script and no network, and has light, dark and printed styles::
+The page needs no script and no network. It has light, dark and printed styles::
 
     Part (stats, facts, slowest batches) ──► section: verdict, tiles, figures ──► page
 """
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "in_notebook", "page", "write"]
 
-# Figures over time need LEAST_POINTS of a history, and have at most INTERVALS.
+# Figures over time need LEAST_POINTS of a history and have at most INTERVALS intervals.
 INTERVALS, LEAST_POINTS = 120, 4
-# If there are more workers, those that differ most are drawn over time.
+# The maximum number of workers drawn over time. Of more, those that differ most are drawn.
 MOST_ROWS = 16
-# The batches in the table of the slowest ones.
+# The number of batches in the table of slowest batches.
 SLOWEST = 8
 RANKS = ("RANK", "WORLD_SIZE")
 
@@ -69,9 +69,9 @@ SHEET = STYLE + RULES
 
 
 class Part(NamedTuple):
-    """One manager, loader or stream on the page: its name, a line of facts, and its stats.
+    """One manager, loader or stream on the page: its name, a line of facts and its stats.
 
-    If it `has_remake`, the page shows the lines that make its slowest batches again.
+    If `has_remake`, the page shows the code that makes the slowest batches again.
     """
 
     name: str
@@ -81,9 +81,9 @@ class Part(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
-    """Write a page in one step, so that the file is never incomplete.
+    """Write a page atomically, so that the file is never incomplete.
 
-    The title is the script's name by default. A `path` or `title` of another type is a TypeError.
+    The default title is the script name. A `path` or `title` of another type is a TypeError.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -99,7 +99,7 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
 
 
 def page(parts: Sequence[Part], title: str | None = None) -> str:
-    """Return the whole file."""
+    """Return the HTML of the whole page."""
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
     title = escape(title or script or "cseq")
     sections = "".join(section(part) for part in parts)
@@ -115,7 +115,7 @@ def page(parts: Sequence[Part], title: str | None = None) -> str:
 
 
 def section(part: Part) -> str:
-    """Show one manager, loader or stream."""
+    """Return the section about one manager, loader or stream."""
     stats = part.stats
     figures = "".join(
         f"<figure><h3>{heading}</h3>{chart.inline()}"
@@ -136,7 +136,7 @@ def section(part: Part) -> str:
 
 
 def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
-    """Return HTML for a notebook: the verdict, the tiles, one figure, and rows of facts."""
+    """Return HTML for a notebook: the verdict, the tiles, one figure and rows of facts."""
     facts = _table((escape(name), escape(value)) for name, value in rows)
     if not stats.batches:
         return facts
@@ -148,7 +148,7 @@ def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def verdict(stats: Stats) -> str:
-    """Write the advice, large."""
+    """Return the advice in large type."""
     advice, waits = stats.advice(), f"waits {stats.loop_waiting:.0%}: " * (stats.elapsed > 0)
     action = f"<p><strong>→ {escape(advice.remedy)}</strong></p>" if advice.action else ""
     start = f"<p>Start: {escape(advice.start)}.</p>" if advice.start else ""
@@ -159,7 +159,7 @@ def verdict(stats: Stats) -> str:
 
 
 def tiles(stats: Stats) -> str:
-    """Write the five figures that matter most, and the share of samples from caches."""
+    """Return tiles with the five most important figures and the share of cached samples."""
     rates, count = stats.as_dict(""), stats.num_workers
     shown = [
         (number(rates["batches_per_s"]), "batches a second"),
@@ -175,14 +175,14 @@ def tiles(stats: Stats) -> str:
 
 
 def _table(rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
-    """Write cells of HTML, below their heads."""
+    """Return a table of HTML cells below their headings."""
     lines = ["".join(f"<th>{head}</th>" for head in heads)] if heads else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
 
 
 def _details(stats: Stats) -> str:
-    """Write all figures, folded."""
+    """Return all figures in a collapsed section."""
     workers = [[f"{x:.3g}" if isinstance(x, float) else x for x in row] for row in stats.workers]
     figures = _table((name, f"{value:.6g}") for name, value in stats.as_dict("").items())
     table = _table(workers, WorkerStats._fields)
@@ -190,7 +190,7 @@ def _details(stats: Stats) -> str:
 
 
 def _machine() -> str:
-    """Write the versions, the environment, and the doctor's findings, folded."""
+    """Return versions, environment and the doctor's findings in a collapsed section."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
     rows += [("Python", sys.version), ("cores", str(cores()))]
     for name in ("cseq-loader", "numpy", "torch"):
@@ -204,12 +204,12 @@ def _machine() -> str:
 
 # -- figures
 
-# The heading, the chart, and the caption.
+# The heading, the chart and the caption.
 Drawn = tuple[str, Chart, str]
 
 
 def drawn(stats: Stats) -> Iterator[Drawn]:
-    """Draw all figures for which there are measurements."""
+    """Yield all figures for which there are measurements."""
     over = Over.of(stats.history)
     if over is not None:
         caption = "The fraction of the time that the loop waits."
@@ -228,11 +228,11 @@ def drawn(stats: Stats) -> Iterator[Drawn]:
 
 
 class Over(NamedTuple):
-    """A run in intervals of the same length.
+    """A run divided into intervals of equal length.
 
-    `edges` are in seconds since the start, one more than intervals. Each interval has the fraction
-    of the time that the loop is `waiting`, the `rate` in batches a second, and, in a row for each
-    worker, the fraction of the time that it is `busy`. `ready` batches are at the edges.
+    `edges`, one more than intervals, are in seconds since the start. `waiting` is the fraction of
+    each interval that the loop waits, `rate` is in batches per second, and each row of `busy` has
+    the fractions that one worker works. `ready` counts the ready batches at the edges.
     """
 
     edges: NDArray[np.float64]
@@ -243,7 +243,7 @@ class Over(NamedTuple):
 
     @classmethod
     def of(cls, history: NDArray[Any]) -> Over | None:
-        """Cut a history into intervals, or return None if it is too short."""
+        """Divide a history into intervals. Return None if the history is too short."""
         at = history["seconds"]
         if len(history) < LEAST_POINTS or at[-1] <= at[0]:
             return None
@@ -278,7 +278,7 @@ class Over(NamedTuple):
 
 
 def workers(over: Over) -> Drawn:
-    """Draw when each worker worked, in a row of its own."""
+    """Draw when each worker worked, with a row per worker."""
     names, about = np.arange(len(over.busy)), ""
     if len(names) > MOST_ROWS:
         means = over.busy.mean(axis=1)
@@ -296,7 +296,7 @@ def workers(over: Over) -> Drawn:
 
 
 def batch_times(stats: Stats) -> Drawn:
-    """Draw the workers' times for a batch."""
+    """Draw a histogram of the workers' times per batch."""
     times, title = stats.index_seconds, "A worker's time for a batch"
     buckets = times.buckets()
     low, high = buckets[0][0], buckets[-1][1]
@@ -312,7 +312,7 @@ def batch_times(stats: Stats) -> Drawn:
 
 
 def enough(stats: Stats) -> Drawn:
-    """Draw the rate that more or fewer workers would give, by the measurements."""
+    """Draw the rate expected with more or fewer workers, based on the measurements."""
     window, title = stats.window(), "How many workers would be enough"
     now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)
