@@ -18,7 +18,7 @@ cnp.import_array()
 
 # The number of values that are converted at a time.
 CHUNK = 1 << 16
-# The purposes of random words. cseq_shuffle.h and context.py define 0 to 5, and feistel-v1 uses 6.
+# The purposes of random words. Those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1.
 BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
 
@@ -82,7 +82,7 @@ def seed_of(uint64_t seed, str name not None):
 
 def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
-    """Return random numbers below `below`, one per position in the stream of the other arguments."""
+    """Return random numbers below `below`, one for each position in a stream of random words."""
     cdef Py_ssize_t k, count = positions.size
     cdef const int64_t* position = int64s(positions)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
@@ -123,7 +123,7 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
 
 @cython.final
 cdef class Permutation:
-    """A permutation of 0 … n-1 for (seed, epoch, purpose, key): `perm` of docs/inside/orders.md.
+    """A permutation of 0 … n-1 for (seed, epoch, purpose, key): `perm` in docs/inside/orders.md.
 
     With at least `FEISTEL_LEAST` elements, it needs no memory. With fewer elements, it is a table
     of 4 bytes per element, created in linear time.
@@ -178,7 +178,7 @@ cdef class DocumentEnds:
     unit : int
         Count whole units of this many tokens in each document, instead of tokens.
     ends : array of int64, optional
-        The attribute `ends` of an equal instance. The lengths are then neither checked nor summed.
+        The `ends` attribute of an equal instance. The lengths are then neither checked nor summed.
 
     Attributes
     ----------
@@ -446,7 +446,9 @@ def laid(values, uint64_t level=1):
 
 @cython.final
 cdef class Tree:
-    """Samples on a line, each as long as its mass, reordered in every epoch: docs/inside/orders.md.
+    """Samples on a line, each as long as its mass, in a different order in every epoch.
+
+    See docs/inside/orders.md.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Rows of another order, distributed so that all ranks compute equal attention."""
+"""Rows of another order, distributed to balance attention work between ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 # A message with the same numbers is logged once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# The number of rows whose order is cached, at 4 bytes each, and their work if windows are shorter
-# than an epoch.
+# The number of rows whose order is cached, at 4 bytes each. Their work is cached too if windows are
+# shorter than an epoch.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
@@ -46,7 +46,7 @@ MOST_STEP = 2**15
 
 
 class Balanced(Order):
-    """The rows of another order, in steps in which ranks have nearly equal work.
+    """The rows of another order, in steps with nearly equal work on all ranks.
 
     The work of a row is its attention cost: the sum of the squared lengths of its pieces. Each rank
     computes the work of all ranks, without communication. The rows of a step and their grouping do
@@ -202,7 +202,7 @@ class Balanced(Order):
         return tables(folder, name, make, epoch)
 
     def _sort(self, seed: int, works: Works, epoch: int, number: int, new: New) -> None:
-        """Exchange the rows of a window."""
+        """Reorder the rows of a window, and write them to new arrays."""
         first = number * self._window
         rows = np.arange(first, min(first + self._window, self.units))
         work = works(epoch, rows)

@@ -54,7 +54,7 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
         raise ValueError(f"the state lacks {sorted(missing)}; {remedy}")
-    # Version 1 supported only single samples. Version 2 stored the order as a dict, and no indices.
+    # Version 1 supported only single samples. Version 2 stored the order as a dict and no indices.
     if version == 1:
         name = state["algorithm"] if state["shuffle"] else Sequential.name
         return {"name": name, "samples": state["dset_size"]}
@@ -76,7 +76,7 @@ def load(
     Raises
     ------
     TypeError
-        If the state is not a dict, or if one of its values should be a number and is not.
+        If the state is not a dict, or if a value that should be a number is not one.
     ValueError
         If the state belongs to another order or list of indices and `strict` is set, if it has
         another seed and `any_seed` is not set, or if one of its numbers is out of range.

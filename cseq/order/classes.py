@@ -152,7 +152,7 @@ class Lengths:
         return np.flatnonzero(seen) + self.shortest
 
     def classes(self, bounds: Ints) -> Classes:
-        """Sort the samples by class, which is the first bound not below the sample's length."""
+        """Sort the samples into classes by the first bound that is not below their length."""
         classes = np.empty(self.samples, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest

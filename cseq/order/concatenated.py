@@ -37,8 +37,8 @@ class Concatenated(CachedOrder):
     appears once per epoch, except the last tokens that do not fill a row.
 
     Indices are token positions in the concatenation of all documents in their original order. Each
-    index is the position of a piece's first token. A piece ends at the end of its document or of
-    the row. In the indexer, `cseq.parts` returns the number of pieces in each row.
+    index is the position of a piece's first token. A piece ends where its document or its row ends.
+    In the indexer, `cseq.parts` returns the number of pieces in each row.
 
     Parameters
     ----------

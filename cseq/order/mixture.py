@@ -57,7 +57,7 @@ class Mixture(Composed):
         first block that starts at or after its unit, counted over all epochs. The first unit is 0.
     weights_of : 'units' or 'tokens'
         What the weights measure. With 'tokens', a source with long rows has fewer rows for the same
-        weight, based on its mean tokens per row, as known to `Packed` and `Concatenated`.
+        weight, based on the mean tokens per row. This is for `Packed` and `Concatenated`.
     block : int
         The number of units that are mixed with each other. It may be less than the number of
         sources.

@@ -61,9 +61,9 @@ class Packed(Recipes, CachedOrder):
     -----
     With ``too_long='split'``, documents are cut into pieces of `budget` tokens and a remainder, and
     rows consist of pieces. Indices are token positions in the concatenation of all documents. Each
-    index is the position of a piece's first token. A piece ends at the end of its document or of
-    the row. `samples` is the total number of tokens, which is below 2**48. `describe` reports how
-    full rows can be if that is less than 99.9 %.
+    index is the position of a piece's first token. A piece ends where its document or its row ends.
+    `samples` is the total number of tokens, which is below 2**48. `describe` reports how full rows
+    can be if that is less than 99.9 %.
 
     Examples
     --------

@@ -80,7 +80,7 @@ class Place:
         return self.progress.ended or self.progress.taken > 0
 
     def now(self, sampler: Sampler) -> Now:
-        """Return the current epoch and progress, while other threads may consume batches."""
+        """Return the current epoch and progress. Other threads may consume batches concurrently."""
         if not self.begun:
             return Now(self.first, self.consumed, is_over=False)
         ended, position = self.progress.ended, self.progress.position

@@ -165,8 +165,8 @@ def model_parallel() -> list[tuple[str, int]]:
 
     Ranks share a model if a dimension has a name outside `DATA`, or if the only data dimension does
     not include all ranks. torch has no list of meshes. Since torch 2.6, the process group of each
-    dimension describes it; earlier versions list the meshes that others were sliced from. A
-    dimension of all ranks uses the undescribed default group, so a mesh with no other is not found.
+    dimension describes it; earlier versions list the meshes that others were sliced from. The
+    default group has no description, so a mesh whose only dimension has all ranks is not found.
     """
     torch = _torch()
     if torch is None:

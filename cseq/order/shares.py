@@ -39,7 +39,7 @@ class Shares:
         self.whole = [above * (scale // below) for above, below in ratios]
         self.total = sum(self.whole)
         self._top = len(self.whole)
-        # For each node: the node whose count the left child shares, itself and its two children.
+        # For each node: the node whose count determines the left child's, itself and its children.
         nodes: list[tuple[int, int, int, int]] = []
         parts: list[tuple[int, int]] = []
         sources = [(weight, s) for s, weight in enumerate(self.whole) if weight]

@@ -157,7 +157,7 @@ def again(
 
 
 def _forget(folder: str, start: str, before: int) -> None:
-    """Remove the files whose name is a prefix followed by a number below a limit."""
+    """Remove the files whose names consist of a prefix and a number below a limit."""
     for name in os.listdir(folder):
         number = name[len(start) :]
         if name.startswith(start) and number.isdecimal() and int(number) < before:
