@@ -1,17 +1,17 @@
-"""Stage 2: the arrays of a batch become tensors, on the CPU or a CUDA device.
+"""Stage 2: convert the arrays of a batch to tensors on the CPU or a CUDA device.
 
-The guarantee: what a batch becomes depends on ``out_type`` and ``dtype`` alone, bit for bit,
-whichever pool ran it. numpy casts arrays, wherever this happens, and torch casts tensors on the
-CPU. torch is imported when a converter is made, never with these modules.
+The result depends only on ``out_type`` and ``dtype``, bit for bit, whichever pool runs the
+conversion. numpy casts all arrays, and torch casts tensors on the CPU. torch is imported when a
+converter is created, never with these modules.
 
 ::
 
     parse ──► for_test ──► resolve ──┬─► Converter       synchronous: inline, threads, trainer
-    arguments  test mode   machine   └─► CudaConverter   copies on a stream of its own
+    arguments  test mode   machine   └─► CudaConverter   copies on its own stream
                                             │ in a thread:   convert ─► Transfer ─► receive
                                             └ in a process:  export  ─► pickle   ─► Imports
 
-``output``      what ``out_type`` and ``dtype`` mean, as far as this machine has it
+``output``      the meaning of ``out_type`` and ``dtype`` on this machine
 ``host``        synchronous conversion
 ``lane``        a queue of copies to a device: a CUDA stream
 ``cuda``        asynchronous conversion, on a lane

@@ -1,4 +1,4 @@
-"""Asynchronous conversion: batches are copied while the device works."""
+"""Asynchronous conversion: copy batches while the device works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """A batch on its way to the device, for `receive` alone."""
+    """A batch on its way to the device. Only `receive` uses it."""
 
     batch: Batch
     event: Event
@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
 
 
 def receive(result: Transfer | Batch) -> Batch:
-    """Return the batch of a converter thread's `Transfer`, or anything else as it is.
+    """Return the batch of a converter thread's `Transfer`; return any other object unchanged.
 
     The consumer's current stream waits for the copies; the host does not.
     """
@@ -36,10 +36,10 @@ def receive(result: Transfer | Batch) -> Batch:
 
 
 class CudaConverter:
-    """Copies batches to a device on a stream of its own, in one thread.
+    """Copies batches to a device on its own stream, in one thread.
 
-    Page-locked memory (see `PageLocks`) is copied directly; other memory goes through page-locked
-    memory of torch's pool. The output is resolved, and uses CUDA.
+    Page-locked memory (see `PageLocks`) is copied directly. Other memory is staged in page-locked
+    memory from torch's pool. The output must be resolved and use CUDA.
     """
 
     def __init__(self, output: Output) -> None:
@@ -47,9 +47,9 @@ class CudaConverter:
         self._lane = Lane(output.device)
 
     def convert(self, batch: Batch) -> Transfer:
-        """Begin to copy a batch; its memory is kept until the copies are done.
+        """Start copying a batch; its memory is kept until the copies are done.
 
-        Copies that were begun go on after an error.
+        Copies that have started continue after an error.
         """
         self.reap()
         sources: list[Tensor] = []
@@ -66,18 +66,18 @@ class CudaConverter:
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> bytes:
-        """In a process, convert and `pack` a batch, which may be overwritten afterwards."""
+        """Convert and `pack` a batch in a process; the batch may be overwritten afterwards."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
-        # The consumer in the other process waits for this lane, where the copies were made.
+        # The consumer in the other process waits for this lane, which made the copies.
         with self._lane.active():
             return pack(transfer.batch)
 
     def reap(self, *, wait: bool = False) -> None:
         """Release memory whose copies are done; with `wait`, wait for all copies.
 
-        Call this even when no ticket comes: otherwise an idle converter would keep a slot.
+        Call this even when no ticket arrives; otherwise, an idle converter would keep a slot.
         """
         self._lane.reap(wait=wait)
 
@@ -88,7 +88,7 @@ class CudaConverter:
         remove_counts()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
-        """Send an array or a CPU tensor to the device; keep any other leaf."""
+        """Send an array or a CPU tensor to the device; return any other leaf unchanged."""
         tensor = self._host.lay(leaf, self._make) if is_array(leaf) else leaf
         if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
             return leaf
@@ -104,7 +104,7 @@ class CudaConverter:
         return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Return this tensor, or a copy: of the wanted type, where the device can read it."""
+        """Return the tensor or a copy, with the wanted type and readable by the device."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

@@ -1,8 +1,8 @@
 """Batches in the CUDA memory of converter processes, fetched by the trainer.
 
-A converter pickles a batch with torch's reductions: a tensor on the device becomes the name of its
-memory. torch's reference count keeps this memory until the name was opened and the tensor dropped.
-So each pickle is read once, and its tensors are cloned at once.
+A converter pickles a batch with torch's reductions, which replace a device tensor with the name of
+its memory. torch's reference count keeps this memory until the name has been opened and the tensor
+dropped. Each pickle is therefore read once, and its tensors are cloned immediately.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger("cseq")
 
 
 class Lost(RuntimeError):
-    """The batch lay in the memory of a process that has ended."""
+    """The batch was in the memory of a process that has exited."""
 
 
 class Exported:
@@ -50,7 +50,7 @@ class Exported:
 
 
 def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
-    """Open the memory of another process; raise `Lost` if the process has ended."""
+    """Open the memory of another process; raise `Lost` if the process has exited."""
     try:
         return rebuild(*arguments)
     except Exception as error:
@@ -58,7 +58,7 @@ def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Ten
 
 
 def pack(batch: Batch) -> bytes:
-    """Pickle a batch on the stream that has copied it."""
+    """Pickle a batch on the stream that copied it."""
     torch = importlib.import_module("torch")
 
     def leaf(value: Any) -> object:
@@ -69,7 +69,7 @@ def pack(batch: Batch) -> bytes:
 
 
 def remove_counts() -> None:
-    """Remove torch's files of reference counts, which unfetched batches leave behind."""
+    """Remove torch's reference-count files, which unfetched batches leave behind."""
     for path in glob.glob(f"/dev/shm/torch_{os.getpid()}_*"):
         os.unlink(path)
 
@@ -77,12 +77,12 @@ def remove_counts() -> None:
 class Imports(SlotReader):
     """The trainer's end of the slots that converter processes write to, for one thread.
 
-    Every tensor is copied from the converter's memory to the trainer's, on the device, so that a
-    batch that the user holds does not depend on another process.
+    Every tensor is copied on the device from the converter's memory to the trainer's, so the user's
+    batch does not depend on another process.
 
-    The indexer's batch still lies in the slot, and its record in the cell. If the converted batch
-    is gone, or an exception was raised while it was fetched, `convert` converts the indexer's here;
-    `lost` counts these. The output is resolved, and uses CUDA.
+    The slot still holds the indexer's batch, and the cell its record. If the converted batch is
+    gone or an exception interrupts the fetch, `convert` converts the indexer's batch here, and
+    `lost` counts this. The output must be resolved and use CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
@@ -91,20 +91,20 @@ class Imports(SlotReader):
         self._convert = convert
         self._torch = importlib.import_module("torch")
         # When torch releases the other process's memory, the host waits for the current stream. On
-        # a lane of its own, this is one short copy and not the training step.
+        # a separate lane, it waits for one short copy instead of the training step.
         self._lane = Lane(output.device)
-        # The token of each cell whose pickle was read.
+        # The token of each cell when its pickle was last read.
         self._read = [0] * ring.capacity
         self.lost = 0
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Make what frees the slots."""
+        """Create the decoder, which frees the slots."""
         return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
         """Fetch the batch, or convert it here.
 
-        The log gets the text alone: a record that kept the error would keep the slot.
+        Only the error's text is logged, because a log record with the error would keep the slot.
         """
         try:
             return self._fetch(cell, slot, capacity, record)
@@ -140,7 +140,7 @@ class Imports(SlotReader):
         return batch
 
     def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Read what a converter has pickled, once."""
+        """Unpickle a converter's batch; raise `Lost` if its pickle was already read."""
         packed: Any = super().decode(cell, slot, capacity, record)
         token = self._ring.token(cell)
         if self._read[cell] == token:
@@ -149,7 +149,7 @@ class Imports(SlotReader):
         return pickle.loads(packed)
 
     def cancel(self, cell: int) -> None:
-        """Give the memory of a cancelled batch back to its converter, unless that is gone."""
+        """Return a cancelled batch's memory to its converter, unless the converter is gone."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if stage == CONVERTER and status == BATCH:
             with self._lane.active():

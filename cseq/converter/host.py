@@ -1,4 +1,4 @@
-"""Conversion at once, in the caller: arrays and CPU tensors."""
+"""Synchronous conversion of arrays and CPU tensors, in the caller."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_array(leaf: object) -> TypeGuard[Array]:
-    """Tell whether a leaf is an array that a tensor can replace; a masked array has more to it."""
+    """Return True if a leaf is an array that a tensor can replace, and not a masked array."""
     return type(leaf) is np.ndarray or (
         isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
     )
@@ -29,11 +29,11 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 
 @functools.lru_cache(256)
 def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
-    """Tell what an array of `dtype` is cast to.
+    """Return the type to which an array of `dtype` is cast.
 
-    Numbers are cast to `cast`; all else keeps its type, in native byte order. Among types that
-    numpy holds equal, this is the one that torch knows. Return None for types that torch lacks
-    (text, dates, records).
+    Numbers are cast to `cast`; other values keep their type, in native byte order. Among types that
+    numpy considers equal, the result is the one that torch knows. Return None for types that torch
+    lacks (text, dates, records).
     """
     if dtype.kind not in "biufc":
         return None
@@ -47,17 +47,17 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
 
 
 def is_usable(array: Array, target: Dtype) -> bool:
-    """Tell whether a tensor can be laid on the array as it is.
+    """Return True if a tensor can share the array's memory.
 
-    The array must be writable: a tensor cannot be marked read-only, and a write into, say, a
-    read-only mapped file kills the process. It must have no gaps, as in a slot, so that a batch has
-    the same strides whichever pool it came through.
+    The array must be writable, because a tensor cannot be marked read-only, and a write into a
+    read-only mapped file (for example) kills the process. It must have no gaps, as in a slot, so
+    that the strides of a batch do not depend on the pool.
     """
     return array.dtype == target and array.flags.behaved and flat_of(array) is not None
 
 
 class Host:
-    """Arrays and CPU tensors in the types that an output asks for."""
+    """Converts arrays and CPU tensors to the types that an output requires."""
 
     def __init__(self, output: Output) -> None:
         self.torch = torch = importlib.import_module("torch")
@@ -67,18 +67,18 @@ class Host:
         self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
 
     def leaf(self, leaf: object) -> object:
-        """Convert an array or a CPU tensor; keep any other leaf of a batch."""
+        """Convert an array or a CPU tensor; return any other leaf of a batch unchanged."""
         if is_array(leaf):
             return self.array(leaf)
         return self.tensor(leaf) if isinstance(leaf, self.torch.Tensor) else leaf
 
     def array(self, array: Array) -> Array | Tensor:
-        """Convert an array, even to a type that torch alone can cast to."""
+        """Convert an array, even to a type that only torch can cast to."""
         laid: Any = self.lay(array)
         return laid if self.late is None or laid is array else self.tensor(laid)
 
     def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:
-        """Lay a tensor on the array's own memory if possible, else on a copy (`recast`)."""
+        """Create a tensor on the array's own memory if possible, else on a copy (`recast`)."""
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
@@ -89,13 +89,13 @@ class Host:
         return self.from_numpy(array)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Cast a CPU tensor; complex and quantised ones keep their type, as complex arrays do."""
+        """Cast a CPU tensor; complex and quantised tensors keep their type, like complex arrays."""
         if not self.casts(tensor) or tensor.dtype == self.wanted:
             return tensor
         return tensor.to(self.wanted, copy=True)
 
     def casts(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor has to be cast."""
+        """Return True if the output's type applies to a tensor."""
         return (
             self.wanted is not None
             and tensor.device.type == "cpu"
@@ -104,10 +104,10 @@ class Host:
 
 
 class Converter:
-    """Converts at once, in the caller: inline, in a thread, or in the trainer after decoding.
+    """Converts synchronously in the caller: inline, in a thread, or in the trainer after decoding.
 
-    `convert` returns a batch of the same nesting, with its arrays converted. Tensors lie on the
-    arrays' own memory where possible. torch is imported here if the resolved output has tensors.
+    `convert` returns a batch with the same nesting and converted arrays. Tensors share the arrays'
+    memory where possible. torch is imported here if the resolved output has tensors.
     """
 
     __slots__ = ("convert", "output")
@@ -117,9 +117,9 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return what `convert` applies to fresh arrays of a type, or to CPU tensors (dtype=None).
+        """Return the function that converts new arrays of a type, or CPU tensors (dtype=None).
 
-        Return None if they stay as they are.
+        Return None if they need no conversion.
         """
         output = self.output
         if output.kind != "cpu":
@@ -173,7 +173,7 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 
 
 def _make_cpu(output: Output) -> Convert:
-    """Make the conversion to CPU tensors; a ready array costs little more than from_numpy."""
+    """Create the conversion to CPU tensors. A ready array costs little more than from_numpy."""
     host, ready = Host(output), output.dtype
     from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 
@@ -188,7 +188,7 @@ def _make_cpu(output: Output) -> Convert:
 
 
 def _make_cuda(output: Output) -> Convert:
-    """Make the conversion to tensors on the device, finished when it returns: for test mode."""
+    """Create the synchronous conversion to tensors on the device, for test mode."""
     host, device = Host(output), output.device
 
     def leaf(value: object) -> object:

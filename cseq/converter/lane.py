@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cseq.converter import Event, Tensor
 
 
-# The strided tensors that make up a sparse one: only these know of streams.
+# The strided tensors that make up a sparse tensor. Only strided tensors record streams.
 PARTS = {
     "sparse_coo": ("_indices", "_values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -23,15 +23,15 @@ PARTS = {
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """List the strided tensors that make up a tensor."""
+    """Return the strided tensors that make up a tensor."""
     names = PARTS.get(str(tensor.layout).removeprefix("torch."), ())
     return [getattr(tensor, name)() for name in names] or [tensor]
 
 
 class Lane:
-    """A CUDA stream: a queue of copies to a device, concurrent with its other work."""
+    """A CUDA stream for copies to a device, concurrent with the device's other work."""
 
-    # Whether the memory that is copied has to be page-locked: a lane of the tests does without.
+    # True if copied memory must be page-locked. A test lane sets it to False.
     pins = True
 
     def __init__(self, device: str) -> None:
@@ -46,17 +46,17 @@ class Lane:
         return context
 
     def can_fetch(self, tensor: Tensor) -> bool:
-        """Ask CUDA, which knows torch's page-locked memory and the mappings of `PageLocks`."""
+        """Return True if the memory is page-locked, by torch's pool or by `PageLocks`."""
         return bool(tensor.is_pinned())
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Copy without waiting."""
+        """Copy a tensor to the device without waiting."""
         return tensor.to(self._device, non_blocking=True)
 
     def record(self, read: list[Tensor]) -> Event:
         """Record an event; a host thread that waits for it sleeps rather than spins.
 
-        Until it is passed, the tensors that were read are kept, with the arrays they lie on.
+        The tensors in `read`, and the arrays that they share, are kept until the event occurs.
         """
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -67,8 +67,8 @@ class Lane:
     def join(self, event: Event, tensors: list[Tensor]) -> None:
         """Make the current stream wait, and tell torch's allocator that it uses the tensors.
 
-        Otherwise this lane's next copies could get the memory of a tensor that the user has
-        dropped, while the user's kernels still read it.
+        Otherwise, this lane's next copies could overwrite the memory of a tensor that the user has
+        dropped while the user's kernels still read it.
         """
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)

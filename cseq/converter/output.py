@@ -1,4 +1,4 @@
-"""What a batch becomes: out_type and dtype, as far as this machine has them."""
+"""The output of a conversion: out_type and dtype, resolved for this machine."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callabl
 
 
 class Output(NamedTuple):
-    """What a batch becomes: ``out_type`` and ``dtype``, checked.
+    """The form of a converted batch, from validated ``out_type`` and ``dtype``.
 
     Attributes
     ----------
     kind : 'cuda', 'cpu', 'array', 'null' or 'call'
-        Tensors on a CUDA device, tensors on the CPU, arrays (there is no torch), the batch as
-        the indexer returned it, or whatever `function` makes of every array.
+        Tensors on a CUDA device, tensors on the CPU, arrays (without torch), the batch as the
+        indexer returned it, or the result of `function` for every array.
     device : str
         ``'cuda'`` (the current device), ``'cuda:1'``, or ``'cpu'``.
     function : callable or None
-        Applied to every array where `kind` is ``'call'``.
+        The function to apply to every array if `kind` is ``'call'``.
     dtype : numpy.dtype or None
-        numpy casts numeric arrays to it; None keeps each array's own type.
+        The type to which numpy casts numeric arrays, or None to keep each array's type.
     torch_dtype : str or None
         A type that numpy lacks (``'bfloat16'``), to which torch casts on the CPU.
     """
@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
     @property
     def use_cuda(self) -> bool:
-        """Whether there are converters; before `resolve`, whether they are asked for."""
+        """True if converters are in use or, before `resolve`, requested."""
         return self.kind == "cuda"
 
 
@@ -63,14 +63,14 @@ def parse(out_type: object, dtype: object) -> Output:
     out_type : str, None, torch.device or callable
         ``'cuda'``, ``'cuda:1'``, ``'cpu'``, ``'null'``, None (as ``'cpu'``), or a callable.
     dtype : str, type, numpy.dtype, torch.dtype or None
-        A type of numbers; ``'bfloat16'`` too.
+        A numeric type, including ``'bfloat16'``.
 
     Raises
     ------
     ValueError
-        For a name or a type that is not known or cannot be used.
+        A name or type is unknown or cannot be used.
     TypeError
-        For an object of another type.
+        An argument is an object of another type.
     """
     kind, device, function = _parse_out_type(out_type)
     cast, torch_dtype = _parse_dtype(dtype)
@@ -82,7 +82,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
         return "cpu", "cpu", None
     if isinstance(out_type, str):
         return _parse_name(out_type, out_type)
-    # Before callables, because a torch.device can be called (as a decorator).
+    # Check this before callables, because a torch.device is callable (as a decorator).
     if _is_torch(out_type, "device"):
         return _parse_name(re.sub(r"^cpu:\d+$", "cpu", str(out_type)), out_type)
     if callable(out_type):
@@ -91,7 +91,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
 
 
 def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
-    """Split the name of a device, or ``'null'``."""
+    """Parse a device name or ``'null'``."""
     if name == "null":
         return "null", "cpu", None
     if name == "cpu":
@@ -102,7 +102,7 @@ def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
 
 
 def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
-    """Split ``dtype`` into what numpy casts to, in native byte order, and what only torch can."""
+    """Split ``dtype`` into a numpy type in native byte order and a type that only torch has."""
     if dtype is None:
         return None, None
     name = str(dtype).removeprefix("torch.") if _is_torch(dtype, "dtype") else dtype
@@ -124,7 +124,7 @@ _DTYPES = (
 
 
 def _is_torch(value: object, name: str) -> bool:
-    """Tell whether `value` is a ``torch.<name>``, without importing torch."""
+    """Check whether `value` is a ``torch.<name>``, without importing torch."""
     return type(value).__module__ == "torch" and type(value).__name__ == name
 
 
@@ -134,8 +134,8 @@ def for_test(output: Output, test_mode: str) -> Output:
     Raises
     ------
     ValueError
-        If `test_mode` is not ``'default'`` (the same), ``'cpu'`` (CPU tensors) or ``'numpy'``
-        (what the indexer returned).
+        `test_mode` is not ``'default'`` (the same output), ``'cpu'`` (CPU tensors) or ``'numpy'``
+        (the batch as the indexer returned it).
     """
     if choice("test_mode", test_mode, ("default", "cpu", "numpy")) == "default":
         return output
@@ -151,7 +151,7 @@ def cast_dtype(output: Output) -> Dtype | None:
 def explain_cast(batch: Batch, output: Output) -> str | None:
     """Return a warning if arrays that look like labels will become floats, else None.
 
-    Labels are integer arrays beside other arrays, but not images: ``uint8`` of several dimensions.
+    Labels are integer arrays next to other arrays, except images (multidimensional ``uint8``).
     """
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
@@ -178,15 +178,15 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
 
 
 def resolve(output: Output) -> Output:
-    """Replace what this machine lacks, and number the CUDA device; import torch if needed.
+    """Adapt an output to this machine and number the CUDA device; import torch if needed.
 
-    Without CUDA, ``'cuda'`` becomes the CPU; without torch, tensors become arrays of the same
-    values. The log ``'cseq'`` says so once. This does not initialise CUDA.
+    Without CUDA, ``'cuda'`` becomes ``'cpu'``. Without torch, tensors become arrays with the same
+    values. The logger ``'cseq'`` reports this once. This does not initialise CUDA.
 
     Raises
     ------
     ValueError
-        If there is CUDA, but no device of that number.
+        CUDA is available, but has no device with this number.
     """
     if output.kind not in ("cuda", "cpu"):
         return output
@@ -203,7 +203,7 @@ def resolve(output: Output) -> Output:
 
 
 def _name_device(torch: ModuleType, device: str) -> str:
-    """Return the device with its number: each thread has a current device of its own."""
+    """Return the device with its number, because each thread has its own current device."""
     if device == "cuda":
         # Asking for the current device initialises CUDA; before that, it can only be the first.
         return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"

@@ -15,13 +15,13 @@ logger = logging.getLogger("cseq")
 
 
 class PageLocks:
-    """The mappings of the arena that this process has page-locked, so that CUDA copies from them.
+    """The arena mappings that this process has page-locked so that CUDA can copy from them.
 
-    A mapping stays until it is unregistered: CUDA would go on copying from the old pages of an
-    address that is mapped again.
+    A mapping is kept until it is unregistered. Otherwise, CUDA would continue to copy from the old
+    pages after the address is mapped again.
     """
 
-    # Page-locked for every context, not only for the current device's.
+    # Page-lock memory for all CUDA contexts, not only for the current device.
     PORTABLE = 1
 
     def __init__(self, device: str) -> None:
@@ -30,7 +30,7 @@ class PageLocks:
         self._locked: dict[int, Memory] = {}
 
     def register(self, memory: Memory) -> bool:
-        """Page-lock a mapping, once; return False if that fails, which only costs speed."""
+        """Page-lock a mapping once; return False on failure, which only costs speed."""
         if memory.address in self._locked:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
@@ -57,7 +57,7 @@ class PageLocks:
             self.unregister(memory)
 
     def _call(self, name: str, *arguments: int) -> int:
-        """Call a function of CUDA's runtime on our device; return its status, 0 for success."""
+        """Call a CUDA runtime function on this device; return its status, 0 for success."""
         with self._torch.cuda.device(self._device):
             status = int(getattr(self._torch.cuda.cudart(), name)(*arguments))
             if status:
@@ -65,9 +65,9 @@ class PageLocks:
             return status
 
     def _forget_error(self) -> None:
-        """Clear the error that a failed call leaves in CUDA's runtime.
+        """Clear the error that a failed call leaves in the CUDA runtime.
 
-        The next kernel launch, perhaps the user's, would report it as its own; so launch one here.
+        The next kernel launch (perhaps the user's) would report the error, so launch a kernel here.
         """
         try:
             self._torch.ones(1, device=self._device)

@@ -1,5 +1,5 @@
-"""Batches from other machines: each thread of a crew asks a Ray actor for one.
+"""Batches from other machines: each thread of a crew calls a Ray actor.
 
-``ray``   a fleet, as its users see it; its actors; the threads that ask them
+``ray``   the public fleet class, its actors, and the threads that call them
 ``wire``  the connection between a thread and an actor
 """

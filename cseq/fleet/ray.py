@@ -1,12 +1,12 @@
-"""Fleets of Ray actors, and the crew of threads that ask them for batches.
+"""Fleets of Ray actors, and the crew of threads that request batches.
 
 ::
 
-    loop ◄── ring ◄── thread ═══ numbers ══► agent (a process of Ray's) ──► indexer
+    loop ◄── ring ◄── thread ═══ numbers ══► agent (a Ray process) ──► indexer
                              ◄══ batch ════
 
-A thread asks one agent for one batch over one connection, so no answer has to be matched, and the
-connection ends when the agent dies. Ray starts the agents, spreads them, and restarts dead ones.
+A thread requests one batch at a time from one agent over one connection, so answers need no
+matching, and the connection closes when the agent dies. Ray starts, spreads and restarts agents.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# Agents that may be lost with a batch; Ray calls that an agent answers at a time; agents that are
-# asked at a time. An agent's first batch may take `STARTING` times `timeout`.
+# The limits for agents lost per batch, concurrent Ray calls per agent, and agents contacted at a
+# time. An agent's first batch may take `STARTING` times `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
-# Seconds to wait for an agent before asking others, and between two rounds of asking.
+# Seconds to wait for an agent before trying others, and between two rounds.
 AGAIN, PAUSE = 0.1, 0.05
-# Seconds after which a thread looks for its own agent again, or logs that there is no agent.
+# Seconds until a thread tries its own agent again, and until it logs that no agent is ready.
 AWAY, SHORT = 2.0, 10.0
-# Exceptions that mean that an agent is not ready yet, and exceptions that mean that it is gone.
+# Exceptions for an agent that is not ready yet, and for a lost agent.
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -85,28 +85,28 @@ INSTALL = (
 
 
 class Raised(NamedTuple):
-    """Replaces a batch: a packed exception, and whether the indexer could not be made."""
+    """A packed exception instead of a batch; `is_setup` is True if there is no indexer yet."""
 
     packed: bytes
     is_setup: bool
 
 
 def versions() -> str:
-    """Name the versions that two processes must share to exchange batches."""
+    """Return the versions that two processes must share to exchange batches."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
 
 def unpickled(payload: list[Payload]) -> Any:
-    """Return the worker from Ray's store."""
+    """Load the worker from Ray's object store."""
     data, buffers = ray.get(payload[0])
     return pickle.loads(data, buffers=[memoryview(buffer) for buffer in buffers])[0]
 
 
 class Agent:
-    """A worker process: one thread makes and sends batches, one after another.
+    """A worker process, in which one thread makes and sends batches in sequence.
 
-    A batch that takes longer than `timeout` ends the process. The log then has its threads' stacks.
+    If a batch takes longer than `timeout`, the process logs its threads' stacks and exits.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Return process number and node; take the worker, which Ray keeps for no constructor."""
+        """Receive the worker, which Ray does not keep for a constructor; return PID and node."""
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "
@@ -132,21 +132,21 @@ class Agent:
         return os.getpid(), self._node
 
     def meet(self, address: tuple[Any, ...], key: bytes) -> None:
-        """Serve a trainer on another thread, because Ray resets OPENMP after this call."""
+        """Serve a trainer on another thread, because Ray resets `system.OPENMP` after this call."""
         threading.Thread(target=self._serve, args=(address, key), daemon=True).start()
 
     def make_batch(self, *request: Any) -> Message:
-        """Make a batch, and send it over Ray."""
+        """Make a batch and return it through Ray."""
 
         def make() -> Message:
             data, buffers = self._message(*request)
-            # The indexer may keep the buffers.
+            # Copy the buffers, because the indexer may keep them.
             return data, [np.array(buffer) for buffer in buffers]
 
         return self._thread.submit(make).result()
 
     def _serve(self, address: tuple[Any, ...], key: bytes) -> None:
-        """Make the batches that a trainer asks for."""
+        """Make the batches that a trainer requests."""
 
         def make() -> None:
             trainer.send(*self._message(*request))
@@ -158,7 +158,7 @@ class Agent:
                 self._thread.submit(make).result()
 
     def _message(self, *request: Any) -> Message:
-        """Return a batch, or the exception that was raised instead."""
+        """Return a pickled batch, or the exception that was raised."""
         buffers: list[memoryview] = []
         if self._timeout is not None:
             limit = self._timeout * (1 if self._has_made else STARTING)
@@ -180,7 +180,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch; make it again if the first time imported a module with a generator."""
+        """Make a batch; repeat it if it imported a module with a new random generator."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
             if self._threads is not None and system.OPENMP not in own:
@@ -202,45 +202,45 @@ class Agent:
 
 
 class RayFleet:
-    """Worker processes on the nodes of a Ray cluster: actors, which make batches.
+    """Worker processes on the nodes of a Ray cluster: actors that make batches.
 
-    Pass a fleet to `RaySequence` instead of `worker`. Several sequences with different seeds and
-    batch sizes, and several ranks, can share one fleet at a time: pickled (as an argument of a Ray
-    task or of a `TorchTrainer`), it refers to the same actors. The constructor starts them without
-    waiting for them. If Ray is not connected yet, it calls ``ray.init()`` first.
+    Pass a fleet to `RaySequence` instead of `worker`. Several ranks, and several sequences with
+    different seeds and batch sizes, can share a fleet concurrently: a pickled fleet (an argument of
+    a Ray task or a `TorchTrainer`) refers to the same actors. The constructor starts the actors
+    without waiting for them. If Ray is not connected yet, it calls ``ray.init()`` first.
 
     Parameters
     ----------
     worker : object
-        As in `MSequence`; made once in each actor. Its arrays are in each node's memory once, and
-        are read-only.
+        As in `MSequence`, built once in each actor. Its arrays are stored once per node and are
+        read-only.
     nodes, num_workers : int, optional
-        Ray spreads `nodes` times `num_workers` worker processes. By default, these are the nodes
-        with enough CPUs when the fleet starts, and as many workers as the CPUs of a node allow.
+        Ray spreads `nodes` times `num_workers` worker processes. The defaults are the number of
+        nodes with enough CPUs when the fleet starts, and the maximum number of workers per node.
     num_cpus : float
-        CPUs of each worker process.
+        The number of CPUs for each worker process.
     timeout : float, optional
-        Seconds that a batch may take; an actor's first batch may take ten times as long. If a batch
-        takes longer, Ray restarts the actor, and another actor makes the batch.
+        The time limit for a batch in seconds; ten times as long for an actor's first batch. If a
+        batch takes longer, Ray restarts the actor, and another actor makes the batch.
     threads : int or None
-        Threads of libraries in each worker process, or None for one per CPU, as Ray sets it.
+        Library threads in each worker process, or None for Ray's setting of one per CPU.
     seed_globals : bool
         As in `MSequence`.
     **options
-        Options of `ray.remote` for each actor, such as `num_gpus` and `runtime_env`. By
-        default, `scheduling_strategy` is 'SPREAD' and `max_restarts` is -1.
+        `ray.remote` options for each actor, such as `num_gpus` and `runtime_env`. By default,
+        `scheduling_strategy` is 'SPREAD' and `max_restarts` is -1.
 
     Attributes
     ----------
     handles : list
-        The actors; empty once the fleet is closed.
+        The actors. Empty after the fleet is closed.
 
     Raises
     ------
     TypeError
-        The worker cannot be pickled, or another argument is wrong.
+        The worker cannot be pickled, or another argument has the wrong type.
     ValueError
-        An argument is wrong; or no node has the CPUs, and `nodes` or `num_workers` is None.
+        An argument is invalid, or no node has enough CPUs and `nodes` or `num_workers` is None.
     """
 
     is_own = False
@@ -282,17 +282,17 @@ class RayFleet:
 
     @property
     def worker(self) -> Any:
-        """The user's object that makes an indexer; in a copy of the fleet, a copy."""
+        """The user's object that makes an indexer, or a copy in an unpickled fleet."""
         if self._worker is None:
             self._worker = unpickled(self._payload)
         return self._worker
 
     def ask(self, handle: ray.Handle) -> ray.ObjectRef[tuple[int, str]]:
-        """Ask an actor for a sign of life."""
+        """Request an actor's PID and node as a sign of life."""
         return handle.about.remote(self._payload, versions())
 
     def close(self) -> None:
-        """End the actors. An unpickled fleet only drops them."""
+        """Kill the actors. An unpickled fleet only drops its references."""
         handles, self.handles, self._payload = self.handles, [], []
         for handle in handles if ray.is_initialized() and not self._is_copy else ():
             ray.kill(handle)
@@ -319,11 +319,11 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
 
 
 class Caller:
-    """A thread's indexer: asks an agent for batches, its own agent if that is available."""
+    """A thread's indexer, which requests batches from the thread's own agent if available."""
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
-        # The thread's own agent, and the present one. With RAY_USE_TLS, there is no connection.
+        # The thread's own and current agents. With RAY_USE_TLS, there is no connection.
         self._own_agent = self._agent = worker % len(crew.handles)
         self._connection: Connection | None = None
         self._until = 0.0
@@ -362,7 +362,7 @@ class Caller:
         raise died if crew.on_error == "skip" else crew.failed(died)
 
     def _open(self, *, is_lost: bool) -> None:
-        """Connect to this thread's agent, or to another one that answers while that is away."""
+        """Connect to this thread's own agent, or to another agent while it is unavailable."""
         if time.monotonic() < self._until:
             return
         crew, due = self._crew, time.monotonic() + SHORT
@@ -419,7 +419,7 @@ class Caller:
         self._until = math.inf if k == self._own_agent else time.monotonic() + AWAY
 
     def _make(self, *request: Any) -> Message:
-        """Make the agent make a batch; raise one of `LOST` if the agent is lost."""
+        """Request a batch from the agent; raise one of `LOST` if the agent is lost."""
         crew, agent = self._crew, self._connection
         handle, limit = crew.handles[self._agent], crew.fleet.timeout
         if agent is None:
@@ -435,14 +435,14 @@ class Caller:
         return agent.receive(crew.take_memory)
 
     def close(self) -> None:
-        """End the connection; a call that waits for an answer raises."""
+        """Close the connection; a call that waits for an answer raises."""
         self._until = 0.0
         if self._connection is not None:
             self._connection.close()
 
 
 def of_fleet(job: Job) -> Job:
-    """Return a job with a thread for each agent of its fleet, which is made if none was given."""
+    """Return a job with one thread per agent of its fleet; create the fleet if it has none."""
     fleet, options = job.fleet, job.options
     if fleet is None:
         own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
@@ -463,7 +463,7 @@ def of_fleet(job: Job) -> Job:
 
 
 class FleetCrew(ThreadCrew):
-    """Threads that ask agents for batches, and hand them over."""
+    """Threads that request batches from agents and deliver them."""
 
     of = "RaySequence"
 
@@ -483,17 +483,17 @@ class FleetCrew(ThreadCrew):
         super().prepare(self._caller, name)
 
     def _caller(self) -> Caller:
-        """Make the indexer of a thread. One thread at a time calls this."""
+        """Create a thread's indexer. Only one thread at a time calls this."""
         self._callers.append(Caller(self, len(self._callers)))
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Raise an error in the loop, because no other agent could avoid it."""
+        """Raise an error in the training loop, because no other agent could avoid it."""
         self._group.fail(error)
         return error
 
     def close(self, *, hurried: bool) -> None:
-        """End the threads, and the agents of the crew's own fleet."""
+        """Stop the threads, and close the fleet if the crew owns it."""
         self.closed.set()
         for caller in self._callers:
             caller.close()

@@ -1,6 +1,6 @@
-"""The connection between a trainer and an agent: a request, then its answer.
+"""The connection between a trainer and an agent, for requests and answers.
 
-Both ends first prove that they have the connection's key, because each unpickles messages.
+Both ends first prove that they have the connection's key, because both unpickle messages.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ PROOF_SECONDS = 5.0
 LENGTH = struct.Struct("<Q")
 ALIGN = 64
 SMALL = 1 << 17
-# Memory of at least this many bytes is used again.
+# Blocks of at least this many bytes are reused.
 LARGE = 1 << 20
-# A machine is lost if it answers or takes nothing for 25 s.
+# A machine counts as lost if it neither answers nor accepts data for 25 s.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 class Buffers:
-    """Memory for received batches. Large blocks are used again when their batch is gone."""
+    """Memory for received batches. Large blocks are reused once their batch is gone."""
 
     def __init__(self) -> None:
         self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
-        """Return `size` bytes. There are never more blocks than were in use at a time."""
+        """Return `size` bytes. Blocks never outnumber the maximum in use at one time."""
         if size < LARGE:
             return Block(size)
         block = None
@@ -95,12 +95,12 @@ class Connection:
         self._out.flush()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait at most `seconds`; return whether a message or the end has come."""
+        """Wait at most `seconds`; return True if a message or the end of the stream arrived."""
         self._raw.settimeout(seconds)
         return bool(connection.wait([self._raw], seconds))
 
     def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
-        """Receive a message, its buffers in memory of `allocate`."""
+        """Receive a message, with its buffers in memory from `allocate`."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size))
         head: tuple[bytes, list[int]] = pickle.loads(self._read(size))
         data, sizes = head
@@ -119,7 +119,7 @@ class Connection:
         return data
 
     def close(self) -> None:
-        """End the connection; calls that wait in other threads raise."""
+        """Close the connection; calls that wait in other threads raise."""
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
