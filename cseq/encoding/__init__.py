@@ -1,12 +1,11 @@
-"""How a batch, an exception or the user's worker travels to another process.
+"""Transfer of batches, exceptions and the user's worker to another process.
 
-``transport``    ★ the two ends of a hand-over: as an object, or through a slot
-``_codec``       ★ in C: writes batches into slots or leaves them in cells, and reads them
-``_room``        the slot that a batch is written into: how it grows, what it lends
+``transport``    ★ both ends of a transfer: as an object, or through a slot
+``_codec``       ★ the C part: writes batches to slots or cells, and reads them
+``_room``        the slot that a batch is written to: growth and loans
 ``survey``       the structure of a batch: the Python part of ``_codec``
-``codec``        the layout of a batch in a slot; its leaves, one by one
-``_plan``        the structure that batches have in common
-``partial``      a batch without the samples that raised
-``failure``      an exception, packed in a worker and raised in the loop
-``pickling``     objects as bytes: by reference, or by value for new processes
+``codec``        the layout of a batch in a slot; functions on single leaves
+``_plan``        the structure shared by batches
+``failure``      exceptions, packed in a worker and raised in the loop
+``pickling``     serialization by reference, or by value for new processes
 """

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Batches on their way into a cell or slot, and out of one."""
+"""Write batches to cells or slots, and read them."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
@@ -29,7 +29,7 @@ from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()
 
-# These replace a batch that Python decodes, and one that `take_peeked` hands over as it is.
+# Placeholders for a batch that Python decodes, and for one that `take_peeked` hands over unchanged.
 cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
 PARTIAL = <PyTypeObject*>Partial
@@ -42,7 +42,7 @@ cdef extern from "numpy/arrayobject.h":
 
 @cython.final
 cdef class Encoder:
-    """Writes batches into a room, with plans that it makes when no plan fits.
+    """Writes batches to a room using plans, which are made when no known plan matches.
 
     Parameters
     ----------
@@ -51,20 +51,20 @@ cdef class Encoder:
     Attributes
     ----------
     cast : numpy.dtype or None
-        The type that numbers are cast to; set before the first batch.
+        The type to which numbers are cast; set before the first batch.
     plans : list of Plan
-        The plans of the latest structures, the latest first.
+        The plans of the most recent structures, newest first.
     """
 
     cdef readonly Room room
     cdef public object cast
     cdef readonly list plans
-    # The leaves of the batch being written. Between batches, `arrays` is a list of Nones.
+    # The leaves of the batch being written. Between batches, `arrays` contains only None.
     cdef list arrays
     cdef list objects
-    # What the objects contain: see `contents_of`.
+    # The contents of the objects: see `contents_of`.
     cdef int contents
-    # A layout, and how many words fit into its memory.
+    # The layout, and its capacity in words.
     cdef int64_t* words
     cdef Py_ssize_t most
 
@@ -75,11 +75,11 @@ cdef class Encoder:
         PyMem_RawFree(self.words)
 
     def remember(self, Plan plan not None):
-        """Add a plan to those that `find_plan` tries."""
+        """Add a plan for `find_plan` to try."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cdef Plan find_plan(self, batch):
-        """Return the plan of a batch, and set `arrays` and `objects`; return None if no plan fits."""
+        """Return the plan of a batch and set `arrays` and `objects`. Return None if no plan matches."""
         cdef list plans = self.plans
         cdef list arrays = self.arrays
         cdef list objects = None
@@ -108,9 +108,9 @@ cdef class Encoder:
 
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
-        """Return the offset of an array that already lies in the slot, or -1.
+        """Return the offset of an array that is already in the slot, or -1.
 
-        An array that overlaps one of the k arrays before it does not count.
+        An array that overlaps one of the k preceding arrays also yields -1.
         """
         cdef Py_ssize_t offset = self.room.offset_of(array)
         cdef int64_t* word = self.words
@@ -132,26 +132,26 @@ cdef class Encoder:
         return 0
 
     def encode(self, batch):
-        """Write a batch into the room, after the bytes in use; return a `codec.Record`.
+        """Write a batch to the room after the bytes in use, and return a `codec.Record`.
 
-        Arrays that lie in the room are not copied. Arrays and tensors of numbers (`castable`) are
-        cast, except in pickles. If a part cannot be pickled, a TypeError names it.
+        Arrays in the room are not copied. Arrays and tensors of numbers (`castable`) are cast, except
+        in pickles. If a part of the batch cannot be pickled, the TypeError names that part.
         """
         cdef uint64_t[4] f
         self.write_batch(batch, f)
         return f[0], f[1], f[2], f[3]
 
     def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
-        """Write a batch into the slot: its plan, its arrays, and the pickle of its other leaves.
+        """Write a batch to the slot: its plan, its arrays, and the pickle of its other leaves.
 
-        The pickle's buffers are arrays of bytes, which follow the batch's arrays in `arrays`.
+        In `arrays`, the pickle buffers follow the arrays of the batch as arrays of bytes.
         """
         cdef uint64_t[4] f
         self.write_parts(plan, arrays, pickled, f)
         return f[0], f[1], f[2], f[3]
 
     cdef int write_batch(self, object batch, uint64_t* record) except -1:
-        """`encode`, with the record in `record`."""
+        """Do the work of `encode`, and store the result in `record`."""
         cdef Plan plan
         cdef list arrays
         cdef bytes pickled = None
@@ -166,7 +166,7 @@ cdef class Encoder:
             elif plan.objects:
                 pickled, buffers = dump(self.objects)
                 arrays = arrays + buffers
-            # Arrays that will be cast gain nothing from lying in the slot.
+            # Arrays that will be cast gain nothing from being in the slot.
             if self.room.watched:
                 self.room.slot_allocator.learn([
                     array for k, array in enumerate(arrays) if flat_of(array) is not None
@@ -178,7 +178,7 @@ cdef class Encoder:
         return 0
 
     cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
-        """`encode_parts`, with the record in `record`."""
+        """Do the work of `encode_parts`, and store the result in `record`."""
         cdef Room room = self.room
         cdef Py_ssize_t base = room.reserve(0) if room.target is not None else aligned(room.used)
         cdef Py_ssize_t end = base
@@ -235,14 +235,14 @@ cdef class Encoder:
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
-    """Store a word if it differs from the last batch's. A copy of two words at once, right after they
-    were stored, would wait for both stores."""
+    """Store a word if it differs from the previous batch. A later copy that reads two words at once would
+    stall on two recent stores."""
     if word[0] != value:
         word[0] = value
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
-    """Copy an array to the location in its layout, and cast it."""
+    """Copy an array to the location given by its layout, casting if needed."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
     if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
@@ -260,10 +260,10 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 
 @cython.final
 cdef class ObjectTable:
-    """An object or None for each entry, a cell of a ring. The party that may write the cell owns it.
+    """An object or None for each entry, which is a cell of a ring. Whoever may write the cell owns it.
 
-    The objects are in a list of constant length, whose items the core exchanges without the list's lock
-    and reference count, which both sides would write for every batch. Entries have separate cache lines.
+    The objects are in a list of constant length. The core exchanges items without the list's lock and
+    reference count, which both sides would write for every batch. Entries have separate cache lines.
     """
 
     def __cinit__(self, Py_ssize_t cells):
@@ -287,7 +287,7 @@ cdef class ObjectTable:
 
 @cython.final
 cdef class TicketWriter(BatchWriter):
-    """A worker's end of the slots: opens a room for each ticket, and publishes the batch in it.
+    """The worker side of the slots: opens a room for each ticket and publishes the batch in the room.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ cdef class TicketWriter(BatchWriter):
         return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
-        """Decode the batch of a converter's ticket in its slot; the next batch is written after it."""
+        """Decode the batch in the slot of a converter's ticket. The next batch is written after it."""
         self.room.select(runner.slot, runner.capacity, sum(runner.record))
         return decode(self.room.loan(), runner.record)
 
@@ -318,13 +318,13 @@ cdef class TicketWriter(BatchWriter):
         return self.encoder.encode(batch)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write and publish a batch if no array can lie in the slot; return whether it was published."""
+        """Write and publish a batch if no array can be in the slot. Return True if published."""
         cdef cseq_cell* c = runner.held()
         CSEQ_POINT("index")
         if self.room.target is not None or self.room.loaned:
             return False
         self.encoder.write_batch(batch, c.record)
-        # Pickled objects made arrays in the slot, and may have kept them.
+        # Objects may have created arrays in the slot while being pickled, and may have kept them.
         if self.room.loaned:
             return False
         self.hand_over(runner, c, 0)
@@ -340,7 +340,7 @@ cdef class TicketWriter(BatchWriter):
         self.deliver(runner, ENDED, (0, 0, 0, 0))
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Write the exception into the slot, or only its text if memory is short."""
+        """Write the exception to the slot, or only its text if memory is short."""
         try:
             record = self.write_error(runner, failure.pack(error))
         except MemoryError:
@@ -369,7 +369,7 @@ cdef class TicketWriter(BatchWriter):
         return 0
 
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot with the ticket; then this process no longer owns it."""
+        """Publish the slot with the ticket. This process no longer owns the slot afterwards."""
         if self.room.slots is not None:
             cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
             self.room.slot = -1
@@ -380,15 +380,15 @@ cdef class TicketWriter(BatchWriter):
 
 @cython.final
 cdef class Objects(BatchWriter):
-    """Both ends between threads: one object for each cell of the ring.
+    """Both ends of a transfer between threads: one object for each cell of the ring.
 
     Parameters
     ----------
     cells : int
     below : SlotReader, optional
-        Reads the batches of the previous stage, if that writes to slots.
+        Reads the batches of the previous stage if that stage writes to slots.
     objects : ObjectTable, optional
-        A table of several rings; this ring's entries begin at `first`.
+        A table shared by several rings. The entries of this ring start at `first`.
     """
 
     cdef readonly ObjectTable objects
@@ -400,12 +400,12 @@ cdef class Objects(BatchWriter):
         self.below = below
 
     def decoder(self, *, convert=None, leaf_for=None):
-        """Make a decoder that takes out the objects, and frees the slots of the previous stage."""
+        """Make a decoder that removes the objects and frees the slots of the previous stage."""
         slots = None if self.below is None else self.below.arena.slots
         return Decoder(objects=self.objects, slots=slots, convert=convert, leaf_for=leaf_for)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Store the batch in the cell's entry, and publish the ticket."""
+        """Store the batch in the entry of the cell and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
@@ -419,7 +419,7 @@ cdef class Objects(BatchWriter):
         runner.publish(BATCH, record)
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Store the exception in the cell's entry, and publish the ticket."""
+        """Store the exception in the entry of the cell and publish the ticket."""
         self.objects[self.first + runner.cell] = error
         runner.publish(status)
 
@@ -427,7 +427,7 @@ cdef class Objects(BatchWriter):
         runner.publish(ENDED)
 
     def fetch(self, Runner runner not None):
-        """Return the batch of the present ticket."""
+        """Return the batch of the current ticket."""
         return self.objects[self.first + runner.cell]
 
     def decode(self, Py_ssize_t entry, slot, capacity, record):
@@ -435,9 +435,9 @@ cdef class Objects(BatchWriter):
         return self.objects[entry]
 
     def error(self, Py_ssize_t entry, slot, capacity, record):
-        """Return the exception, from the slot if the previous stage raised it."""
+        """Return the exception, read from the slot if the previous stage raised it."""
         error = self.objects[entry]
-        # A thread may raise before its batch has left the slot.
+        # A thread may raise before it has read the batch from the slot.
         if error is None:
             error = self.below.error(entry, slot, capacity, record)
         return error
@@ -445,22 +445,22 @@ cdef class Objects(BatchWriter):
 
 @cython.final
 cdef class Decoder:
-    """Makes batches from the contents of cells and slots, as far as C can do it.
+    """Makes batches from the contents of cells and slots where this is possible in C.
 
     Parameters
     ----------
     objects : ObjectTable, optional
-        The batches of threads.
+        The batches from threads.
     slots : SlotTable, optional
-        The slots of processes; without it, tickets have no slot.
+        The slots of processes. Without it, tickets have no slots.
     mapped : list of Mapping or None, optional
-        The mapping of each slot, for batches of processes.
+        The mapping of each slot, for batches from processes.
     lend : callable, optional
         See `decode`.
     convert : callable, optional
-        Applied to each batch; the pool applies it to batches that are not decoded here.
+        Applied to each batch. The pool applies it to batches that are not decoded here.
     leaf_for : callable, optional
-        Makes the same conversion for single leaves, if that is possible: see `Plan.converters`.
+        Returns the same conversion for single leaves where possible; see `Plan.converters`.
     """
 
     def __cinit__(self, *, ObjectTable objects=None, SlotTable slots=None, list mapped=None, lend=None,
@@ -471,22 +471,22 @@ cdef class Decoder:
         self.converters = {}
 
     cdef object peek(self, uint32_t entry, cseq_cell* c):
-        """Return the converted batch in a cell, for `take_peeked`; or UNREAD if Python must decode it.
+        """Return the converted batch in a cell for `take_peeked`, or UNREAD if Python must decode it.
 
-        The batch is not handed over as it is, and stays in the cell. `left` is set.
+        The batch is not one that is handed over unchanged, and it stays in the cell. Set `left`.
         """
         batch = self.decode(entry, c)
         return batch if batch is UNREAD else self.divide(batch)
 
     cdef object divide(self, batch):
-        """Return a decoded batch, and set `left` to the samples that it lacks."""
+        """Return a decoded batch and set `left` to the samples missing from it."""
         self.left = None
         if (<PyObject*>batch).ob_type is PARTIAL:
             batch, self.left = batch
         return batch
 
     cdef PyObject* take_peeked(self, uint32_t entry, object batch) noexcept:
-        """Take the batch that `peek` returned; the caller gets the reference."""
+        """Return the batch that `peek` returned, as an owned reference."""
         if batch is AS_IT_IS:
             return self.objects.take_object(entry)
         Py_INCREF(batch)
@@ -524,7 +524,7 @@ cdef class Decoder:
         return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
     cdef list leaves_of(self, plan):
-        """Return the converters of a plan's leaves, or None if leaves are not converted one by one."""
+        """Return the converters of a plan's leaves, or None if leaves are not converted individually."""
         cdef list leaves
         if self.leaf_for is None:
             return None
@@ -545,9 +545,9 @@ def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64
     record : sequence of int
         See `codec.Record`.
     lend : callable, optional
-        ``lend(slot, capacity)`` returns a memory of the same bytes, on which arrays of more than
-        `COPIED` bytes lie, or None; then these are separate copies. Smaller arrays are copies.
-        Without `lend`, all arrays are views of `memory`.
+        ``lend(slot, capacity)`` returns a memory with the same bytes. Arrays of more than `COPIED`
+        bytes are views of that memory, or separate copies if the result is None. Smaller arrays are
+        copies. Without `lend`, all arrays are views of `memory`.
     slot, capacity : int
         For `lend`.
 

@@ -1,4 +1,4 @@
-"""Plans: the structure that batches have in common, and how batches are read."""
+"""Plans: the structure shared by batches, and the reading of batches."""
 
 cimport cython
 from cpython.ref cimport PyObject
@@ -19,17 +19,17 @@ cdef extern from *:
     void cseq_set_own(list items, Py_ssize_t k, object value) noexcept
 
 cdef enum:
-    # `bytes` with more bytes than this are leaves.
+    # `bytes` objects of at least this size are leaves.
     MOST_PICKLED = 4096
-    # Plans that a reader remembers, and those that a writer compares one by one.
+    # The number of plans that a reader caches, and that a writer compares in sequence.
     MOST_PLANS = 64
     RECENT = 4
-    # The deepest nesting of containers that is searched for leaves.
+    # The maximum nesting depth of containers that are searched for leaves.
     MOST_SEARCHED = 100
-    # Blocks of copied leaves that a plan keeps, to use them again.
+    # The number of blocks with copied leaves that a plan keeps for reuse.
     BLOCKS = 8
 
-    # Kinds of leaves, which lie in the slot as arrays; pickled objects; and kinds of containers.
+    # Kinds of leaves that are stored as arrays in the slot; pickled objects; kinds of containers.
     ARRAY = 0
     TENSOR = 1
     BYTES = 2
@@ -38,15 +38,15 @@ cdef enum:
     LIST = 5
     DICT = 6
 
-    # The contents of a value: leaves; other objects; only numbers and texts.
+    # The contents of a value: leaves; other objects; only numbers and strings.
     LEAVES = 0
     OBJECTS = 1
     PLAIN = 2
 
-# `rows`: the axes are in order; `axes`: in memory order, the outermost first. `words`: the length of the
-# layout, which is offset, bytes and shape. `dtype` is the type in the slot; `source` the type of the
-# written array (NULL in a reader), and `casts` says whether they differ. For a tensor whose type numpy lacks,
-# `torch_dtype` is that type, and `bits` an integer type of its size; else they are NULL.
+# `rows`: whether the axes are in C order. `axes`: the axes in memory order, outermost first. `words`:
+# the length of the layout (offset, bytes, shape). `dtype`: the type in the slot. `source`: the type of
+# the written array (NULL in a reader). `casts`: whether both types differ. `torch_dtype` and `bits`: for
+# a tensor type that numpy lacks, this type and an integer type of the same size; otherwise NULL.
 cdef struct Leaf:
     int kind, nd
     bint rows
@@ -59,14 +59,14 @@ cdef struct Leaf:
     PyObject* torch_dtype
     PyObject* bits
 
-# `count`: children; `keys`: of a dict; `blank`: the dict of these keys, each with None.
+# `count`: the number of children. `keys`: the keys of a dict. `blank`: a dict from these keys to None.
 cdef struct Node:
     int kind, count
     PyObject* cls
     PyObject* keys
     PyObject* blank
 
-# The next node, leaf, layout and object; the end of the leaves in the slot; the objects' contents.
+# The next node, leaf, layout and object; the end of the leaves in the slot; the contents of the objects.
 cdef struct Cursor:
     int node, leaf
     const char* word
@@ -94,11 +94,11 @@ cdef class Plan:
     cdef Leaf* leaf
     cdef Node* node
     cdef int leaf_count, objects
-    # The length of a layout.
+    # The length of the layout in words.
     cdef Py_ssize_t words
-    # Keeps objects that nodes and leaves point to.
+    # References to the objects that nodes and leaves point to.
     cdef list kept
-    # The latest blocks, and which is replaced next.
+    # The latest blocks, and the index of the block to replace next.
     cdef PyObject* blocks[BLOCKS]
     cdef int turn
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Plans: the structure that batches have in common, and how batches are read."""
+"""Plans: the structure shared by batches, and the reading of batches."""
 
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
@@ -38,12 +38,12 @@ cdef extern from "numpy/arrayobject.h":
 ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
-# Plans of batches that were read, by structure.
+# The plans of batches that were read, keyed by structure.
 cdef dict reader_plans = {}
 
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1:
-    """Raise IndexError if a batch is outside the memory."""
+    """Raise IndexError if a batch exceeds the memory."""
     cdef uint64_t end = 0
     cdef int k
     for k in range(4):
@@ -55,16 +55,16 @@ cdef int check_record(Memory memory, const uint64_t* record) except -1:
 
 @cython.final
 cdef class Plan:
-    """The structure that batches have in common: arrays in containers. It is surveyed once.
+    """The structure shared by batches: arrays in containers. It is surveyed once.
 
     Parameters
     ----------
     structure : bytes
         The pickled nodes, which represent this plan in a slot.
     nodes : sequence
-        The tree, parents first: see `survey`.
+        The tree, parents first; see `survey`.
     sources : list of numpy.dtype, optional
-        The arrays' types before they are cast. Without them, the plan is a reader's.
+        The array types before casting. Without them, the plan can only be used for reading.
     """
 
     def __cinit__(self, bytes structure not None, nodes not None, list sources=None):
@@ -106,7 +106,7 @@ cdef class Plan:
             Py_XDECREF(block)
 
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept:
-        """Whether a batch, whose record was checked, has this structure."""
+        """Return True if a batch has this structure. Its record must have been checked."""
         return (record[1] == <uint64_t>self.text_bytes
                 and memcmp(self.text, memory.data + record[0], record[1]) == 0)
 
@@ -137,7 +137,7 @@ cdef class Plan:
         return 0
 
     cdef int add_tensor(self, Leaf* leaf, str name) except -1:
-        """Set the type of a leaf's tensor; `name` is the type's name if numpy lacks it."""
+        """Set the tensor type of a leaf; `name` is the torch name of a type that numpy lacks."""
         if self.torch is None:
             self.torch = torch = import_module("torch")
             self.tensor, self.to_array = torch.Tensor, torch.Tensor.numpy
@@ -150,7 +150,7 @@ cdef class Plan:
     # -- writing
 
     cdef int match(self, object batch, list arrays, list objects) except -1:
-        """If a batch has this structure, put its leaves into `arrays` and `objects`.
+        """Store the leaves of a batch in `arrays` and `objects` if the batch has this structure.
 
         Return the contents of the objects, or 0 if the structure differs.
         """
@@ -170,7 +170,7 @@ cdef class Plan:
             return False
         if not lies_in(array, leaf.axes) and (not leaf.rows or is_permuted(array, axes)):
             return False
-        # numpy compares no metadata, and does not tell equal types apart: long long, np.record.
+        # numpy ignores metadata and does not distinguish equal types such as long long or np.record.
         if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
                 not cnp.PyArray_TYPE(array) == (<cnp.dtype>leaf.source).type_num != cnp.NPY_VOID
                 or PyDataType_METADATA(array.descr) or PyDataType_METADATA(<cnp.dtype>leaf.source)
@@ -221,7 +221,7 @@ cdef class Plan:
         if n.kind == TUPLE:
             if PyTuple_GET_SIZE(value) != n.count:
                 return False
-            # A named tuple may have attributes besides its fields.
+            # A named tuple may have attributes in addition to its fields.
             if <object>n.cls is not tuple and getattr(value, "__dict__", None):
                 return False
             for k in range(n.count):
@@ -256,7 +256,7 @@ cdef class Plan:
 
     cdef object read(self, Memory memory, const uint64_t* record, object lend, Py_ssize_t slot,
                      uint64_t capacity, list converters):
-        """Make a batch, whose record was checked. Its arrays are views of `memory`, or as `lend` says.
+        """Make a batch from a checked record. Its arrays are views of `memory` unless `lend` is given.
 
         Parameters
         ----------
@@ -264,12 +264,12 @@ cdef class Plan:
         lend, slot, capacity
             See `decode`.
         converters : list or None
-            The list that `converters` returned.
+            The result of the method `converters`.
         """
         cdef Cursor cursor
         cdef list objects = None, arrays = None
         cdef Py_ssize_t total = <Py_ssize_t>(record[0] + record[1] + record[2] + record[3])
-        # Large leaves lie in `home`.
+        # The memory of large leaves.
         cdef Memory home = memory
         cdef Block block
         if record[2] != <uint64_t>(8 * self.words):
@@ -292,9 +292,9 @@ cdef class Plan:
         return self.build(&cursor, memory, arrays, objects, converters)
 
     cdef list read_leaves(self, Cursor* cursor, Memory memory, Memory home):
-        """Make all leaves: large ones on `home`, or as copies if that is None. Small ones are copied together.
-
-        This runs before any other code, which may fork: in the child, the slot soon has another batch.
+        """Make all leaves: large ones as views of `home`, or as copies if that is None; small ones copied
+        into shared blocks. This runs before any code that may fork: a child soon finds another batch in
+        the slot.
         """
         cdef list arrays = [None] * self.leaf_count
         cdef const char* word = cursor.word
@@ -308,7 +308,7 @@ cdef class Plan:
             if nbytes <= MOST_COPIED and self.leaf[k].kind != BYTES:
                 small = aligned(small) + nbytes
             word += 8 * self.leaf[k].words
-        # Copying many leaves takes longer than a lease. If the loop keeps leaves, leases run out early.
+        # Copying many leaves is slower than a lease. But if the loop keeps leaves, leases run out early.
         apart = small <= MOST_COPIED or not getattr(home, "early", False)
         for k in range(self.leaf_count):
             nbytes = self.look(k, cursor.word, cursor.end, &offset)
@@ -331,7 +331,7 @@ cdef class Plan:
         return arrays
 
     cdef Py_ssize_t look(self, int k, const char* word, Py_ssize_t end, Py_ssize_t* offset) except -1:
-        """Set the offset of a leaf, and return its bytes."""
+        """Set the offset of a leaf and return its size in bytes."""
         cdef int64_t start, nbytes
         memcpy(&start, word, 8)
         memcpy(&nbytes, word + 8, 8)
@@ -342,7 +342,7 @@ cdef class Plan:
 
     cdef object read_leaf(self, int k, const char* word, Memory memory, Py_ssize_t offset,
                           Py_ssize_t nbytes):
-        """Make the array or the `bytes` whose layout begins at `word`, from bytes of a memory."""
+        """Make the array or `bytes` object whose layout starts at `word` from the bytes in a memory."""
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef cnp.npy_intp strides[MAX_DIMS]
@@ -355,7 +355,7 @@ cdef class Plan:
             axis = leaf.axes[i]
             memcpy(&size, word + 8 * (2 + axis), 8)
             dims[axis], strides[axis] = <cnp.npy_intp>size, <cnp.npy_intp>taken
-            # numpy refuses negative sizes and sizes beyond the address space.
+            # numpy rejects negative sizes and sizes beyond the address space.
             taken *= <uint64_t>size
         if taken > <uint64_t>nbytes:
             raise IndexError(f"array {k} of a batch is larger than its {nbytes} bytes")
@@ -363,9 +363,9 @@ cdef class Plan:
                              NULL if leaf.rows else strides, cnp.NPY_ARRAY_CARRAY)
 
     cdef Block spare(self, Py_ssize_t nbytes):
-        """Return memory for copies: the block of an earlier batch, if nothing refers to it.
+        """Return memory for copies: an earlier batch's block if it is unreferenced, else a new one.
 
-        A loop that drops its batches uses two blocks in turn, without any allocation.
+        A loop that drops its batches alternates between two blocks without any allocation.
         """
         cdef Block block
         cdef PyObject* candidate
@@ -383,7 +383,7 @@ cdef class Plan:
         return block
 
     cdef object build(self, Cursor* cursor, Memory memory, list arrays, list objects, list converters):
-        """Make the next node's value; its leaves are in `arrays`, or in the memory if that is None."""
+        """Make the value of the next node. Leaves come from `arrays`, or from `memory` if that is None."""
         cdef Node* n = &self.node[cursor.node]
         cdef int k
         cdef list children
@@ -398,7 +398,7 @@ cdef class Plan:
                 return value
             return (<object>PyList_GET_ITEM(converters, self.leaf_count))(value)
         if n.kind == DICT:
-            # A copy is quicker than adding the keys one by one.
+            # Copying is faster than adding the keys individually.
             mapping = PyDict_Copy(<dict>n.blank)
             for k in range(n.count):
                 child = self.build(cursor, memory, arrays, objects, converters)
@@ -434,15 +434,15 @@ cdef class Plan:
         return value if convert is None else convert(value)
 
     def converters(self, leaf_for, convert):
-        """List the functions for each leaf, and last the function for the pickled leaves.
+        """Return a list with the function for each leaf, followed by the one for pickled leaves.
 
         Parameters
         ----------
         leaf_for : callable
-            ``leaf_for(dtype)`` returns a function of a fresh array of that type, and
-            ``leaf_for(None)`` a function of a tensor; or None to keep such leaves.
+            ``leaf_for(dtype)`` returns a function for new arrays of that type, and
+            ``leaf_for(None)`` a function for tensors. A result of None keeps such leaves unchanged.
         convert : callable
-            Converts any batch.
+            A function that converts any batch.
         """
         cdef int k, kind
         cdef list result = [None] * self.leaf_count
@@ -462,7 +462,7 @@ cdef inline bint is_plain(object value) noexcept:
 cdef int contents_of(object value, int depth) except -1:
     """Return the contents of a value: LEAVES, OBJECTS or PLAIN.
 
-    Containers are searched to a depth of `depth`; deeper ones count as LEAVES.
+    Containers are searched up to a depth of `depth`. Deeper ones count as LEAVES.
     """
     cdef Py_ssize_t k = 0
     cdef PyObject* key
@@ -487,7 +487,7 @@ cdef int contents_of(object value, int depth) except -1:
             return contents
         while contents != LEAVES and k < PySequence_Fast_GET_SIZE(value):
             child = PySequence_Fast_GET_ITEM(value, k)
-            # This check is quick: most long lists have only numbers.
+            # This is a fast path, since most long lists contain only numbers.
             if not is_plain(<object>child):
                 contents = min(contents, contents_of(<object>child, depth - 1))
             k += 1
@@ -495,11 +495,11 @@ cdef int contents_of(object value, int depth) except -1:
 
 
 cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memory home):
-    """Read the pickled leaves; the table of their buffers follows the pickle.
+    """Read the pickled leaves. The buffer table follows the pickle.
 
-    If `home` is `memory`, all buffers are views, and nothing is copied. Else the pickle and small buffers
-    are copied, and large buffers lie on `home`, or are copies if that is None. Unpickling may run any
-    code, and fork: in the child, the slot soon has another batch.
+    If `home` is `memory`, all buffers are views and nothing is copied. Otherwise, the pickle and small
+    buffers are copied, and large buffers are views of `home`, or copies if `home` is None. Unpickling may
+    run any code, including a fork, and a child soon finds another batch in the slot.
     """
     cdef list buffers = []
     cdef int64_t count = 0, size = 0, start = 0
@@ -524,7 +524,7 @@ cdef Plan plan_of(Memory memory, const uint64_t* record):
     cdef Plan plan
     cdef bytes structure = memory.data[record[0]:record[0] + record[1]]
     try:
-        # Not `get`: another thread's `clear` could free the plan before it is referred to.
+        # Do not use `get`: another thread's `clear` could free the plan before it is referenced here.
         plan = reader_plans[structure]
     except KeyError:
         plan = Plan(structure, loads(structure))

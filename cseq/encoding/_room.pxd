@@ -1,4 +1,4 @@
-"""The slot that a batch is written into."""
+"""The slot that a batch is written to."""
 
 cimport cython
 from libc.stdint cimport int64_t, uint64_t
@@ -9,25 +9,25 @@ from cseq.memory._slots cimport SlotTable
 
 @cython.final
 cdef class Room:
-    # The slot up to `capacity`; another object when the slot has grown.
+    # The slot up to `capacity`. A new object replaces this one when the slot grows.
     cdef readonly Memory memory
     cdef public Py_ssize_t used
     cdef readonly Py_ssize_t capacity
-    # Whether arrays in this slot may have been given out, and whether large arrays were made for this batch.
+    # `loaned`: arrays in this slot may be in use. `watched`: large arrays were made for this batch.
     cdef readonly bint loaned, watched
     cdef readonly int64_t slot
     cdef readonly SlotTable slots
     cdef readonly dict mapped
     cdef public object slot_allocator
-    # Where numpy allocates large arrays; None while the worker keeps many slots.
+    # The mapping in which numpy allocates large arrays, or None while the worker keeps many slots.
     cdef Mapping target
-    # Mappings of the slot that were replaced during this ticket; (slot, mappings, loans) of slots in
-    # which arrays of earlier batches are alive; weak references to loans of the slot, and the latest.
+    # `older`: mappings of the slot replaced during this ticket. `kept`: (slot, mappings, loans) of slots
+    # with live arrays of earlier batches. `loans`: weak references to the slot's loans. `window`: the last.
     cdef list older, kept, loans
     cdef object window
     cdef int fd
     cdef uint64_t width
-    # Bytes committed since the last check of the free memory.
+    # The number of bytes committed since the last check of free memory.
     cdef Py_ssize_t unchecked
     cdef int open_slot(self) except -1
     cdef int take_slot(self) except -1

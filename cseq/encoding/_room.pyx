@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""A room: the slot that a batch is written into, and the arrays and loans in it."""
+"""A room: the slot that a batch is written to, with its arrays and loans."""
 
 from libc.stdint cimport int64_t, uint64_t
 
@@ -22,43 +22,43 @@ from cseq.check import dimensions
 from cseq.memory.arena import room_for
 from cseq.system import MIB, check_available
 
-# Bytes committed between two checks of the free memory; a check takes about 1 ms.
+# The number of bytes committed between two checks of free memory. A check takes about 1 ms.
 CHECK = 32 * MIB
-# Slots that a room keeps mapped; Linux gives a process 65,530 mappings.
+# The maximum number of slots that a room keeps mapped. Linux allows 65,530 mappings per process.
 MAX_MAPPED = 16_384
-# A worker that keeps this many slots makes no more arrays in slots.
+# A worker that keeps this many slots stops making arrays in slots.
 KEEPS = 3
 
 
 @cython.final
 cdef class Room:
-    """The slot that a batch is written into: its memory, the bytes in use or lent, and its growth.
+    """The slot that a batch is written to: its memory, the bytes in use or on loan, and its growth.
 
-    A worker takes a slot when it begins a ticket, and publishes the slot's number with the batch. If
-    arrays in the slot are still alive then, it keeps the slot, and publishes a copy of the batch in
-    another one. A kept slot is freed when no array in it is alive. While a worker keeps several slots,
-    no arrays are made in slots.
+    A worker takes a slot when it starts a ticket, and publishes the slot number with the batch. If
+    arrays in the slot are still alive at that point, the worker keeps the slot and publishes a copy of
+    the batch in another slot. A kept slot is freed when no array in it is alive. While a worker keeps
+    several slots, it makes no arrays in slots.
 
-    Mappings are kept for later tickets, so that in the long run no system calls are made.
+    Mappings are kept for later tickets. In the long run, no system calls are made.
 
     Parameters
     ----------
     fd : int
-        Descriptor of the arena's file, which the caller owns.
+        The descriptor of the arena's file, which the caller owns.
     width : int
-        Bytes from one slot to the next.
+        The distance between slots in bytes.
     slots : SlotTable, optional
-        The table from which slots are taken. Without it, the caller selects them (`select`), and no
-        array in a slot may be alive when its batch is published.
+        The table from which slots are taken. Without a table, the caller selects slots (`select`), and
+        no array in a slot may be alive when its batch is published.
 
     Attributes
     ----------
     memory : Memory
         The slot.
     used, capacity : int
-        Bytes in use, and bytes committed; the trainer has to learn the latter.
+        The number of bytes in use and of bytes committed. The trainer must learn the latter.
     slot : int
-        The present slot, which this process has taken, or -1.
+        The current slot, which this process has taken, or -1.
     mapped : dict
         The Mapping of each slot.
     slot_allocator : SlotAllocator or None
@@ -70,10 +70,10 @@ cdef class Room:
         self.memory, self.slot = Block(0), -1
         self.mapped, self.older, self.kept, self.loans = {}, [], [], []
 
-    # -- where
+    # -- selecting a slot
 
     cdef int open_slot(self) except -1:
-        """Take a slot for the present ticket. This is a fast path of `begin_slot`."""
+        """Take a slot for the current ticket. This is a fast path of `begin_slot`."""
         cdef Mapping mapping
         cdef uint64_t nbytes
         if self.slots is None or self.slot >= 0 or self.loaned or self.older or self.kept:
@@ -97,9 +97,9 @@ cdef class Room:
         return 0
 
     def begin_slot(self):
-        """Take a slot as the present one, empty; raise MemoryError if there is no room for it.
+        """Take an empty slot as the current one. Raise MemoryError if memory is short.
 
-        If the previous ticket was published without its slot, that slot is used.
+        If the previous ticket was published without its slot, reuse that slot.
         """
         self.abandon()
         if self.kept:
@@ -111,8 +111,8 @@ cdef class Room:
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
-        """Make a slot of the caller's the present one. `capacity` of its bytes are committed; the first
-        `used` hold a batch, which `loan` may lend."""
+        """Make a slot of the caller the current one. It has `capacity` committed bytes, and the first
+        `used` bytes hold a batch, which `loan` may lend."""
         self.abandon()
         self.open_at(slot, capacity)
         self.used, self.loaned = used, used > 0
@@ -135,7 +135,7 @@ cdef class Room:
         return self.open_at(self.slot, capacity)
 
     cdef int abandon(self) except -1:
-        """Discard the contents of the present slot, or keep the slot if arrays in it are alive."""
+        """Discard the contents of the current slot, or keep the slot if arrays in it are alive."""
         if self.stop_lending() and self.slots is not None:
             self.keep()
         self.loans, self.window = [], None
@@ -151,15 +151,15 @@ cdef class Room:
     # -- arrays and loans
 
     def allocate_in_slots(self):
-        """Make numpy allocate large arrays in the present slot.
+        """Make numpy allocate large arrays in the current slot.
 
-        Only on Linux, and with a GIL, so that one thread allocates at a time.
+        This requires Linux, and a GIL so that only one thread allocates at a time.
         """
         if sys.platform == "linux" and HAS_GIL:
             self.slot_allocator = SlotAllocator()
 
     def settle(self):
-        """Stop making arrays in the slot, because the indexer has returned."""
+        """Stop making arrays in the slot after the indexer has returned."""
         if self.target is not None and self.slot_allocator is not None:
             self.slot_allocator.pause()
             self.watched = self.slot_allocator.count > 0
@@ -168,9 +168,9 @@ cdef class Room:
                 self.loaned = True
 
     cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1:
-        """Reserve the next `nbytes` of the slot; return their offset, a multiple of 64 bytes.
+        """Reserve the next `nbytes` of the slot. Return their offset, a multiple of 64 bytes.
 
-        If there is no room, raise MemoryError, and change nothing.
+        If memory is short, raise MemoryError and change nothing.
         """
         cdef object allocator = self.slot_allocator if self.target is not None else None
         cdef Py_ssize_t used = self.used
@@ -186,7 +186,7 @@ cdef class Room:
         return offset
 
     def empty(self, shape, dtype=float):
-        """Make an array in the slot, uninitialised; if many slots are kept, in private memory."""
+        """Make an uninitialised array in the slot, or in private memory if many slots are kept."""
         kind = numpy.dtype(dtype)
         dims = dimensions(shape)
         if kind.hasobject:
@@ -197,7 +197,7 @@ cdef class Room:
         return self.loan().view(offset, kind, dims)
 
     def loan(self):
-        """Return the slot as a `Loan`; `end_slot` checks whether there are references to it."""
+        """Return the slot as a `Loan`; `end_slot` checks whether the loan is still referenced."""
         if self.window is None:
             self.window = Loan(self.memory, self.capacity)
             self.loans.append(ref(self.window))
@@ -205,9 +205,9 @@ cdef class Room:
         return self.window
 
     cpdef Py_ssize_t offset_of(self, array) except -2:
-        """Return the offset of an array's data in the used bytes of the slot, or -1.
+        """Return the offset of an array's data within the used bytes of the slot, or -1.
 
-        All mappings of this ticket are searched, for aligned arrays without gaps.
+        Only aligned arrays without gaps are found, in any mapping of this ticket.
         """
         cdef Memory memory
         cdef Py_ssize_t offset, nbytes
@@ -221,9 +221,9 @@ cdef class Room:
         return -1
 
     def end_slot(self):
-        """Finish the slot; if arrays in it are alive, keep it and copy the batch to another one.
+        """Finish the slot. If arrays in the slot are alive, keep it and copy the batch to another slot.
 
-        The caller has dropped its references to the batch. Without a table, raise RuntimeError if
+        The caller has dropped its references to the batch. Without a slot table, raise RuntimeError if
         arrays are alive.
         """
         cdef Memory source = self.memory
@@ -237,7 +237,7 @@ cdef class Room:
             self.reserve(used)
             self.memory.store_from(0, source, used)
             return
-        # An array may be alive only in a garbage cycle.
+        # An array may only be alive because of a garbage cycle.
         gc.collect()
         if self.is_lent():
             raise RuntimeError(
@@ -245,7 +245,7 @@ cdef class Room:
                 "overwrite the slot: keep a copy (array.copy())")
 
     def close(self):
-        """Drop all mappings; each is unmapped when the last array on it is gone."""
+        """Drop all mappings. Each is unmapped when its last array is gone."""
         self.stop_lending()
         self.mapped.clear()
         self.kept.clear()
@@ -263,7 +263,7 @@ cdef class Room:
         return False
 
     cdef bint stop_lending(self) except -1:
-        """Stop making arrays in the slot; return whether arrays in it are alive."""
+        """Stop making arrays in the slot. Return True if arrays in the slot are alive."""
         placed = 0
         if self.target is not None and self.slot_allocator is not None:
             placed = self.slot_allocator.stop()
@@ -271,7 +271,7 @@ cdef class Room:
         return placed > 0 or self.is_lent()
 
     cdef int keep(self) except -1:
-        """Keep the slot for the arrays in it; then there is no present slot."""
+        """Keep the slot for the arrays in it. There is no current slot afterwards."""
         self.kept.append((self.slot, [self.memory, *self.older], self.loans))
         self.loans = []
         self.slot = -1
@@ -292,10 +292,10 @@ cdef class Room:
                 self.slots.free(slot)
         return 0
 
-    # -- how it grows
+    # -- growth
 
     cdef int grow(self, Py_ssize_t needed) except -1:
-        """Commit and map at least `needed` bytes of the slot; earlier arrays stay valid."""
+        """Commit and map at least `needed` bytes of the slot. Existing arrays stay valid."""
         cdef Py_ssize_t capacity = room_for(needed, self.capacity, self.width)
         self.commit(self.capacity, capacity)
         if self.slots is not None:
@@ -316,7 +316,7 @@ cdef class Room:
         return 0
 
     cdef Mapping map(self, int64_t slot, Py_ssize_t capacity):
-        """Map a slot and keep the mapping. If there are too many, drop the newest: slots come in turn."""
+        """Map a slot and keep the mapping. If there are too many, drop the newest: slots are used in turn."""
         self.mapped.pop(slot, None)
         if len(self.mapped) >= MAX_MAPPED:
             self.mapped.popitem()

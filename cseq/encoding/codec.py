@@ -1,30 +1,30 @@
-"""A batch of any shape, written into a slot and read from it again.
+"""Write batches of any shape to slots and read them back.
 
-There are two tiers. Arrays, CPU tensors and long bytes in tuples, lists, dicts of strings and named
-tuples are written and read in C, with a `Plan`. Everything else is pickled: numbers, texts, and
-objects of any class, including dataclasses. The bytes of arrays and tensors in these objects lie in
-the slot, not in the pickle.
+There are two tiers. Arrays, CPU tensors and long bytes in tuples, lists, string-keyed dicts and
+named tuples are written and read in C using a `Plan`. Everything else is pickled: numbers, strings,
+and objects of any class, including dataclasses. The data of arrays and tensors in these objects is
+stored in the slot, not in the pickle.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
             └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
                                                            ▲ offset    └── lengths ───────┘  Record
 
-The *structure* is a pickle of the containers, types and memory orders, made and read only when it
-changes. The *layout* is integers: the offset, bytes and shape of each array. The *objects* are the
-other leaves: one pickle, and the table of its buffers. Everything is in the slot, so each batch can
-be read on its own.
+The *structure* is a pickle of the containers, types and memory orders. It is written and read only
+when it changes. The *layout* contains integers: the offset, size in bytes and shape of each array.
+The *objects* are the other leaves: one pickle and the table of its buffers. Each batch can be read
+on its own, since the slot contains all of its parts.
 
-At both ends, a structure is held as a `Plan`. If a batch matches none of the writer's last plans,
-`survey` makes a new one. The rest is C.
+Both sides hold a structure as a `Plan`. If a batch matches none of the writer's recent plans,
+`survey` makes a new plan. The rest is C code.
 
-The guarantee: the batch that is read equals the written one in types and bits, and is writable.
-Arrays and tensors without gaps keep the order of their axes (C, Fortran, channels_last, …); others
-(expanded, backwards, with gaps) are written out row by row. An array that a plan has twice arrives
-as two arrays, and so does a container of arrays; in objects, identity is kept. A tensor arrives
-without its graph, as a leaf that requires gradients if it did before.
+The guarantee: the batch that is read has the same types and bits as the written one, and is
+writable. Arrays and tensors without gaps keep their axis order (C, Fortran, channels_last, …).
+Others (expanded, reversed, with gaps) are written row by row. An array that occurs twice in a plan
+arrives as two arrays, and the same holds for containers of arrays. Objects keep identity. A tensor
+arrives without its graph, as a leaf that requires gradients if the original did.
 
-The trainer copies leaves of up to 64 KiB (`COPIED`), inside objects too, and all `bytes`.
+The trainer copies leaves of up to 64 KiB (`COPIED`), including those in objects, and all `bytes`.
 Larger leaves stay in the slot.
 """
 
@@ -50,25 +50,25 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-# The location of a batch in its slot: the offset of its structure, and the lengths of structure,
-# layout and objects. These are four words of a cell, and their sum is the batch's end.
+# The location of a batch in its slot: the offset of the structure, and the lengths of structure,
+# layout and objects. These are four words of a cell; their sum is the end of the batch.
 Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
 
 
 def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MAX_DEPTH) -> object:
-    """Apply a function to every leaf: not to tuples, lists, dicts, named tuples or dataclasses.
+    """Apply a function to every leaf, but not to tuples, lists, dicts, named tuples or dataclasses.
 
     Returns
     -------
     object
-        The same containers with the results in them, or the same object if no leaf changed.
+        The same containers with the results, or the same object if no leaf changed.
 
     Raises
     ------
     ValueError
-        If the batch contains itself.
+        The batch contains itself.
     """
     cls: type = type(batch)
     kind = opened(cls)
@@ -89,7 +89,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
     if all(map(operator.is_, mapped, children)):
         return batch
     if type(kind) is tuple:
-        # The class is not called, because `__post_init__` ran already.
+        # The class is not called, because `__post_init__` has already run.
         made: object = object.__new__(cls)
         for name, child in zip(state, mapped, strict=True):
             object.__setattr__(made, name, child)
@@ -102,9 +102,9 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
-    """Copy and cast an array, with the strides that it gets from a slot.
+    """Copy and cast an array, with the strides that it would have in a slot.
 
-    `make` makes an array of a shape and a type.
+    `make` creates an array with a given shape and type.
     """
     axes = axes_of(array)
     made: Array = make(tuple(array.shape[axis] for axis in axes), dtype)
@@ -117,6 +117,6 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 
 
 def encode_pickled(pickled: Pickled, encoder: Encoder) -> Record:
-    """Write a pickled object into a slot; `decode` returns the object."""
+    """Write a pickled object to a slot; `decode` returns the object."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
     return encoder.encode_parts(ONE_OBJECT, buffers, pickled.data)

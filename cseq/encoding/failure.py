@@ -1,8 +1,8 @@
-"""An exception, packed in a worker and raised in the training loop.
+"""Exceptions, packed in a worker and raised in the training loop.
 
-It arrives as itself, with the same type and attributes, its batch's name, and the worker's
-traceback as its cause. The worker pickles *and unpickles* it. If that fails, the type's name and
-the text are sent, and raised as a `WorkerError`.
+An exception arrives with the same type and attributes, the name of its batch, and the worker's
+traceback as its cause. The worker pickles *and unpickles* the exception. If that fails, it sends
+the type name and the text, which are raised as a `WorkerError`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ __all__ = [
     "of_handler", "ordinary", "pack", "pack_text", "shorten", "show_traceback", "str_of", "unpack"
 ]  # fmt: skip
 
-# The instruction of a `raise` statement.
+# The opcode of a `raise` statement.
 RAISE = opcode.opmap["RAISE_VARARGS"]
 
-# Exceptions that would end a loop, a program or a generator.
+# Exceptions that would terminate a loop, a program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-# Attributes of every exception, even if its class hides them or forbids setting them.
+# Attributes that every exception has, even if its class hides them or forbids setting them.
 NAMES = "args", "__cause__", "__dict__", "__traceback__"
 OWN: list[GetSetDescriptorType] = [vars(BaseException)[name] for name in NAMES]
 ARGS, CAUSE, DICT, TRACE = OWN
 
-# Methods that make an exception's text from one argument.
+# Methods that build the text of an exception from one argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
-# Prefixes of the file names of cseq's code. Compiled code names no folder.
+# File name prefixes of cseq's code. Compiled code has no absolute path.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
-# Messages of sqlite3, fsspec and LMDB about objects that another process or thread opened.
+# Messages from sqlite3, fsspec and LMDB about objects opened in another process or thread.
 UNSHARED = (
     "created in a thread can only be used in that same thread",
     "This class is not fork-safe",
@@ -61,12 +61,12 @@ DEBUG = (
     "or start a manager by start_test()"
 )
 
-# The number of indices of a batch in a message, and in a message about a death.
+# The maximum number of indices shown in a message, and in a message about a death.
 SHOWN, MOST = 16, 1024
 
 
 def pack(error: BaseException) -> bytes:
-    """Return an exception as bytes that `unpack` can always read."""
+    """Serialize an exception to bytes that `unpack` can always read."""
     if type(error).__name__ == "BdbQuit":
         annotate(error, DEBUG)
     return pickle.dumps(
@@ -75,15 +75,15 @@ def pack(error: BaseException) -> bytes:
 
 
 def pack_text(error: BaseException) -> bytes:
-    """Return an exception's type, text and traceback, short enough for any slot."""
+    """Serialize an exception's type, text and traceback, short enough for any slot."""
     name, message = type(error).__qualname__, str_of(error)[:1500]
     return pickle.dumps((b"", name, message, _traceback_of(error)[-1500:]))
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return an exception's traceback, without its causes if these cannot be formatted.
+    """Return the formatted traceback of an exception, without causes that cannot be formatted.
 
-    It begins with the first frame that is not cseq's, if there is one.
+    The traceback starts with the first frame outside cseq, if any.
     """
     whole: TracebackType | None = TRACE.__get__(error)
     trace = _without(whole, OURS) or whole
@@ -97,14 +97,14 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:
-    """Leave out a traceback's first frames, while their file names have one of these prefixes."""
+    """Strip the leading frames whose file names start with one of the given prefixes."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(files):
         trace = trace.tb_next
     return trace
 
 
 def shorten(error: BaseException) -> None:
-    """Cut cseq's frames from an exception's traceback; from cseq's own exceptions, the feed's."""
+    """Strip leading cseq frames from a traceback; if no others exist, only those of the feed."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
@@ -112,7 +112,7 @@ def shorten(error: BaseException) -> None:
 def unpack(
     data: bytes, worker: int | None = None, process: str = "worker process"
 ) -> BaseException:
-    """Restore the exception; its ``__cause__`` shows the traceback in the worker."""
+    """Restore an exception. Its ``__cause__`` shows the traceback from the worker."""
     packed: tuple[bytes, str, str, str] = pickle.loads(data)
     pickled, name, message, text = packed
     try:
@@ -129,7 +129,7 @@ def unpack(
 
 
 def _travelling(error: BaseException) -> bytes:
-    """Pickle an exception if it unpickles as its type and has a text; else return b""."""
+    """Pickle an exception if it unpickles to the same type and has a text; else return b""."""
     try:
         data = dumps(_with_args(error))
         back = _load(data)
@@ -143,9 +143,9 @@ def _travelling(error: BaseException) -> bytes:
 
 
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
-    """List an exception and the exceptions among its arguments (a group's), with their arguments.
+    """Return an exception and the exceptions in its arguments (as in groups), with their arguments.
 
-    Pickle calls the class with these. A constructor that formats its text would format it twice.
+    Pickle calls the class with these. A constructor that formats its text would do so twice.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -154,7 +154,7 @@ def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, 
 
 
 def _load(pickled: bytes) -> BaseException:
-    """Unpickle an exception, and the exceptions among its arguments, with their arguments."""
+    """Unpickle an exception, and restore the arguments of all exceptions in it."""
     pairs: list[tuple[BaseException, tuple[object, ...]]] = pickle.loads(pickled)
     for error, args in pairs:
         ARGS.__set__(error, args)
@@ -162,11 +162,11 @@ def _load(pickled: bytes) -> BaseException:
 
 
 class Failure:
-    """The first error of a group of workers; each `check` raises it.
+    """The first error of a group of workers, which every `check` raises.
 
-    The traceback of a raised exception refers to the manager, which refers to the workers and so to
-    this object. Keeping the exception would make a cycle. So the exception itself is raised once;
-    later calls raise a copy, made as for another process.
+    The traceback of a raised exception refers to the manager, and through the workers to this
+    object. Keeping the exception would create a reference cycle. The exception itself is therefore
+    raised once. Later calls raise copies, which are made as for another process.
     """
 
     def __init__(self) -> None:
@@ -176,12 +176,12 @@ class Failure:
         return self._error is not None
 
     def note(self, error: BaseException) -> None:
-        """Keep an error, if it is the first one."""
+        """Store an error if it is the first one."""
         if self._error is None:
             self._error = ordinary(error)
 
     def check(self) -> None:
-        """Raise the error, if there is one."""
+        """Raise the stored error, if any."""
         error = self._error
         if error is None:
             return
@@ -189,13 +189,13 @@ class Failure:
             self._error = unpack(pack(error))
             CAUSE.__set__(self._error, CAUSE.__get__(error))
             raise error
-        # The traceback refers to this frame: a reference cycle.
+        # Break the reference cycle: the traceback refers to this frame.
         finally:
             del error
 
 
 class _Shown(str):
-    """A text that is its own `repr`, since a KeyError shows the `repr` of its argument."""
+    """A string that is its own `repr`, because KeyError shows the `repr` of its argument."""
 
     __slots__ = ()
 
@@ -204,10 +204,10 @@ class _Shown(str):
 
 
 def show_traceback(error: BaseException) -> BaseException:
-    """Return a worker process's exception with the traceback in its text, as torch does.
+    """Put the traceback of a worker process into the exception's text, as torch does.
 
-    The text replaces the argument; type and attributes stay. An exception that has several
-    arguments, or makes its own text, is not changed: its cause shows the traceback.
+    The text replaces the argument; the type and attributes stay the same. An exception that has
+    several arguments or a custom text is not changed, since its cause shows the traceback.
     """
     cause, args = CAUSE.__get__(error), ARGS.__get__(error)
     is_plain = type(error).__str__ in PLAIN and len(args) < 2
@@ -220,7 +220,7 @@ def show_traceback(error: BaseException) -> BaseException:
 
 
 def str_of(error: BaseException) -> str:
-    """Return an exception's own text, without the worker's traceback, if it has any."""
+    """Return an exception's original text, without an added worker traceback."""
     try:
         cause: object = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback and cause.own is not None:
@@ -233,18 +233,18 @@ def str_of(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return an exception's type and text, as in the last line of a traceback."""
+    """Return the type and text of an exception, as in the last line of a traceback."""
     text = str_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def location_of(epoch: int, batch: int, indices: Sequence[int], most: int = SHOWN) -> str:
-    """Name a batch in a message."""
+    """Return the name of a batch for messages."""
     return f"epoch {epoch}, batch {batch}, indices {listed(indices, most)}"
 
 
 def listed(indices: object, most: int = SHOWN) -> str:
-    """Show the indices of a batch; what is no list of them is cut as `reprlib` does."""
+    """Format the indices of a batch; anything but a list or tuple is shortened by `reprlib`."""
     if not isinstance(indices, (list, tuple)):
         return reprlib.repr(indices)
     shown = ", ".join(map(reprlib.repr, indices[:most]))
@@ -253,10 +253,10 @@ def listed(indices: object, most: int = SHOWN) -> str:
 
 
 def ordinary(error: BaseException) -> BaseException:
-    """Return the error to raise for an exception of the user's code: mostly the exception itself.
+    """Return the error to raise for an exception in user code, usually the exception itself.
 
-    An exception that would end the loop (StopIteration), or end the program silently (SystemExit,
-    KeyboardInterrupt) becomes a RuntimeError.
+    An exception that would terminate the loop (StopIteration) or silently exit the program
+    (SystemExit, KeyboardInterrupt) becomes a RuntimeError.
     """
     if not issubclass(type(error), ENDINGS):
         return error
@@ -266,10 +266,10 @@ def ordinary(error: BaseException) -> BaseException:
 
 
 def ends_program(error: BaseException) -> bool:
-    """Tell whether an exception comes from outside the code that was called.
+    """Return True if an exception originates outside the called code.
 
-    This is so for Ctrl-C, which no `raise` statement raises (and worker processes ignore), and for
-    the SystemExit or KeyboardInterrupt of a signal handler.
+    This applies to Ctrl-C, which is not raised by a `raise` statement (and which worker processes
+    ignore), and to SystemExit or KeyboardInterrupt raised by a signal handler.
     """
     cls = type(error)
     if issubclass(cls, KeyboardInterrupt) and not is_stated(error):
@@ -278,7 +278,7 @@ def ends_program(error: BaseException) -> bool:
 
 
 def is_stated(error: BaseException) -> bool:
-    """Tell whether an exception comes from a `raise` statement, not from C code."""
+    """Return True if an exception comes from a `raise` statement rather than from C code."""
     trace: TracebackType | None = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -286,7 +286,7 @@ def is_stated(error: BaseException) -> bool:
 
 
 def of_handler(error: BaseException) -> bool:
-    """Tell from the traceback whether a signal handler raised an exception."""
+    """Return True if a signal handler raised the exception, according to its traceback."""
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
         function = getattr(handler, "func", handler)
@@ -296,7 +296,7 @@ def of_handler(error: BaseException) -> bool:
 
 
 def named(error: BaseException, location: str) -> BaseException:
-    """Return the exception to raise in the loop for an indexer's, with its location in a note."""
+    """Return the exception to raise in the loop for an indexer error, with a location note."""
     error = ordinary(error)
     text = str_of(error)
     if any(message in text for message in UNSHARED):
@@ -307,7 +307,7 @@ def named(error: BaseException, location: str) -> BaseException:
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Add a remedy to an exception: as a note, or before Python 3.11 to its text."""
+    """Add a remedy to an exception as a note, or to its text before Python 3.11."""
     if hasattr(error, "add_note"):
         _note(error, note)
         return
@@ -317,7 +317,7 @@ def annotate(error: BaseException, note: str) -> None:
 
 
 def _note(error: BaseException, note: str) -> None:
-    """Add a note, even if the exception's class refuses attributes, as a frozen dataclass does."""
+    """Add a note even if the exception's class rejects attributes, like a frozen dataclass."""
     notes: object = DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

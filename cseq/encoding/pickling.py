@@ -1,12 +1,12 @@
-"""Objects as bytes, for two kinds of readers.
+"""Serialize objects to bytes for two kinds of readers.
 
-`dump` is for a new process: cloudpickle writes by value what is in ``__main__`` or has no name, and
-all else by reference, as in every pickle. `dumps` is for a process that runs already, between a
-worker and the trainer: both have the same modules, and each its own copy of the user's classes. So
-what has a name goes by reference, and the rest by value.
+`dump` is for a new process. cloudpickle writes objects that are unnamed or in ``__main__`` by
+value, and everything else by reference, like any pickle. `dumps` is for transfer between a worker
+and the trainer, which are running and have the same modules, each with its own copy of the user's
+classes. Named objects are therefore written by reference and unnamed objects by value.
 
-Both leave large arrays and tensors out of the pickle, as buffers: `codec` writes them beside it. A
-data set of gigabytes is therefore in memory once, whatever the number of workers.
+Both keep large arrays and tensors out of the pickle as buffers, which `codec` writes beside it. A
+data set of gigabytes is therefore in memory only once, regardless of the number of workers.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ __all__ = [
     "unpicklable",
 ]
 
-# What a reducer returns: a name, or a tuple.
+# The return type of a reducer: a name or a tuple.
 Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-# The user's script, here and in multiprocessing's children.
+# The names of the user's script, here and in multiprocessing children.
 MAIN = ("__main__", "__mp_main__")
-# Bytes: smaller buffers stay inside the pickle.
+# Buffers smaller than this many bytes stay inside the pickle.
 IN_BAND = 512
-# The index of the file's name among the arguments of `types.CodeType`.
+# The index of the file name in the arguments of `types.CodeType`.
 FILENAME = 10
 
-# What pickle raises for classes and functions that it cannot find by their names.
+# The exceptions that pickle raises for classes and functions that it cannot find by name.
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
 REMEDY = (
@@ -66,26 +66,26 @@ REMEDY = (
     "they are first used, in each worker process and not in the training process"
 )
 
-# Data that cloudpickle takes and pickle does not; of a file and a memoryview it makes another type.
+# Types that cloudpickle accepts but pickle does not; it changes the type of files and memoryviews.
 EMPTY: tuple[dict[str, object], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
 
 
 class UnpicklableError(TypeError):
-    """Something cannot be pickled for another process."""
+    """An object cannot be pickled for another process."""
 
 
 def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
-    """Make the error for something that cannot be pickled, which a message calls `name`."""
+    """Make the error for an object that cannot be pickled; the message calls it `name`."""
     return UnpicklableError(f"{name}: {str(error) or type(error).__name__}. {remedy}")
 
 
 class Pickled(NamedTuple):
-    """An object as bytes: the pickle of a list that begins with it, and its large buffers.
+    """A serialized object: the pickle of a list that starts with it, and its large buffers.
 
-    The buffers are views of the object's own memory, not copies: write them before it changes.
-    `modules` are those that it refers to by name, as far as is known.
+    The buffers are views of the object's memory, not copies. Write them before the object changes.
+    `modules` lists the modules that the pickle is known to refer to by name.
     """
 
     data: bytes
@@ -94,23 +94,23 @@ class Pickled(NamedTuple):
 
 
 def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None) -> Pickled:
-    """Pickle an object so that a new process can read it, if it can import the same modules.
+    """Pickle an object for a new process that can import the same modules.
 
     Parameters
     ----------
     obj : object
-        A class, a factory, a `functools.partial`, or an object with data. What this function has
-        returned is returned.
+        A class, a factory, a `functools.partial`, or an object with data. A `Pickled` is returned
+        unchanged.
     name : str
-        What error messages call it.
+        The name of the object in error messages.
     reducers : dict, optional
-        How objects of some types are pickled, by type.
+        The reducers for some types, keyed by type.
 
     Raises
     ------
     TypeError
-        When it cannot be pickled; the message says which of its attributes cannot, if one is to
-        blame, and what to do.
+        The object cannot be pickled. The message names the attribute that cannot be pickled, if
+        there is one, and a remedy.
     """
     if isinstance(obj, Pickled):
         return obj
@@ -133,7 +133,7 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
 
 
 def _attributes_of(obj: object) -> dict[str, object]:
-    """Return the attributes that an object is pickled with."""
+    """Return the attributes that are pickled with an object."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return dict(zip(obj._fields, obj, strict=True))
     try:
@@ -148,11 +148,11 @@ def dumps(
     buffers: list[memoryview] | None = None,
     reducers: Callable[[], Reducers] | None = None,
 ) -> bytes:
-    """Pickle something for a process at the other end of a pool; `pickle.loads` reads it.
+    """Pickle an object for a process at the other end of a pool; `pickle.loads` reads it.
 
-    If `buffers` is given, large buffers of arrays and CPU tensors, inside any objects, are appended
-    to it. `reducers` replaces `data_reducers`, which say how. Without `buffers`, the pickle can be
-    read without cseq. An exception of pickling is raised as it is.
+    If `buffers` is given, large buffers of arrays and CPU tensors inside any objects are appended
+    to `buffers`, by default with `data_reducers`. Without `buffers`, the pickle can be read without
+    cseq. Pickling errors propagate unchanged.
     """
     keep = None if buffers is None else _keep_in(buffers)
     reducers = reducers or (dict if buffers is None else data_reducers)
@@ -169,12 +169,12 @@ def dumps(
     return file.getvalue()
 
 
-# Tables that were merged, each with what it was made of.
+# The merged tables, each with the parts that it was made from.
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
 def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
-    """Return copyreg's table with reducers in it; it is merged again when one of both changes."""
+    """Return copyreg's table merged with the reducers; merge again when either changes."""
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
         own: Reducers = copyreg.dispatch_table.copy()
@@ -184,7 +184,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a pickler's `buffer_callback`: it appends large buffers; without a list, drops all."""
+    """Return a `buffer_callback` that appends large buffers, or drops all without a list."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -199,36 +199,36 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
 
 
 # -- arrays and tensors, out of band ---------------------------------------------------------------
-# torch pickles a tensor as a function of its storage, and a storage as a file of torch.save within
-# the pickle. Here, the storage's bytes are a buffer. Storages keep their identity, so tensors that
-# share one do so in the other process, too.
+# torch pickles a tensor as a function of its storage, and a storage as a torch.save file inside the
+# pickle. Here, the bytes of the storage are a buffer. Storages keep their identity: tensors that
+# share a storage also share one in the other process.
 
 
 def data_reducers() -> Reducers:
-    """Return how arrays are pickled, and torch's tensors and storages where it is loaded."""
+    """Return the reducers for arrays and, if torch is loaded, for tensors and storages."""
     reducers: Reducers = {np.ndarray: _reduce_array, np.memmap: _reduce_array}
     for_torch = reduce_tensor, reduce_storage, _reduce_typed
     return reducers | dict(zip(_torch_types(), for_torch, strict=False))
 
 
 def _torch_types() -> tuple[type, ...]:
-    """Return torch's Tensor and both its storages; none where torch is not loaded."""
+    """Return torch's Tensor and storage classes, or an empty tuple if torch is not loaded."""
     torch = sys.modules.get("torch")
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
-    # Without one of them, another thread is importing torch.
+    # If one is missing, another thread is still importing torch.
     return (tensor, storage, typed) if tensor and storage and typed else ()
 
 
 def _reduce_array(array: _Array) -> Reduced:
-    """Reduce an array to its buffer and strides; one with gaps to the buffer of a copy."""
+    """Reduce an array to its buffer and strides. Arrays with gaps are copied first."""
     dtype, flat = array.dtype, flat_of(array)
     if dtype.kind not in "biufcmMSUV" or dtype.hasobject or not dtype.itemsize:
         return array.__reduce_ex__(5)
     if flat is None:
         array = array.copy()
         flat = array.reshape(-1)
-    # numpy gives no buffer of dates and times.
+    # numpy does not support the buffer protocol for dates and times.
     view: Any = flat.view(np.uint8) if dtype.kind in "mMV" else flat
     buffer = pickle.PickleBuffer(view)
     data = bytearray(buffer.raw()) if flat.nbytes < IN_BAND else buffer
@@ -237,7 +237,7 @@ def _reduce_array(array: _Array) -> Reduced:
 
 
 def is_usual(dtype: np.dtype[Any]) -> bool:
-    """Tell whether a type has nothing that `==` does not look at, such as metadata."""
+    """Return True if `==` compares all parts of a type: it has no metadata, for example."""
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
@@ -250,7 +250,7 @@ def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
     return make, (dtype.char, *flags), *state
 
 
-# Of two types that are equal (long and long long), numpy's text, and its pickle, name one.
+# For two equal types (long and long long), numpy's type string and pickle name only one of them.
 DTYPES: Reducers = {
     type(dtype): _reduce_dtype
     for dtype in map(np.dtype, np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
@@ -259,12 +259,12 @@ DTYPES: Reducers = {
 
 
 def _reduce_as_torch(value: object) -> Reduced:
-    """Reduce something of torch's in its own way, which has no types."""
+    """Reduce a torch object with its own untyped method."""
     return value.__reduce_ex__(5)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced:
-    """Reduce a tensor to its storage and what part of that it is; odd ones as torch does."""
+    """Reduce a tensor to its storage and its part of the storage; unusual ones as torch does."""
     if str(tensor.layout).startswith("torch.sparse"):
         return _sparse_tensor, _reduce_as_torch(tensor)[1]
     if (
@@ -288,14 +288,14 @@ def _tensor_on(
     part: tuple[int, tuple[int, ...], tuple[int, ...]],
     grad: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Make a tensor of a part of a storage."""
+    """Make a tensor from a part of a storage."""
     empty: torch.Tensor = import_torch().empty(0, dtype=dtype, device="cpu")
     tensor = empty.set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
 
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
-    """Make a sparse tensor; torch's own function would keep it, for `torch.load` to look at."""
+    """Make a sparse tensor; torch's own function would keep a reference for `torch.load`."""
     import torch
 
     if layout is torch.sparse_coo:
@@ -305,7 +305,7 @@ def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a storage to its bytes, not copied."""
+    """Reduce a storage to its bytes without copying them."""
     if storage.device.type != "cpu":
         return _reduce_as_torch(storage)
     if not storage.nbytes():
@@ -316,13 +316,13 @@ def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
 
 
 def _storage_on(buffer: memoryview) -> torch.UntypedStorage:
-    """Make a storage on a buffer, which is neither copied nor read."""
+    """Make a storage on a buffer without copying or reading the buffer."""
     tensor: torch.Tensor = import_torch().from_numpy(np.frombuffer(buffer, np.uint8))
     return tensor.untyped_storage()
 
 
 def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
-    """Reduce a storage of a type: to one without, and the type."""
+    """Reduce a typed storage to an untyped storage and the type."""
     untyped = storage._untyped_storage
     if untyped.device.type != "cpu":
         return _reduce_as_torch(storage)
@@ -330,13 +330,13 @@ def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> object:
-    """Make a storage of a type."""
+    """Make a typed storage."""
     return import_torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 @functools.cache
 def import_torch() -> Any:
-    """Import torch, once there is a tensor to be made."""
+    """Import torch when the first tensor is made."""
     return importlib.import_module("torch")
 
 
@@ -346,21 +346,21 @@ def import_torch() -> Any:
 def _dump_by_value(
     obj: object, modules: dict[str, None], reducers: Reducers, buffers: list[memoryview] | None
 ) -> bytes:
-    """Pickle with cloudpickle, and note the modules that the pickle refers to.
+    """Pickle with cloudpickle and record the modules that the pickle refers to.
 
-    Without a list of buffers, these are dropped: to test whether something can be pickled.
+    Without a list of buffers, the buffers are dropped. This tests whether an object can be pickled.
     """
     file = io.BytesIO()
     classes = _Classes()
     reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
 
     def by_name(named: Named) -> bool:
-        """Note a module that a new process may import; then let cloudpickle decide."""
+        """Record a module that a new process may import, then let cloudpickle decide."""
         module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
         if module in MAIN:
             if isinstance(named, type):
                 classes.append(named)
-        # One without a spec was made by another module, and will be again.
+        # A module without a spec was created by another module, which will create it again.
         elif module != "builtins" and getattr(sys.modules.get(module), "__spec__", None):
             modules[module] = None
         if named is _tensor_on:
@@ -368,14 +368,14 @@ def _dump_by_value(
         return False
 
     pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
-    # In this order, since all classes are known only at the end.
+    # The classes come last, because they are all known only at the end.
     pickler.dump([obj, classes])
     return file.getvalue()
 
 
 @functools.cache
 def by_value_pickler() -> Callable[..., pickle.Pickler]:
-    """Make the class of picklers by value; cloudpickle is imported here."""
+    """Make the class of the by-value pickler. cloudpickle is imported here."""
     import cloudpickle
 
     base: type = cloudpickle.Pickler
@@ -403,8 +403,8 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
             return NotImplemented
 
     def reduce_code(code: types.CodeType) -> Reduced:
-        # cloudpickle writes "<dynamic-code>" for the file, so that a notebook's function has always
-        # the same pickle. Here, tracebacks and stacks of workers are to name file and line.
+        # cloudpickle writes "<dynamic-code>" as the file, so that a notebook function always has
+        # the same pickle. Here, worker tracebacks and stacks should show the file and line.
         reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
         make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
@@ -413,9 +413,9 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
 
 
 class _Classes(list[type]):
-    """Classes of the user's script that went by value; unpickling puts them into ``__main__``.
+    """Classes of the user's script pickled by value; unpickling adds them to ``__main__``.
 
-    So a worker process can pickle their instances by name, and the trainer finds its own class
+    A worker process can then pickle their instances by name, and the trainer finds its own class
     under that name.
     """
 
@@ -425,7 +425,7 @@ class _Classes(list[type]):
 
 
 def publish(named: Iterable[type | types.FunctionType]) -> None:
-    """Make a script's classes and functions known by their names here, unless these are taken."""
+    """Add a script's classes and functions to ``__main__`` unless their names are taken."""
     main = sys.modules["__main__"]
     for one in named:
         if one.__module__ in MAIN:
@@ -435,7 +435,7 @@ def publish(named: Iterable[type | types.FunctionType]) -> None:
 
 
 def named_here(obj: Named) -> bool:
-    """Whether a class or function has a name in this process, importable or not."""
+    """Return True if a class or function has a name in this process, importable or not."""
     try:
         return operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
     except (AttributeError, KeyError):
@@ -450,25 +450,25 @@ _Memmap: TypeAlias = "np.memmap[Any, Any]"
 
 
 def _reduce_memmap(array: _Memmap) -> Reduced:
-    """Reduce an array that maps a file to its place there; else, as any other one."""
+    """Reduce a file-mapped array to its location in the file if possible, else like any array."""
     place = _place_in_file(array)
     return _reduce_array(array.view(np.ndarray)) if place is None else (np.memmap, place)
 
 
 def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
-    """Find arguments for `np.memmap` that map the same part of the same file, if possible."""
+    """Return arguments for `np.memmap` that map the same part of the same file, or None."""
     mapped: mmap.mmap | None = array._mmap  # type: ignore[attr-defined]
     if mapped is None or array.filename is None or array.size == 0:
         return None
     if array.mode not in ("r", "r+", "w+") or not array.flags.c_contiguous:
-        # In mode 'c', the array has private changes that are not in the file.
+        # In mode 'c', the array may have private changes that are not in the file.
         return None
     begin = np.frombuffer(mapped, np.uint8).ctypes.data
     skipped = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     at = array.ctypes.data - begin + skipped
     with contextlib.suppress(OSError):
         if os.path.getsize(array.filename) >= at + array.nbytes:
-            # A worker's changes are its own.
+            # A worker's changes stay private to the worker.
             mode = "r" if array.mode == "r" else "c"
             return str(array.filename), array.dtype, mode, at, array.shape
     return None

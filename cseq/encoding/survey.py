@@ -1,4 +1,4 @@
-"""What a batch consists of: a plan, arrays, and what is pickled."""
+"""Split batches into a plan, arrays, and objects to pickle."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """A batch without the samples that raised; `left` has their index, and error type and text."""
+    """A batch without the samples that raised; `left` has their indices and error texts."""
 
     batch: object
     left: tuple[tuple[object, str], ...]
 
 
 def castable(dtype: Dtype) -> bool:
-    """Whether arrays of this type are numbers that a writer casts: bool, int, uint, float."""
+    """Return True if a writer casts arrays of this type: bool, int, uint or float."""
     return dtype.kind in "biuf"
 
 
@@ -64,10 +64,10 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 
 @functools.lru_cache(maxsize=1024)
 def opened(cls: type) -> str | tuple[str, ...] | None:
-    """Return how values of a type are opened: for dataclasses, their slots. Leaves are not: None.
+    """Return the kind of container that a type is (for dataclasses, the slots), or None for leaves.
 
-    Types that define how they are pickled may be more than their parts. The methods that
-    dataclass() writes for slots do not count.
+    Types with custom pickling are leaves, since they may be more than their parts. The methods that
+    dataclass() generates for slots do not count as custom.
     """
     if cls in (tuple, list):
         return "sequence"
@@ -85,7 +85,7 @@ def opened(cls: type) -> str | tuple[str, ...] | None:
 
 
 class TooDeepError(ValueError):
-    """A batch contains itself, or has too many containers inside one another."""
+    """A batch contains itself or nests too many containers."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -94,10 +94,9 @@ class TooDeepError(ValueError):
         )
 
 
-# A leaf in the tree is (token, dtype, axes: `axes_of`), or OBJECT; a container, which
-# stands before its children, is (class, keys or None, number of children). A dtype that `==` does
-# not tell from others is there as its pickle. The token of a tensor whose type numpy lacks is the
-# name of that type.
+# A leaf in the tree is OBJECT or (token, dtype, axes as in `axes_of`). A container is (class, keys
+# or None, number of children) and precedes its children. A dtype that `==` does not distinguish
+# from others is stored as its pickle. If numpy lacks a tensor's type, the token is the type's name.
 ARRAY = "array"
 TENSOR = "tensor"
 BYTES = "bytes"
@@ -108,7 +107,7 @@ TEXT = {str}
 
 
 class _Survey:
-    """What a batch consists of: its leaves, in the order of its tree."""
+    """The nodes and leaves of a batch in tree order."""
 
     __slots__ = ("arrays", "cast", "nodes", "objects")
 
@@ -119,7 +118,7 @@ class _Survey:
         self.objects: list[object] = []
 
     def visit(self, value: Any, depth: int) -> None:
-        """Describe a value and what is below it, and collect the leaves."""
+        """Describe a value and its descendants, and collect the leaves."""
         cls: type = type(value)
         if cls is ndarray or cls is np.memmap:
             array: Array | None = value if cls is ndarray else value.view(ndarray)
@@ -128,7 +127,7 @@ class _Survey:
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
-            # Other keys may be equal although they differ (1 == True).
+            # Keys of other types may be equal although they differ (1 == True).
             if {*map(type, value)} <= TEXT:
                 return self._container(value, tuple(value), value.values(), depth)
         elif opened(cls) == "named":
@@ -142,7 +141,8 @@ class _Survey:
                 tensor = _plain_tensor(tensor, self.cast)
             bits, name = _bits(tensor.dtype)
             try:
-                # `numpy` refuses what is not strided, not on the CPU, conjugated or with a graph.
+                # `numpy` rejects tensors that are not strided or not on the CPU, conjugated
+                # tensors, and tensors with a graph.
                 plain = tensor if bits is None else tensor.view(bits)
                 array = None if tensor.is_cuda else plain.numpy()
             except (RuntimeError, TypeError):
@@ -154,7 +154,7 @@ class _Survey:
     def _container(
         self, value: object, keys: tuple[str, ...] | None, children: Collection[object], depth: int
     ) -> None:
-        """Collect the leaves of a container; one of pickled leaves alone is pickled as one."""
+        """Collect the leaves of a container. A container without arrays is pickled as a whole."""
         if not depth:
             raise TooDeepError
         nodes, arrays, objects = len(self.nodes), len(self.arrays), len(self.objects)
@@ -170,7 +170,7 @@ class _Survey:
         self.objects.append(value)
 
     def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
-        """Collect the array that a leaf consists of; `kind`: its type in the slot."""
+        """Collect the array of a leaf; `kind` is its type in the slot."""
         kind = array.dtype if kind is None else kind
         exact = kind if is_usual(kind) else _dumps(kind)
         self.nodes.append((token, exact, axes_of(array)))
@@ -178,13 +178,13 @@ class _Survey:
 
 
 def _is_flat(dtype: Dtype) -> bool:
-    """Whether arrays of a type are their bytes; `record` equals a type that is another."""
+    """Return True if raw bytes represent arrays of a type; np.record equals another type."""
     return not dtype.hasobject and dtype.type is not np.record
 
 
 @functools.cache
 def torch_type(dtype: Dtype) -> torch.dtype:
-    """Return torch's dtype for one of numpy's; TypeError if there is none."""
+    """Return the torch dtype for a numpy dtype. Raise TypeError if there is none."""
     import torch
 
     return torch.from_numpy(np.empty(0, dtype)).dtype
@@ -192,7 +192,7 @@ def torch_type(dtype: Dtype) -> torch.dtype:
 
 @functools.cache
 def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
-    """Return, for a torch dtype that numpy lacks, an integer dtype of its size, and its name."""
+    """Return an integer dtype of the same size and the name of a torch dtype that numpy lacks."""
     import torch
 
     try:
@@ -203,22 +203,22 @@ def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
 
 
 class Plans(Protocol):
-    """What an encoder casts to, and the plans that it knows."""
+    """The cast type and the known plans of an encoder."""
 
     @property
     def cast(self) -> Dtype | None:
-        """What numbers are cast to."""
+        """The type to which numbers are cast."""
 
     @property
     def plans(self) -> list[Plan]:
-        """Of the last batches of different structure."""
+        """The plans of the most recent structures."""
 
     def remember(self, plan: Plan) -> None:
-        """Add a plan to those that are known."""
+        """Add a plan to the known plans."""
 
 
 def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[object]]:
-    """Return a batch's plan, which the encoder then remembers, its arrays, and its other leaves."""
+    """Return the plan, arrays and other leaves of a batch. The encoder remembers the plan."""
     survey = _Survey(encoder.cast)
     try:
         survey.visit(batch, MAX_DEPTH)
@@ -236,15 +236,15 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
 
 
 def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
-    """Return the type that arrays of a type have in the slot."""
-    # Not `==` alone: a dtype of float64 equals None.
+    """Return the type that arrays of `dtype` have in the slot."""
+    # Check for None first: the float64 dtype equals None.
     if cast is None or not castable(dtype) or dtype == cast:
         return dtype
     return cast
 
 
 def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
-    """Return a tensor, cast, with a storage that is not larger than it; odd ones as they are."""
+    """Return a cast tensor whose storage has no extra bytes. Unusual tensors are unchanged."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
     if tensor.is_nested or (tensor.is_quantized and cast is not None):
@@ -265,14 +265,14 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 
 
 def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
-    """Pickle the other leaves of a batch: return the pickle, and the buffers that are not in it."""
+    """Pickle the other leaves of a batch. Return the pickle and its out-of-band buffers."""
     buffers: list[memoryview] = []
     pickled = _dumps(objects, buffers, batch_reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 
 def _number_reducer(dtype: Dtype) -> Callable[[np.generic], Reduced]:
-    """Make what numpy's numbers of a type do to be pickled, which imports a module each time."""
+    """Make a reducer for numpy scalars of a type; numpy's own imports a module on each call."""
     make: object = np.float64().__reduce__()[0]
     return lambda number: (make, (dtype, number.tobytes()))
 
@@ -285,10 +285,10 @@ NUMBERS = {
 
 
 def batch_reducers(*, handles: bool = True) -> Reducers:
-    """Return how arrays, numbers and tensors are pickled in a batch.
+    """Return the reducers for arrays, numbers and tensors in a batch.
 
-    A tensor that is a part of a storage becomes a copy of that part; one on CUDA, with `handles`, a
-    handle of its memory.
+    A tensor that uses part of a storage becomes a copy of that part. With `handles`, a CUDA tensor
+    becomes a handle of its memory.
     """
     reducers = data_reducers() | NUMBERS
     tensor: type | None = getattr(sys.modules.get("torch"), "Tensor", None)
@@ -307,7 +307,7 @@ def _reduce_part(tensor: torch.Tensor) -> Reduced:
 
 
 def _dumps(value: object, *how: Any) -> bytes:
-    """Pickle something of a batch; say what a batch may have, where that raises."""
+    """Pickle a part of a batch. If that fails, the error says what a batch may contain."""
     try:
         return dumps(value, *how)
     except MemoryError:

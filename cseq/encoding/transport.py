@@ -1,9 +1,9 @@
-"""How a batch travels to the next runner: as an object, or through a slot.
+"""Transfer of batches to the next runner: as objects, or through slots.
 
-Threads pass on the object itself (`Objects`). Processes write the batch into the ticket's slot of
-shared memory (`TicketWriter`), where the trainer decodes it (`SlotReader`, or
-`converter.export.Imports` after converter processes). A runner has a `BatchWriter`, a converter
-also has a `Source`, and the trainer has a `BatchReader`.
+Threads pass the object itself (`Objects`). Processes write the batch to the ticket's slot in shared
+memory (`TicketWriter`), and the trainer decodes it there (`SlotReader`, or
+`converter.export.Imports` after converter processes). Each runner has a `BatchWriter`, converters
+also have a `Source`, and the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 # The slot number of a ticket without a slot.
 NO_SLOT = 0xFFFFFFFF
 
-# A reader changes nothing: `Feed` frees the cell.
+# Readers change nothing; `Feed` frees the cell.
 Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
 
 
 class SlotReader:
-    """The trainer's end of the slots."""
+    """The trainer side of the slots."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Make a decoder, in C, of batches in slots that are mapped already."""
+        """Make a C decoder for batches in slots that are already mapped."""
         slots, mapped, lend = self.arena.slots, self.arena.mapped, self.arena.lease
         return Decoder(slots=slots, mapped=mapped, lend=lend, convert=convert, leaf_for=leaf_for)
 
     def decode(self, entry: int, slot: int, capacity: int, record: Fields) -> object:  # noqa: ARG002
-        """Decode the batch. Small leaves are copies; large ones stay in the slot if they may."""
+        """Decode the batch. Small leaves are copied; large ones stay in the slot if possible."""
         memory = self.arena.mapping_of(slot, capacity)
         return codec.decode(memory, record, self.arena.lease, slot, capacity)
 
     def error(self, entry: int, slot: int, capacity: int, record: Fields) -> BaseException:
-        """Restore the exception."""
+        """Return the exception stored in the slot."""
         if slot == NO_SLOT:
             return MemoryError("no room in shared memory for a batch or for the text of its error")
         packed: Any = SlotReader.decode(self, entry, slot, capacity, record)
         return failure.unpack(packed)
 
     def fetch(self, runner: Runner) -> object:
-        """Decode the batch of the present ticket, in a converter thread, and free the slot."""
+        """Decode the batch of the current ticket in a converter thread and free the slot."""
         slot, used = runner.slot, sum(runner.record)
-        # Nothing is copied: the batch is page-locked, and dropped once it is on the device.
+        # Nothing is copied: the batch is page-locked, and is dropped after it reaches the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
         self.arena.slots.free_cell(runner.ring, runner.cell)
         return batch

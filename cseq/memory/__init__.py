@@ -1,6 +1,6 @@
-"""The shared memory that batches lie in.
+"""The shared memory that holds batches.
 
-``arena``        what a pool and its workers share: rings, slots, and the leases on slots
-``_slots``       ★ the owner of each slot, and leases
-``descriptors``  anonymous files, received descriptors: all close-on-exec
+``arena``        the memory shared by a pool and its workers: rings, slots, slot leases
+``_slots``       ★ slot ownership and leases
+``descriptors``  anonymous files and received descriptors, all close-on-exec
 """

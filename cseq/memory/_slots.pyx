@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Slots of shared memory: the owner of each, how large it is, and leases on it."""
+"""Slots of shared memory: their owners, sizes and leases."""
 
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset, strerror
@@ -13,8 +13,8 @@ from cseq._memory cimport Mapping, Memory, forks_here
 import os
 from weakref import ref as weak_reference
 
-# A search over more than FAR slots raises the hint. A loop that drops its batches has fewer than
-# HARDLY_ANY leases. The uses of a slot are LEASED and PINNED.
+# A search over more than FAR slots raises the hint. A loop that drops its batches holds fewer than
+# HARDLY_ANY leases. A slot's uses are LEASED and PINNED.
 cdef enum:
     FREE = 0
     FAR = 64
@@ -24,8 +24,8 @@ cdef enum:
 
 TRAINER = 0xFFFFFFFF
 
-# Weak references to the trainer's `SlotTable`s. The guard's critical section protects them: methods of
-# the list enter the list's own.
+# Weak references to the trainer's `SlotTable`s. They are protected by the critical section of the
+# guard, because list methods enter the critical section of the list.
 cdef list tables = []
 cdef object tables_guard = object()
 
@@ -33,30 +33,30 @@ cdef object tables_guard = object()
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
-    """The table of slots: a word for each slot, its owner, in memory that all processes share.
+    """The table of slots: one word per slot with its owner, in memory shared by all processes.
 
-    It lies in the first slot of the file, which therefore holds no data. The process that writes a
-    slot takes it::
+    The table is in the file's first slot, which holds no data. A process takes a slot before writing::
 
         FREE ──► worker k ──► TRAINER ──► FREE
-        FREE ──► TRAINER ──► FREE                     the trainer's own: requests, `give_back`
-                 worker k ──► FREE                    a slot that was kept; one of a worker that is gone
+        FREE ──► TRAINER ──► FREE                     used by the trainer: requests, `give_back`
+                 worker k ──► FREE                    a slot that was kept, or whose worker is gone
 
-    A compare-and-swap changes FREE (`take`). Worker k changes k until it has published the slot's number
-    in a cell; then the trainer changes it (`free_from`), before that cell stops naming the slot. The
-    trainer changes TRAINER. Once worker k is gone, its tickets are reposted, and the slots of its published
-    tickets are known, the supervisor changes the k of all other slots by compare-and-swap (`reclaim`).
+    `take` changes FREE with a compare-and-swap. Worker k may change k until it has published the slot
+    number in a cell. Then the trainer changes k (`free_from`) before that cell stops naming the slot. Only
+    the trainer changes TRAINER. After worker k is gone, its tickets are reposted and the slots of its
+    published tickets are known, the supervisor changes k in all other slots (`reclaim`, also by
+    compare-and-swap).
 
     A slot of the trainer is leased while its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
-    which any thread drops, even inside garbage collection. A fork adds PINNED to what is leased, since the
-    child may read it; this lasts until the next epoch begins. The party that makes `uses` 0 frees the
+    which may be dropped on any thread, even during garbage collection. A fork adds PINNED to leased
+    slots until the next epoch starts, since the child may read them. Whoever sets `uses` to 0 frees the
     slot. A copy of this object in a forked process changes nothing.
 
-    A search for the lowest free slot begins at the `hint`. Freeing a slot below the hint lowers it; a search
-    over many slots raises it, then looks at these once more. A wrong hint costs only memory.
+    The search for the lowest free slot starts at the `hint`. Freeing a lower slot lowers the hint. A long
+    search raises it and then checks the skipped slots again. A wrong hint only costs memory.
 
-    The file `fd` of slots, `width` bytes apart, stays the caller's. `owner` is TRAINER, which makes the
-    table, or a worker's number, from 1.
+    The caller owns the file `fd`, in which slots are `width` bytes apart. `owner` is TRAINER, which
+    creates the table, or a worker number from 1.
     """
 
     def __cinit__(self, int fd, uint64_t width, Py_ssize_t slots, uint32_t owner=TRAINER):
@@ -69,7 +69,7 @@ cdef class SlotTable:
         self.depth = forks_here[0]
         self.leases = {}
         if owner == TRAINER:
-            # Without the guard, another thread's table could get lost, and no fork pin its leases.
+            # Without the guard, another thread's table could get lost, and forks would not pin its leases.
             with cython.critical_section(tables_guard):
                 tables[:] = [ref for ref in tables if ref() is not None]
                 tables.append(weak_reference(self))
@@ -91,8 +91,8 @@ cdef class SlotTable:
         return 0
 
     def close(self):
-        """Unmap the table, or, if leases are alive, leave this to the end of this object. No slot may be
-        taken any more."""
+        """Unmap the table. If leases are alive, the table is unmapped with this object instead. No slot
+        may be taken after this call."""
         if not self.leased:
             self.table = NULL
             self.mapping = None
@@ -110,16 +110,17 @@ cdef class SlotTable:
         return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Set how many bytes of a slot are committed; the caller has the slot."""
+        """Set the number of committed bytes of a slot, which the caller owns."""
         self.check(slot)
         self.set_committed(slot, nbytes)
 
     def owners(self):
-        """List the owner of each slot: 0 if it is free, a worker's number, or TRAINER."""
+        """List the owner of each slot: 0 if free, a worker number, or TRAINER."""
         return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
     def spare(self):
-        """Free slots that take memory, lowest first, as (slot, bytes); and how many slots are in use."""
+        """Return the free slots with committed memory as (slot, bytes), lowest first, and the number of
+        slots in use."""
         cdef list free = []
         cdef Py_ssize_t slot
         cdef Py_ssize_t used = 0
@@ -131,12 +132,12 @@ cdef class SlotTable:
         return free, used
 
     def is_leased(self, Py_ssize_t slot):
-        """Whether a slot has a lease, or is pinned for a forked process."""
+        """Return True if a slot is leased or pinned for a forked process."""
         self.check(slot)
         return cseq_load_acq_u32(self.uses(slot)) != 0
 
     cdef int extend(self) except -1:
-        """Make more free slots. Several processes may do so at once."""
+        """Add free slots. Several processes may do this concurrently."""
         cdef uint64_t made = cseq_load_acq_u64(&self.table.made)
         cdef uint64_t upto = min(<uint64_t>self.most, made + CHUNK)
         if made == upto:
@@ -146,7 +147,7 @@ cdef class SlotTable:
         return 0
 
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil:
-        """Take the lowest free slot from `first` on; return its number, or -1."""
+        """Take the lowest free slot from `first` on. Return its number, or -1 if none is free."""
         cdef Py_ssize_t upto = self.count()
         cdef Py_ssize_t slot, below
         for slot in range(first, upto):
@@ -162,7 +163,7 @@ cdef class SlotTable:
         return -1
 
     cpdef Py_ssize_t take(self) except -1:
-        """Take the lowest free slot and return its number. If none is free, more are made."""
+        """Take the lowest free slot and return its number. If none is free, add slots."""
         cdef Py_ssize_t slot
         if self.table == NULL:
             raise RuntimeError("the slots are closed")
@@ -183,21 +184,21 @@ cdef class SlotTable:
             hint = cseq_load_acq_u64(&self.table.hint)
 
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
-        """Free a slot that is the caller's; on any thread, even inside garbage collection."""
+        """Free a slot owned by the caller; safe on any thread, even during garbage collection."""
         if forks_here[0] == self.depth and self.table != NULL:
             cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
             self.lower(slot)
 
     def free(self, Py_ssize_t slot):
-        """Free a slot that this process has."""
+        """Free a slot owned by this process."""
         self.check(slot)
         if cseq_load_acq_u32(self.word(slot)) != self.owner:
             raise RuntimeError(f"slot {slot} is not taken")
         self.set_free(slot)
 
     def give_back(self, Py_ssize_t slot, uint32_t owner=FREE):
-        """Give the pages of a slot back and free it; its owner is FREE, or a worker that is gone. Return
-        whether they went back: not if another process has the slot, or the system cannot do this.
+        """Return the pages of a slot to the system and free the slot. `owner` is FREE or a worker that is
+        gone. Return False if another process owns the slot or the system does not support this.
         """
         cdef int error
         self.check(slot)
@@ -211,9 +212,9 @@ cdef class SlotTable:
         return not error
 
     def lease(self, Py_ssize_t slot, Mapping mapping not None):
-        """Lend the slot that a ticket lies in to a batch that is being decoded.
+        """Lend a ticket's slot to the batch that is being decoded.
 
-        Until `free_from`, this is always the same `Lease`: an interrupted decode and the next one share it.
+        Until `free_from`, all calls return the same `Lease`: an interrupted decode and its retry share it.
         """
         cdef Lease lease = self.leases.get(slot)
         self.check(slot)
@@ -231,8 +232,8 @@ cdef class SlotTable:
         return lease
 
     cdef int free_from(self, cseq_cell* c) except -1:
-        """Free the slot, if any, of a ticket that is committed or cancelled. If it is leased, the end of the
-        last view of its `Lease` frees it."""
+        """Free the slot, if any, of a committed or cancelled ticket. A leased slot is freed when the last
+        view of its `Lease` is dropped."""
         cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
         cdef uint64_t* f = c.converted if c.stage else c.record
         cdef Lease lease
@@ -255,25 +256,25 @@ cdef class SlotTable:
         return 0
 
     def free_cell(self, Ring ring not None, uint32_t cell):
-        """Call `free_from` for a cell, where no `Feed` does."""
+        """Call `free_from` for a cell that no `Feed` handles."""
         self.free_from(ring.at(cell))
 
     def peak(self):
-        """The most bytes of a ticket, and the most leases at a time, since the last call."""
+        """Return the peak bytes of a ticket and the peak number of leases since the last call."""
         peak = cseq_load_rlx_u64(&self.peak_bytes), cseq_load_rlx_u64(&self.peak_held)
         cseq_store_rlx_u64(&self.peak_bytes, 0)
         cseq_store_rlx_u64(&self.peak_held, cseq_load_acq_u64(&self.held))
         return peak
 
     def pin(self):
-        """Keep what is leased until `unpin`: the process that is being forked may read it."""
+        """Keep leased slots until `unpin`, since the child of a fork may read them."""
         cdef Py_ssize_t slot
         for slot in range(1, self.count() if forks_here[0] == self.depth else 0):
             if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):
                 self.pinned = True
 
     def unpin(self):
-        """Free what was pinned and is no longer leased."""
+        """Free the pinned slots that are no longer leased."""
         cdef Py_ssize_t slot
         if self.pinned:
             self.pinned = False
@@ -282,8 +283,8 @@ cdef class SlotTable:
                     self.set_free(slot)
 
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil:
-        """End a use of a slot. Return whether it was the last: the caller then has to free the slot. A
-        forked process ends no use: it is the parent's."""
+        """End a use of a slot. Return True if it was the last use and the caller has to free the slot. In
+        a forked process, do nothing, since uses belong to the parent."""
         if (forks_here[0] != self.depth or self.table == NULL
                 or cseq_add_sc_u32(self.uses(slot), -use) != use):
             return False
@@ -292,7 +293,7 @@ cdef class SlotTable:
 
 
 def pin_leased():
-    """Pin what is leased, before a fork. All of this is C, so no signal handler runs here."""
+    """Pin all leased slots before a fork. This is pure C code, so no signal handler runs here."""
     with cython.critical_section(tables_guard):
         refs = tables[:]
     for ref in refs:
@@ -308,10 +309,10 @@ if hasattr(os, "register_at_fork"):
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot. Deallocating this object, on any thread, ends the lease.
+    """A leased slot. Deallocating this object on any thread ends the lease.
 
-    It is `early` if hardly any other batch was held when it was made. `slots` is None while the slot
-    belongs to its ticket.
+    A lease is `early` if the loop held hardly any other batch at its creation. `slots` is None while
+    the slot belongs to its ticket.
     """
 
     cdef readonly bint early

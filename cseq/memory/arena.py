@@ -1,22 +1,22 @@
-"""The memory that a trainer and its workers share: rings, slots and their leases.
+"""The memory shared by a trainer and its workers: rings, slots and their leases.
 
-It lies in two anonymous files. A worker process maps them by their descriptors and the numbers of
-`Arena.setup_of`. The file of slots is sparse: slot ``s`` begins at byte ``s * width``, and only its
-committed part takes memory.
+The memory consists of two anonymous files. A worker process maps them using their descriptors and
+the numbers from `Arena.setup_of`. The slot file is sparse: slot ``s`` starts at byte ``s * width``,
+and only its committed part uses memory.
 
-A process maps the committed part of a slot, and maps the slot again once that part has grown. Pages
-are committed before they are written, so that a lack of memory is an exception and not a signal.
-Slots are used again, lowest first: writing to warm pages is many times faster than to fresh ones.
+A process maps the committed part of a slot, and remaps the slot after that part has grown. Pages
+are committed before they are written. A lack of memory therefore raises an exception, not a signal.
+Slots are reused, lowest first: writing to warm pages is many times faster than to fresh ones.
 
-The guarantee: a slot is not written to while an array, a view or a tensor made from it is alive, in
-the trainer or in the worker that filled it, even after the arena was closed. Its memory is freed
-with the last of them.
+The guarantee: a slot is never overwritten while an array, view or tensor made from it is alive in
+the trainer or in the worker that filled it, even after the arena is closed. The memory of the slot
+is freed with the last of these objects.
 
                    take, place … publish                  lease, free
     worker   free ──────────────────────► its ticket's ──┬──────────► leased ──► free
                                                          └─ copied ────────────► free
 
-Where an epoch begins, free slots that the last one did not need are given back (`tidy`).
+At the start of an epoch, `tidy` releases free slots that the last epoch did not need.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cseq")
 
-# Bytes from one slot to the next, and how many slots. Where a file cannot be that long, the next
-# pair is tried.
+# (slot width in bytes, number of slots). If a file cannot be that large, the next pair is tried.
 SIZES = (
     (1 << 40, 1 << 22),
     (1 << 36, 1 << 16),
@@ -48,48 +47,48 @@ SIZES = (
     (1 << 30, 1 << 9),
     (1 << 28, 1 << 7),
 )
-# Bytes to reserve on Windows, tried in this order, for at least FEWEST slots. Windows pays some 8
+# Bytes to reserve on Windows for at least FEWEST slots, tried in this order. Windows uses about 8
 # bytes for each reserved page of 4 KiB.
 RESERVED = (1 << 37, 1 << 36)
 FEWEST = 1 << 8
-# Bytes of a slot that are committed before it is used: the text of an error fits.
+# Bytes of a slot that are committed before its first use. The text of an error fits.
 FIRST = SMALL
-# On any system, a mapping can begin at a multiple of this many bytes.
+# Mappings can start at multiples of this many bytes on any system.
 GRAIN = 1 << 16
-# Slots grow by doubling up to this many bytes, then in multiples of them.
+# Slots double in size up to this many bytes, then grow in multiples of this size.
 LARGE = 2 * MIB
-# Each leased slot is a mapping, and a process can have 65530 of these.
+# Each leased slot is a mapping, and a process can have 65530 mappings.
 MAX_LEASED = 16384
 
 
 class Arena:
-    """The trainer's end of the slots: maps, leases and frees them; and the rings.
+    """The trainer side of shared memory: maps, leases and frees slots, and owns the rings.
 
     Any thread may call any method, and leases may end on any thread.
 
     Parameters
     ----------
     memory_limit : int, str or None
-        The most bytes of slots that may be leased or pinned; large leaves of further batches are
-        copied out of their slots. See `memory_limit_of`.
+        The maximum number of bytes in leased or pinned slots. Beyond the limit, large leaves of
+        batches are copied out of their slots. See `memory_limit_of`.
     locks : PageLocks, optional
-        Registers every mapping, until a larger one replaces it.
+        Registers every mapping until a larger one replaces it.
     tickets : int
-        The most tickets that are posted at a time: slots for as many stay committed.
+        The maximum number of posted tickets. At least that many slots stay committed.
 
     Attributes
     ----------
     fd, width, most : int
-        The file of the slots; bytes from one slot to the next; how many slots there can be.
+        The slot file, the distance between slots in bytes, and the maximum number of slots.
     rings : list of Ring
     owners : int
-        How many processes use the rings, numbered from 1.
+        The number of processes that use the rings, numbered from 1.
     memory_limit : int
-        In bytes.
+        The limit in bytes.
     copies : int
-        Batches with large leaves that were copied because too many were held.
+        The number of batches whose large leaves were copied because too many batches were held.
     mapped : list of Mapping or None
-        The present mapping of every slot, or None if it has none yet.
+        The current mapping of each slot, or None if it is not mapped.
     slots : SlotTable
     """
 
@@ -101,8 +100,8 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        # Guards everything but what a lease does. A signal handler may take batches, or finish, in
-        # the middle of what it guards.
+        # Guards everything except the work of a lease. A signal handler may fetch batches or finish
+        # the run inside the guarded sections.
         self._lock = Lock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
@@ -125,9 +124,9 @@ class Arena:
         limit: int = 0,
         name: str = "cseq",
     ) -> None:
-        """Make the rings, each of `capacity` cells for `room` indices; see `Ring`.
+        """Make the rings, each with `capacity` cells for `room` indices; see `Ring`.
 
-        `rings` is 1 if all workers share one, else there is a queue for each. ``/proc`` shows
+        `rings` is 1 if all workers share a ring; otherwise each worker has a queue. ``/proc`` shows
         `name`.
         """
         self.owners = owners
@@ -144,40 +143,40 @@ class Arena:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the file of slots, or -1 once it is closed."""
+        """The descriptor of the slot file, or -1 if the file is closed."""
         return self._files[-1].fd
 
     @property
     def fds(self) -> list[int]:
-        """Descriptors of the rings' file and of the slots'."""
+        """The descriptors of the ring file and the slot file."""
         return [file.fd for file in self._files]
 
     def _locate(self, runner_number: int) -> tuple[int, int]:
-        """Return the number of a runner's ring, and the runner's number there, its owner."""
+        """Return the ring number of a runner, and the runner's owner number in that ring."""
         above, ring_number = divmod(runner_number - 1, len(self.rings))
         return ring_number, above + 1
 
     def setup_of(
         self, runner_number: int, *, has_slots: bool
     ) -> tuple[int, tuple[int, int], int, int]:
-        """Return where a worker finds its ring and the slots: fields of `worker.Setup`."""
+        """Return the location of a worker's ring and slots, as fields of `worker.Setup`."""
         ring_number, owner = self._locate(runner_number)
         location = ring_number * self._ring_width, self._ring_bytes
         return owner, location, self.width, self.most if has_slots else 0
 
     def held(self, runner_number: int) -> list[tuple[int, int]]:
-        """Return the cell of each ticket that a runner has, and since when (ns of `now_ns`)."""
+        """Return the cell and start time (`now_ns`) of each ticket that a runner holds."""
         ring_number, owner = self._locate(runner_number)
         ring = self.rings[ring_number]
         return [(cell, ring.holder(cell)[1]) for cell in ring.held(owner)]
 
     def notify_all(self) -> None:
-        """Wake the trainer, whichever ring it waits for."""
+        """Wake the trainer, no matter which ring it is waiting for."""
         for ring in self.rings:
             ring.notify_all()
 
     def end(self) -> None:
-        """Close the rings: workers end, and the trainer wakes up."""
+        """Close the rings, so that workers exit and the trainer wakes up."""
         for ring in self.rings:
             ring.close()
 
@@ -187,7 +186,7 @@ class Arena:
         return self.rings[-1].closed == 1
 
     def request(self, slot: int) -> int:
-        """Commit the first pages of a slot that the trainer has taken; return their bytes."""
+        """Commit the first pages of a slot taken by the trainer. Return the committed bytes."""
         nbytes = self.slots.nbytes(slot)
         if nbytes < FIRST:
             commit(self.fd, slot * self.width, FIRST)
@@ -196,11 +195,11 @@ class Arena:
         return nbytes
 
     def reclaim(self, runner_number: int, status: int = 0) -> None:
-        """Post the tickets of a worker that has certainly ended again, and free its slots.
+        """Repost the tickets of a worker that has definitely exited, and free its slots.
 
-        With a `status`, the tickets are published with that instead. The slots of published tickets
-        stay. The trainer makes them its own before they leave their cells: either they are seen
-        here, or they are no longer the worker's.
+        With a `status`, publish the tickets with that status instead. The slots of published
+        tickets are kept. The trainer takes ownership of such a slot before the slot leaves its
+        cell. This method therefore sees the slot in the cell, or no longer owned by the worker.
         """
         ring_number, number_there = self._locate(runner_number)
         self.rings[ring_number].repost(number_there, status)
@@ -210,18 +209,18 @@ class Arena:
                 self.slots.give_back(slot, runner_number)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
-        """Return the first `used` bytes of a taken slot: its lease, or a copy; see `lease`."""
+        """Return the first `used` bytes of a taken slot as a lease or a copy; see `lease`."""
         lease = self.lease(slot, capacity) if used > SMALL else None
         return copy_of(self.mapping_of(slot, capacity), used) if lease is None else lease
 
     def lease(self, slot: int, capacity: int) -> Memory | None:
-        """Return the memory of a taken slot, valid while there are references to it.
+        """Return the memory of a taken slot, which is valid as long as it is referenced.
 
-        The lease begins when the ticket is committed; the end of the last view of the memory frees
-        the slot. Return None if too many slots are leased: what is held then has to be copied.
+        The lease starts when the ticket is committed. The slot is freed when the last view of the
+        memory is dropped. Return None if too many slots are leased; the caller then has to copy.
 
-        The worker says how many bytes of the slot are committed (`capacity`). MemoryError if there
-        is no room for a mapping.
+        `capacity` is the number of committed bytes in the slot as reported by the worker. Raise
+        MemoryError if the slot cannot be mapped.
         """
         with self._lock.hold():
             mapping = self.mapping_of(slot, capacity)
@@ -232,9 +231,9 @@ class Arena:
         return None
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
-        """Return the memory of a taken slot, valid while the slot stays taken.
+        """Return the memory of a taken slot, which is valid as long as the slot is taken.
 
-        The slot may have grown since it was mapped; a converter may have made it larger, too.
+        The slot is mapped again if a worker or a converter has enlarged it.
         """
         with self._lock.hold():
             mapping = self.mapped[slot] if slot < len(self.mapped) else None
@@ -249,14 +248,14 @@ class Arena:
             return mapping
 
     def close(self) -> None:
-        """Close the files; leases keep their part of the slots."""
+        """Close the files. The memory of leased slots stays valid."""
         self.mapped[:] = [None] * len(self.mapped)
         self.slots.close()
         for file in self._files:
             file.close()
 
     def _unmap(self, slot: int) -> None:
-        """Drop a mapping. The slot is free, or a ticket's, so no lease refers to the mapping."""
+        """Drop a mapping. The slot is free or belongs to a ticket, so no lease uses the mapping."""
         if slot >= len(self.mapped):
             return
         before, self.mapped[slot] = self.mapped[slot], None
@@ -264,10 +263,10 @@ class Arena:
             self._locks.unregister(before)
 
     def tidy(self) -> None:
-        """Where an epoch begins, free what forks pinned and give back what the last did not need.
+        """At the start of an epoch, free pinned slots and release those the last one did not need.
 
-        The last epoch did not need slots of more than twice its largest batch, nor more slots than
-        its tickets and the batches that were held at a time.
+        The last epoch needed no slot larger than twice its largest batch, and no more slots than
+        its tickets plus the peak number of held batches.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -285,7 +284,7 @@ class Arena:
         return min(MAX_LEASED, self.most // 2)
 
     def _count_copy(self, nbytes: int) -> None:
-        """Count a copy out of a slot of `nbytes` bytes; log the first one."""
+        """Count a copy out of a slot of `nbytes` bytes. Log the first copy."""
         self.copies += 1
         if self.copies == 1 and nbytes > self.memory_limit:
             logger.warning(
@@ -310,10 +309,10 @@ class Arena:
 
 
 def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
-    """Make a file of as many and as wide slots as the file system can have.
+    """Make a file with the largest slot width and slot count that the file system supports.
 
-    Return the file, the width and the number of slots. At most `tickets` are posted at a time. If
-    there are too many descriptors, no size would do.
+    Return the file, the width and the number of slots. `tickets` is the maximum number of posted
+    tickets. If the process has too many descriptors, raise OSError without trying other sizes.
     """
     for width, slots in reserved(tickets) if os.name == "nt" else SIZES:
         try:
@@ -326,17 +325,17 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
 
 
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
-    """Return what to try on Windows: (width in bytes, slots).
+    """Return the sizes to try on Windows as (width in bytes, slots).
 
-    There are slots for the tickets, as many for a cancelled epoch, and as many again to lease; the
-    more slots, the narrower they are.
+    There are slots for the tickets, the same number for a cancelled epoch, and the same number for
+    leases. More slots make each slot narrower.
     """
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)
 
 
 def room_for(needed: int, capacity: int, width: int) -> int:
-    """Return how many bytes a slot of `capacity` bytes grows to, to hold `needed` bytes."""
+    """Return the size to which a slot of `capacity` bytes grows to hold `needed` bytes."""
     if needed > width:
         raise MemoryError(
             f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "

@@ -1,12 +1,11 @@
-"""Descriptors of files that processes share: opened, sent and received.
+"""Open, send and receive the descriptors of files that processes share.
 
-Executed programs do not inherit them: every descriptor is opened close-on-exec, since another
-thread may execute a program at any moment. On Windows, they are handles of sections, which `send`
-duplicates into the other process.
+Every descriptor is opened close-on-exec, since another thread may execute a program at any time.
+On Windows, the descriptors are section handles, which `send` duplicates into the other process.
 
-Their numbers are above 2, even in a process that has closed its standard streams (a daemon): what a
-library in C prints would get into shared memory or into a message. `Descriptor`, `receive` and
-`lifted` see to this.
+Descriptor numbers are above 2, even in a process that has closed its standard streams, such as a
+daemon. Otherwise, the output of a C library could end up in shared memory or in a message.
+`Descriptor`, `receive` and `lifted` ensure this.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ __all__ = ["anonymous_file", "lifted", "own_offsets", "receive", "send", "sparse
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
-    """Open an empty file without a name, which is gone once its last descriptor is closed.
+    """Open an empty unnamed file, which disappears when its last descriptor is closed.
 
-    Return its descriptor, and whether the file can be sealed (`fcntl.F_ADD_SEALS`). ``/proc`` shows
-    `name`. A sandbox, or a kernel with vm.memfd_noexec=2, may refuse a memfd.
+    Return the descriptor and whether the file can be sealed (`fcntl.F_ADD_SEALS`). ``/proc`` shows
+    `name`. A sandbox or a kernel with vm.memfd_noexec=2 may reject a memfd.
 
     Raises
     ------
     OSError
-        The file cannot be opened: there are too many descriptors, for example.
+        The file cannot be opened, for example because there are too many descriptors.
     """
     if hasattr(os, "memfd_create"):
         try:
@@ -46,7 +45,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
             if error.errno == errno.EMFILE:
                 text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
                 raise OSError(error.errno, text) from error
-    # Its import is slow, and hardly ever needed.
+    # This import is slow and rarely needed.
     import tempfile
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
@@ -54,15 +53,15 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
 
 
 def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
-    """Open a sparse file of `nbytes` zeros, which use no memory yet; ``/proc`` shows `name`.
+    """Open a sparse file of `nbytes` zeros, which use no memory yet. ``/proc`` shows `name`.
 
-    Its size is sealed, so that no process can truncate it under a mapping, which would be a SIGBUS.
-    A sandbox may refuse the seals; no process of ours truncates files.
+    The file size is sealed, because truncating a mapped file would cause a SIGBUS. A sandbox may
+    reject the seals, but cseq itself never truncates files.
 
     Raises
     ------
     OSError
-        The file system cannot have a file of that size.
+        The file system does not support a file of that size.
     """
     if os.name == "nt":
         return Descriptor(section, nbytes)
@@ -82,18 +81,18 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
 
 
 def lifted(sock: socket.socket) -> socket.socket:
-    """Return a new socket above the standard streams: this one, or a copy; then this is closed."""
+    """Return `sock` if its descriptor is above 2, else a copy above 2, and close `sock`."""
     if os.name == "nt" or sock.fileno() > 2:
         return sock
     return socket.socket(fileno=lift(sock.detach()))
 
 
 def own_offsets() -> None:
-    """Give a forked process an offset of its own in each file that it only reads.
+    """Give a forked process its own offset in each file that it opened read-only.
 
-    Forked processes share offsets: where one seeks, the next one reads. On Linux, a file can be
-    opened again under the same number, even if it has no name. Files that are written keep the
-    common offset, so logs stay whole, and so does a file that cannot be opened again.
+    Forked processes share file offsets, so a seek in one process changes reads in the others. On
+    Linux, a file can be reopened under the same number even if it has no name. Writable files keep
+    the shared offset so that logs stay intact. Files that cannot be reopened also keep it.
     """
     if not os.path.isdir("/proc/self/fd"):
         return
@@ -114,10 +113,10 @@ def own_offsets() -> None:
 
 
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
-    """Send bytes with descriptors, for `receive` at the other end.
+    """Send bytes with descriptors, to be read by `receive` at the other end.
 
-    On Windows, `process` is the handle of the process at the other end, which gets handles of its
-    own. ConnectionError if that process is gone.
+    On Windows, `process` is the handle of the process at the other end, which gets its own handles.
+    Raise ConnectionError if that process is gone.
     """
     if process is None:
         socket.send_fds(sock, [data], fds)
@@ -132,23 +131,23 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
 
 
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """Receive at most `size` bytes, and the at most `most` descriptors that come with them.
+    """Receive up to `size` bytes together with up to `most` descriptors.
 
-    Without bytes, the other end is closed.
+    The other end is closed if the result has no bytes.
     """
     # Windows has no recvmsg.
     if not hasattr(sock, "recvmsg"):
         data = receive_exactly(sock, size)
         [count] = array("i", receive_exactly(sock, 4)) or [0]
         return data, array("i", receive_exactly(sock, 4 * count)).tolist()
-    # Not `socket.recv_fds`, which drops the flags (CPython 3.11).
+    # Do not use `socket.recv_fds`, which ignores the flags (CPython 3.11).
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     fds = array("i")
     data, parts, _, _ = sock.recvmsg(size, socket.CMSG_LEN(most * fds.itemsize), flags)
     for level, kind, content in parts:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    # On macOS, this is as soon as possible.
+    # macOS lacks the flag, so set close-on-exec here as early as possible.
     if not hasattr(socket, "MSG_CMSG_CLOEXEC"):
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
@@ -156,7 +155,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes, or none if the other end is closed before."""
+    """Receive exactly `size` bytes. Return no bytes if the other end closes before that."""
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))
