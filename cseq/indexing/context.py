@@ -31,7 +31,7 @@ PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """Identifies a batch that has no ticket in a local ring: an adapter's or a fleet's.
+    """Identifies a batch of an adapter or a fleet, which has no ticket in a local ring.
 
     `start` is the position of the batch's first sample in the epoch order. `units` is the result of
     `parts` for a batch of a sequence.

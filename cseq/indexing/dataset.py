@@ -114,7 +114,7 @@ def refuse_class(dataset: object) -> None:
 
 
 def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
-    """Return True if an object is a torch data set of this kind, or a class of one."""
+    """Return True if an object or class is a torch data set of this kind."""
     torch = sys.modules.get("torch.utils.data")
     cls = candidate if isinstance(candidate, type) else type(candidate)
     return torch is not None and issubclass(cls, getattr(torch, kind))

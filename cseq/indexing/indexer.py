@@ -298,7 +298,7 @@ class BatchTask(NamedTuple):
     def make(
         self, read: Callable[[], object], batch_context: BatchContext, *, copied: bool
     ) -> tuple[Any, Indexer[Any]]:
-        """Return the user's object and its indexer. Reading the object may draw and import."""
+        """Return the user's object and its indexer. Reading it may import modules or draw."""
         if self.seed_globals:
             batch_context.seeds = Seeds(batch_context)
             batch_context.seeds.seed_present()

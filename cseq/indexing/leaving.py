@@ -138,7 +138,7 @@ class Leaving:
             raise TypeError(none_text(index, self.dataset))
 
     def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
-        """Fetch samples one by one, keeping none in memory. Raise `first` if none is left.
+        """Yield samples one by one without keeping them. Raise `first` if all were left out.
 
         The traceback of `first` refers to this frame.
         """
@@ -163,7 +163,7 @@ class Leaving:
                 del first
 
     def _may_leave(self) -> bool:
-        """Return True if samples may be left out, except in a process forked by the data set."""
+        """Check whether samples may be left out. A process that the data set forked must raise."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:

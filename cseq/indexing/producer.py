@@ -69,7 +69,7 @@ class KeyProducer(Protocol):
 
 
 class EitherProducer(Producer, KeyProducer, Protocol):
-    """Has the methods of both protocols, but either `items` or `make` is never called."""
+    """Has the methods of both protocols, of which `items` or `make` is never called."""
 
 
 class Making(Work):
@@ -147,7 +147,7 @@ class Making(Work):
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
-        """Call a method. Until it returns, none of its arrays is created in a slot."""
+        """Call a method. Arrays that it creates are not in a slot."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:

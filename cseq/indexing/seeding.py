@@ -152,7 +152,7 @@ class Seeds:
         return bool(new)
 
     def lend(self) -> None:
-        """Save the state of each of the trainer's generators before it is seeded."""
+        """From now on, save the state of each trainer generator before seeding it."""
         self._is_lent = True
 
     def restore(self) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# The minimum number of batches for an answer, and the normal limit for the first batch in seconds.
+# The number of batches required for an answer, and the longest normal startup in seconds.
 ENOUGH_BATCHES, START = 8, 2.0
 # The loop is the bottleneck if it waits for less than LITTLE of the time, or if the GPU runs dry in
 # less than FED of the waits, in which case waiting costs nothing.
@@ -125,7 +125,7 @@ class Window:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the loader is a stream, like a DataLoader, with different argument names."""
+        """Whether the loader is a stream, such as a DataLoader, whose arguments differ."""
         return not self.buffer
 
     @property
@@ -187,7 +187,7 @@ class Window:
 
     @property
     def room(self) -> int:
-        """The number of such workers that fit on the cores, or the one GIL, besides the loop."""
+        """The number of such workers that the cores or a shared GIL can run besides the loop."""
         if self.queued >= QUEUED:
             return max(1, self.workers)
         if self.cpu is None:

@@ -151,7 +151,7 @@ class Meters:
         first, since, slept, asleep = (
             total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
-        # The current step and wait count, too. A word that has just changed may make them negative.
+        # Include the current step and wait. A word that has just changed may make them negative.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
         slept += max(now - asleep, 0) if asleep else 0
         self.waits = min(slept / 1e9, self._took)
@@ -181,7 +181,7 @@ class Meters:
 
     @property
     def _ended(self) -> NDArray[np.int64]:
-        """The time in ns that each runner has worked since the first batch, without its ticket."""
+        """The ns that each runner has worked since the first batch, without its current ticket."""
         ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 

@@ -109,7 +109,7 @@ class Stats:
     Attributes
     ----------
     batches, samples : int
-        The number delivered to the loop. Test mode counts only batches and skips.
+        The numbers delivered to the loop. Test mode counts only batches and skips.
     nbytes : int
         The bytes of shared memory used by these batches.
     restarts : int

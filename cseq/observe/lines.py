@@ -69,7 +69,7 @@ def _kind(run: AttachedRun) -> str:
 
 
 def _position(run: AttachedRun) -> tuple[str, str]:
-    """Return the epoch and "batch of all", or the batch count for a stream."""
+    """Return the epoch and the batch ("3 of 10"), or the batch count for a stream."""
     if run.next_batch is None:
         return "–", "–"
     epoch, batch = run.next_batch
@@ -141,7 +141,7 @@ def foot(run: AttachedRun, width: int) -> list[str]:
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
-    """Return up to `height` lines: a line per run if there are several, and one run in full."""
+    """Return a line per run if there are several, and one run in full, cut to `height` lines."""
     shown = watcher.shown
     if shown is None:
         why = watcher.problems or ["there is none among the processes that you may read"]

@@ -39,8 +39,8 @@ class Watched:
     persistent : bool
         Whether workers are kept between epochs.
     computed : float
-        The CPU seconds, after the first batch of each epoch, of the workers or, if the loop makes
-        the batches, of its own thread.
+        The CPU seconds of the workers, or of the loop's thread if it makes the batches, after the
+        first batch of each epoch.
     queued : float
         The seconds that the workers waited for a core in that time.
     epochs, batches : int

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# The maximum deaths per ticket, and the maximum consecutive deaths before readiness per worker.
+# The maximum number of deaths per ticket, and of consecutive startup deaths per worker.
 TRIES = 3
 
 
 class Held(NamedTuple):
     """A ticket that a worker is processing, for messages and errors.
 
-    `location` names epoch, batch and indices. If `is_batch`, the loop can do without it.
+    `location` names the epoch, batch and indices. The loop can skip a ticket that `is_batch`.
     """
 
     epoch: int
@@ -124,7 +124,7 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Describe the number of new out-of-memory kills on the system for a message."""
+        """Return a note about new out-of-memory kills for a message."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

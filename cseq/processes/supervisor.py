@@ -64,7 +64,7 @@ __all__ = ["Supervisor"]
 
 # A selector without its own descriptor, which could reuse the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# A first wait is logged after SLOW seconds, and later waits after twice `slowest`, the last logged.
+# A wait for a first item is logged after SLOW seconds, or after twice the previous `slowest` one.
 SLOW, slowest = 10.0, 0.0
 # Seconds to exit voluntarily, to disappear after a kill, and to exit after the socket is closed.
 GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
@@ -206,7 +206,7 @@ class Supervisor:
             # This process must not fork while this thread imports a module or holds a lock, because
             # the child would wait forever. `_staff` follows the same rule.
             self._launched.wait()
-        # Exceptions of workers are raised in the loop, no matter how early they occur.
+        # Worker exceptions are raised in the loop, no matter how early they occur.
         if self._ended.wait(0):
             self.check()
 
@@ -304,7 +304,7 @@ class Supervisor:
                 self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
-        """Kill workers that do not have the user's object yet, since its imports may take long."""
+        """Kill workers that do not have the user's object yet, since its imports may be slow."""
         for worker in self._workers.values():
             if worker.state in (b"", ENTERED):
                 worker.child.kill()
@@ -418,7 +418,7 @@ class Supervisor:
         return self._failed.pop(self._describe(ring_number, cell).location, None)
 
     def check(self) -> None:
-        """Raise errors of workers and of the supervisor's thread.
+        """Raise errors from workers and from the supervisor's thread.
 
         The loop's thread calls this before it waits. Forked workers are replaced during the call.
         """
@@ -431,7 +431,7 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log why the first item, awaited since `began` (ns of `now_ns`), takes long."""
+        """Log why the first item, awaited since `began` (ns of `now_ns`), takes a long time."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
@@ -481,7 +481,7 @@ class Supervisor:
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
     ) -> None:
-        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill the worker if `restart`.
+        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill it if `restart` is set.
 
         `working` lists each busy runner's number, start time and task; see `overdue`. Workers that
         are not ready are checked as well.
@@ -532,10 +532,9 @@ class Supervisor:
     def close(self, *, hurried: bool = False) -> None:
         """Close the rings and stop all workers; kill those that do not exit within `GRACE` seconds.
 
-        Workers without the user's object, which may be importing its modules, are killed
-        immediately. If `hurried`, workers that are not ready or are busy with a batch are killed
-        after `HURRY` seconds. Repeated calls are safe, even if a signal handler raised in the first
-        call.
+        Workers without the user's object, which may be importing its modules, are killed at once.
+        If `hurried`, workers that are not ready or in a batch are killed after `HURRY` seconds.
+        Repeated calls are safe, even if a signal handler raised in the first call.
 
         Raises
         ------

@@ -69,7 +69,7 @@ NOT_FOUND = (
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
-# A message consists of one of these, the length of its body, and the body. A setup has no kind.
+# A message consists of its kind, the length of its body, and the body. A setup has no kind.
 HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 

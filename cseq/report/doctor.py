@@ -1,4 +1,4 @@
-"""``cseq doctor``: finds what slows down a machine and no other tool shows.
+"""``cseq doctor``: finds causes of a slow machine that no other tool shows.
 
 Each check is a function that yields findings. A finding with a remedy is a warning.
 """
@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks. None of them takes long."""
+    """Run all checks. None of them is slow."""
     for check in (quota, pressure, threads, kills, clock, processes):
         yield from check()
 

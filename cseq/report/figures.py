@@ -34,7 +34,7 @@ COLORS = {
     "warm": ("#d9770a", "#f0a04b"),
     "cold": ("#2367d1", "#6ea8fe"),
 }
-# The size of a chart, the size of ordinary text, and the maximum mean letter width per text size.
+# The size of a chart, the text size, and the maximum mean width of a letter relative to it.
 WIDTH, HEIGHT = 540, 240
 SIZE, GLYPH = 16, 0.6
 MOST_TICKS = 5

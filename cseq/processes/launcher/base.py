@@ -99,7 +99,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def zombie_status(pid: int) -> int | None:
-    """Return the wait status of a zombie, or None if `pid` is no zombie or /proc is missing.
+    """Return the wait status of a zombie, or None if `pid` is not a zombie or /proc is missing.
 
     A status of 0 may mean that it is unknown.
     """

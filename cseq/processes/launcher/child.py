@@ -1,4 +1,4 @@
-"""Runs in a new process: how a worker starts and exits."""
+"""Code that runs in a new process: how a worker starts and exits."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def _own_socket(handle: int | bytes) -> socket.socket:
 def _shield() -> None:
     """Ignore signals that are meant for the trainer.
 
-    This installs a handler instead of `SIG_IGN`, which executed programs would inherit. A worker
-    could then not stop its own children with SIGTERM.
+    This installs a handler, because executed programs would inherit `SIG_IGN`, and a worker could
+    then not stop its own children with SIGTERM.
     """
     for signum in SHIELDED:
         signal.signal(signum, ignore)
@@ -144,7 +144,7 @@ def _empty_stdin() -> None:
     """Make standard input empty, because the terminal's input belongs to the trainer.
 
     Standard streams that the trainer has closed are opened, so that files of the user's libraries
-    do not reuse their numbers.
+    do not reuse their descriptors.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)

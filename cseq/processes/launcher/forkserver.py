@@ -244,7 +244,7 @@ class ForkServerLauncher(Launcher):
         # Try twice, since only a request reveals that a server is dead.
         for _ in range(2):
             server = self._serving()
-            # Closing its socket on an error makes the worker exit.
+            # On an error, closing the socket makes the worker exit.
             with contextlib.ExitStack() as undo:
                 ours, theirs = pair()
                 undo.callback(ours.close)

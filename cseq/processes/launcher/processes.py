@@ -187,7 +187,7 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start a fork server without waiting for it. With `preload`, it imports modules."""
+        """Start a fork server without waiting. With `preload`, it will import workers' modules."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make a fork server import modules for all workers before the next `launch`.
