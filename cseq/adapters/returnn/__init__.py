@@ -172,11 +172,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
-        # The last request of `init_seq_order`, and its order once known.
+        # The number and arguments of the last `init_seq_order`, and its order once known.
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
-        # The state of the epoch, its items, and the number of items consumed.
+        # Whether an epoch is running, its items, and the number of items consumed.
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
@@ -261,7 +261,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return int(super().get_corpus_seq_idx(seq_idx))
 
     def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
-        """Make this dataset one of several shards at the next `init_seq_order`."""
+        """Make this dataset a single shard from the next `init_seq_order` on."""
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index

@@ -48,7 +48,7 @@ class BatchSampler:
         Drop the last batch if it is short.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         This rank's part of every global batch; see `cseq.MSequence`. The default is the whole
-        batch, even with several ranks, because some frameworks divide the batches themselves.
+        batch, even with multiple ranks, because some frameworks divide the batches themselves.
     pad : bool
         If False, no unit is repeated, and ranks may receive unequal parts.
 
@@ -103,13 +103,13 @@ class BatchSampler:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples per batch, or None if it varies; read by frameworks."""
+        """The number of samples per batch, or None if it varies. Frameworks read it."""
         order = self._sampler.order
         return None if order.is_batch or order.room > 1 else self._sampler.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """Whether a short last batch is dropped."""
+        """True if a short last batch is dropped."""
         return self._sampler.drop_last
 
     def set_epoch(self, epoch: int) -> None:

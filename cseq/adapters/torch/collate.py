@@ -1,9 +1,9 @@
 """Collates tensors and arrays directly into the batch's slot.
 
 In a worker, torch's default_collate allocates a new shared-memory file for each stacked tensor.
-Here it stacks into the batch's existing slot instead. This is done by patching default_collate's
-map of functions by type, so collate functions that call default_collate benefit as well.
-`collating` does the same for functions that call `torch.stack` or `torch.cat`.
+Here it stacks into the batch's existing slot instead. default_collate's map of functions by type is
+patched for this, so custom collate functions that call default_collate also benefit. `collating`
+covers custom functions that call `torch.stack` or `torch.cat`.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 
 
 def method_of(loader: data.DataLoader[Any], default: str) -> str:
-    """Return the worker method a loader was given, or else `default` if it is applicable.
+    """Return the loader's own worker method, or `default` if the loader allows it.
 
     Threads share the data set, so an IterableDataset never gets them by default.
     """

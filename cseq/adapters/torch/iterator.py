@@ -55,7 +55,7 @@ class LoaderIterator(names.Workers):
     """An iterator over the batches of a loader.
 
     It derives from torch's multiprocessing iterator and provides the attributes and methods that
-    other libraries use. cseq does all the transport of batches.
+    other libraries use. cseq handles all batch transport.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class LoaderIterator(names.Workers):
             self._check_threads(type(loader.dataset).__name__)
         keys = Keys(loader, keeps_state=self._keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, keys, rng=options.rng)
-        # A resumed epoch drew its seed at its start, so the trainer's generator stays as it is.
+        # A resumed epoch has already drawn its seed, so the trainer's generator is restored below.
         goes_on = resume is not None and resume["base_seed"] is not None
         trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
@@ -124,7 +124,7 @@ class LoaderIterator(names.Workers):
             raise
 
     def _check_threads(self, dataset: str) -> None:
-        """Refuse several threads if each would need its own part or state of the data set."""
+        """Reject multiple threads if each would need its own part or state of the data set."""
         if self._in_threads and self._is_iterable:
             raise ValueError(
                 f"dataset={dataset} is an IterableDataset, and threads do not divide one: "
@@ -233,7 +233,7 @@ class LoaderIterator(names.Workers):
     def _begin_epoch(self, resume: dict[str, Any] | None) -> None:
         progress, keys, index = self.progress, None, None
         if self._is_iterable:
-            # Every index of an IterableDataset is the same.
+            # All indices of an IterableDataset are the same.
             index = next(iter(self._index_sampler))
         else:
             state = resume["sampler"] if resume else {}
@@ -326,13 +326,13 @@ class LoaderIterator(names.Workers):
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
         except WorkerDied as died:
-            # Like a generator, the iterator ends. Users search for the start of torch's message.
+            # Stop, like a generator. The message starts like torch's, so that searches find it.
             self._ended = True
             text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
             died.args = (text,)
             raise
         progress = self.progress
-        # The batch could not be sent.
+        # The worker could not send the batch.
         if type(item) is ItemFailure:
             error = item.error
             indices = error.indices if isinstance(error, WorkerDied) else []

@@ -82,21 +82,21 @@ class DataLoader(Torchs[T_co]):
         torch's arguments. `sampler` and `batch_sampler` also accept a `cseq.Order`.
     rng : {None, 'worker', 'batch'}
         When `random`, `numpy.random` and torch are seeded. 'worker' seeds once in each worker, as
-        torch does. 'batch' seeds before each batch, which makes the batches independent of the
-        number of workers, worker deaths and resumes. The default is `defaults.rng` ('worker').
+        torch does. 'batch' seeds before each batch, so the batches do not depend on the number of
+        workers, worker deaths or resumes. The default is `defaults.rng`, initially 'worker'.
     worker_method : {None, 'multiprocessing', 'thread'}
-        The kind of workers. 'thread' uses threads of this process, for map-style data sets. Threads
+        The kind of workers. 'thread' uses threads of this process, for map-style data sets. They
         share the data set, and nothing is copied or pickled, but code that holds the GIL runs in
-        one thread at a time. `get_worker_info()` is None, and `cseq.worker_info` and `cseq.rng` are
-        thread-local. The default is `defaults.worker_method` ('multiprocessing').
+        one thread at a time. `get_worker_info()` is None in them; `cseq.worker_info` and `cseq.rng`
+        are thread-local. The default is `defaults.worker_method`, initially 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
-        The action if the data set or `collate_fn` raises an exception. 'raise' re-raises it in the
-        loop. 'skip' logs it and skips the sample, or the whole batch if the sample cannot be
-        skipped; `skipped` lists both. The default is `defaults.on_error` ('raise').
+        How to handle exceptions from the data set or `collate_fn`. 'raise' re-raises them in the
+        loop. 'skip' logs them and skips the sample, or the whole batch if the sample cannot be
+        skipped; `skipped` lists both. The default is `defaults.on_error`, initially 'raise'.
     snapshot_every_n_steps : int, optional
-        The interval at which cseq saves the state of the data set. An IterableDataset is saved
-        after this many batches of a worker, a map-style data set after every batch. None and 0
-        disable it. `StatefulDataLoader` defaults to 1.
+        How often to save the state of the data set: for an IterableDataset, after this many batches
+        of each worker; for a map-style data set, after every batch. None and 0 disable saving.
+        `StatefulDataLoader` defaults to 1.
     max_restarts : int
         The maximum number of workers replaced per epoch. Another death raises `WorkerDied`.
 
@@ -262,7 +262,7 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return the facts that determine the batches of an epoch, None where unknown."""
+        """Return the facts that determine an epoch's batches, with None for unknown values."""
         dataset: Any = self.dataset
         layers = Layers(self._index_sampler)
         kind, shares = type(layers.inner), layers.shares

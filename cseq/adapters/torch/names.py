@@ -109,8 +109,7 @@ _OF_ITERATORS = attrgetter(
 def _use() -> None:
     """Use each name once, without drawing from the caller's generators or starting a process.
 
-    The caller selects the CPU, since a generator belongs to one device and the default device at
-    import may be another.
+    The caller sets the default device to the CPU, to match the generator's device.
     """
     samples: Any = [0]
     loader: Any = data.DataLoader(samples, generator=torch.Generator())

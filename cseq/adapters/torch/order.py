@@ -54,7 +54,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch: one batch on every rank makes `step` samples in total."""
+    """How ranks share an epoch: a batch on each rank makes `step` samples across all ranks."""
 
     step: int
     world_size: int
@@ -99,7 +99,7 @@ class Layers:
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether keys can be drawn before workers are forked without any effect in the workers.
+        """True if drawing keys before workers are forked has no effect on the workers.
 
         torch forks first. Its own samplers change only torch's generator, which every worker
         reseeds, and a generator passed to them, which the data set may share. They also call
@@ -109,7 +109,7 @@ class Layers:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether each key is a slice of one permutation, made by torch's own BatchSampler."""
+        """True if each key is a slice of one permutation, made by torch's own BatchSampler."""
         return self.batches is self.outer and self.size > 0 and type(self.inner) in PERMUTED
 
     @property
@@ -134,7 +134,7 @@ def _of_accelerate(sampler: object, name: str) -> Any:
 
 
 def seed_from(*numbers: int) -> int:
-    """Return a seed that depends on several numbers."""
+    """Return a seed derived from `numbers`."""
     words = np.random.SeedSequence([number % 2**64 for number in numbers])
     return int(words.generate_state(1, np.uint64)[0] >> 1)
 
@@ -152,7 +152,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Encode a torch generator's state as text, without the zero words, which are half of it."""
+    """Encode a torch generator's state as text, without its zero words (half of all words)."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -200,7 +200,7 @@ def read_sources(sources: dict[str, Source] = GLOBAL) -> State:
 
 
 def set_sources(states: State, sources: dict[str, Source] = GLOBAL) -> None:
-    """Set each source that has a state."""
+    """Restore each source that has a saved state."""
     for name in sources.keys() & states.keys():
         sources[name][1](states[name])
 
@@ -374,16 +374,15 @@ class Keys:
     Samplers draw their whole order at once, in `iter` or with the first key. `Keys` therefore saves
     the states of the generators before both, and a stateful sampler's state before and after the
     first key. A resume restores these states, repeats the draws, discards the keys of delivered
-    batches, and restores the global generators, which belong to the trainer. Numbers that a sampler
-    draws from global generators with later keys cannot be reproduced, because the trainer may draw
-    in between.
+    batches, and restores the global generators, which belong to the trainer. Later draws from
+    global generators cannot be reproduced, because the trainer may draw in between.
 
     The epoch number in a state takes precedence over the sampler's, since Lightning passes it to a
     resumed loader only after the first keys are drawn.
 
-    It must be created before the index sampler's `iter` and the draw of the seed. `keeps_state` is
-    True if states may be requested. `start` holds the numbers of samples and batches that preceded
-    a change of batch size or ranks.
+    It must be created before the index sampler's `iter` is called and the seed is drawn.
+    `keeps_state` is True if states may be requested. `start` holds the numbers of samples and
+    batches that preceded a change in the batch size or number of ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Pins batches in memory, the next one while the loop works on the current one."""
+"""Pins batches, and pins the next one in the background while the loop runs."""
 
 from __future__ import annotations
 

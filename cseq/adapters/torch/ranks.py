@@ -45,12 +45,12 @@ def group() -> Any:
 
 
 def agreed(seed: int, order: Order, *numbers: int) -> int:
-    """Return rank 0's seed for an order if there are several ranks, otherwise `seed`.
+    """Return rank 0's seed for an order if there are multiple ranks, otherwise `seed`.
 
     The seed is exchanged through the process group's store and not by a collective. Rank 0
-    therefore never waits and may iterate alone, and no tensor is sent. All ranks must pass the same
-    `numbers`, which identify the request. Raises RuntimeError if the process group has no store or
-    rank 0 does not set a seed within the group's timeout.
+    therefore never waits and may iterate alone, and no tensors are sent. All ranks must pass the
+    same `numbers`, which identify the request. Raises RuntimeError if the process group has no
+    store or rank 0 does not set a seed within the group's timeout.
     """
     distributed = group()
     if distributed is None or not order.is_seeded:

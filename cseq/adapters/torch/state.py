@@ -72,7 +72,7 @@ class LoaderProgress:
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
         # Set if the trainer makes the batches.
         self.inline: DatasetState | None = None
-        # For an IterableDataset, each worker's number of delivered batches and if it is exhausted.
+        # For an IterableDataset: each worker's batch count, and whether the worker is exhausted.
         self.counts, self.ended = [0] * several, [False] * several
         self.yielded = keys.layers.omitted
         if resume is None:

@@ -132,7 +132,7 @@ class Fetching(NamedTuple):
     pins: tuple[Callable[[], object], str | None] | None = None
 
     def __call__(self, number: int, num_workers: int) -> Fetcher:
-        """Create the producer."""
+        """Create the producer of worker `number`."""
         kind = ThreadFetcher if self.is_thread else Fetcher
         return kind(self, number, num_workers, context.here.batch_context)
 
@@ -143,7 +143,7 @@ class FetcherEpoch(NamedTuple):
     `first` is the number of batches already delivered; for an IterableDataset, by this worker,
     which is exhausted if `is_over`. `index` is the key for an IterableDataset: one None per sample
     of a batch. In a new process, the data set starts at `state`. The worker sends the state every
-    `snapshot_every` batches, or never if 0. `rank` holds the rank and world size that seeds use.
+    `snapshot_every` batches, or never if 0. `rank` holds the rank and world size used for seeding.
     """
 
     base_seed: int
@@ -219,7 +219,7 @@ class Fetcher:
     # -- setup
 
     def get_ready(self) -> None:
-        """Create this epoch's fetcher if needed, and set up a new process first."""
+        """Create this epoch's fetcher if needed. A new process is set up first."""
         if self._is_open:
             return
         self._is_open = True
@@ -272,7 +272,7 @@ class Fetcher:
         self._state = DatasetState(self._setup.dataset, self._fetcher) if asks else None
 
     def _seed(self, number: int) -> int:
-        """Seed the generators for a batch, or for `iter`; return torch's seed."""
+        """Seed the generators for a batch or for `iter`, and return torch's seed."""
         assert self._seeds is not None
         self._set_ticket(number)
         self._seeds.seed_present()

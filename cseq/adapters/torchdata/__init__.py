@@ -225,7 +225,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if (
             state is not None
             and state["position"] is not None
-            # Equal seeds mean that `_restore_checkpoint_beginning_of_epoch` was called.
+            # Equal seeds mean that `_restore_checkpoint_beginning_of_epoch` has been called.
             and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
         ):
             seeds, skip = state["seeds"], state["position"]
@@ -249,7 +249,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop all processes, from any state; repeated calls are fine. Other threads wait."""
+        """Stop all processes without blocking; a thread waits for them. It can be called again."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)

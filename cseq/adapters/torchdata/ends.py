@@ -85,6 +85,6 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         running, self._running = self._running, None
         self.position = None
         if isinstance(running, GeneratorType):
-            # Another thread may still be running the generator. It was interrupted.
+            # An interrupted thread may still be running the generator.
             with contextlib.suppress(ValueError):
                 running.close()

@@ -23,7 +23,7 @@ GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Replace datapipe `old` with `new` and return the end of the graph."""
+    """Replace datapipe `old`, if present, with `new` and return the end of the graph."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)

@@ -143,7 +143,7 @@ class Relay:
             self._epoch = epoch.number
 
     def ask(self, verb: str, function: Any) -> None:
-        """Make the dispatching process pause or resume."""
+        """Pause or resume the dispatching process."""
         with self._lock.hold(), naming_dispatching():
             self._streams.ask(verb, function, behind=True)
 
