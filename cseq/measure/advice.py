@@ -125,7 +125,7 @@ class Window:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the loader is a stream, such as a DataLoader, whose arguments differ."""
+        """True if the loader is a stream, such as a DataLoader, whose arguments differ."""
         return not self.buffer
 
     @property
@@ -145,22 +145,22 @@ class Window:
 
     @property
     def starved(self) -> bool:
-        """Whether threads that share a GIL wait for a core rather than for each other."""
+        """True if threads that share a GIL wait for a core rather than for each other."""
         return self.queue > STARVED * self.computed
 
     @property
     def holds_gil(self) -> bool:
-        """Whether threads hold the GIL while they compute, so that others wait for a long time."""
+        """True if threads hold the GIL while they compute, so that others wait for a long time."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
     def has_others(self) -> bool:
-        """Whether other programs use the cores that this process wants."""
+        """True if other programs use the cores that this process wants."""
         return self.own + min(self.loop_cpu, 1.0) < OTHERS * self.cores
 
     @property
     def computes(self) -> bool:
-        """Whether workers compute most of their time, or would if they had a core."""
+        """True if workers compute most of their time, or would if they had a core."""
         return self.cpu is None or self.cpu + self.queued >= 0.5
 
     @property
@@ -182,7 +182,7 @@ class Window:
 
     @property
     def spare(self) -> bool:
-        """Whether far fewer workers would be enough."""
+        """True if far fewer workers would be enough."""
         return self.w < LITTLE and self.busy < 0.4 and self.fewest < self.workers
 
     @property

@@ -73,7 +73,7 @@ class AttachedRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is still running and its id has not been reassigned."""
+        """True if the process is still running and its id has not been reassigned."""
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:

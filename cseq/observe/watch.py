@@ -102,7 +102,7 @@ class Watched:
 
 
 class Turn:
-    """An epoch that `begun` when the loop called `iter`, and the time of its latest batch."""
+    """An epoch, from the time `begun` when the loop called `iter` to the latest batch."""
 
     def __init__(self, watched: Watched, begun: float) -> None:
         self.watched, self.begun = watched, begun

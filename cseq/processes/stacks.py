@@ -26,12 +26,12 @@ class Frame(NamedTuple):
 
     @property
     def imports(self) -> bool:
-        """Whether the frame belongs to Python's import system."""
+        """True if the frame belongs to Python's import system."""
         return self.path.startswith("<frozen importlib")
 
     @property
     def is_ours(self) -> bool:
-        """Whether the frame belongs to cseq or to the command that starts a worker."""
+        """True if the frame belongs to cseq or to the command that starts a worker."""
         return self.path == "<string>" or _is_in(self.path, PACKAGE)
 
     @property

@@ -78,7 +78,7 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether workers may be forked from the server, as far as is known."""
+        """True if workers may be forked from the server, as far as is known."""
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:

@@ -75,7 +75,7 @@ class Child:
 
     @property
     def gone(self) -> bool:
-        """Whether the process has definitely exited and no longer accesses memory."""
+        """True if the process has definitely exited and no longer accesses memory."""
         self.status(0)
         return self.ended.wait(0)
 
