@@ -168,13 +168,12 @@ cdef int64_t MOST_TOKENS = <int64_t>1 << 48
 cdef class DocumentEnds:
     """The positions of contiguous documents, in 8 bytes per 64 documents.
 
-    Position 0 is the first token of the first document. Lengths are read only when they are needed.
+    Position 0 is the first document's first token. Lengths are read on demand and must not change.
 
     Parameters
     ----------
     lengths : array of int
-        The tokens of each document, at least 0, with a total below 2**48. May be a memory map. The
-        array must not change.
+        The tokens of each document, at least 0, with a total below 2**48. May be a memory map.
     unit : int
         Count whole units of this many tokens in each document, instead of tokens.
     ends : array of int64, optional
@@ -398,8 +397,7 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
     return row_ranks, turns
 
 
-# The maximum number of children of a node: four bits of a word select one. A node is prefetched
-# EARLY draws before its use.
+# Four bits of a word select one of up to CHILDREN. Nodes are prefetched EARLY draws before use.
 cdef enum:
     CHILDREN = 16
 
@@ -446,9 +444,7 @@ def laid(values, uint64_t level=1):
 
 @cython.final
 cdef class Tree:
-    """Samples on a line, each as long as its mass, in a different order in every epoch.
-
-    See docs/inside/orders.md.
+    """Samples on a line, each as long as its mass, reordered every epoch (docs/inside/orders.md).
 
     Parameters
     ----------
@@ -556,7 +552,6 @@ cdef class ArrayReader(Reader):
 
     cdef int fetch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                    uint64_t count, uint64_t batches) except -1:
-        """Read and cache batches."""
         if self.share is None or together == count:
             units = numpy.arange(start, start + count, dtype=numpy.int64)
             if batches > 1:

@@ -93,7 +93,6 @@ cdef class OrderSource(Source):
         self.begin_epoch(&cut)
 
     cdef void begin_epoch(self, const Cut* cut) noexcept:
-        """Start an epoch with the given cut."""
         self.cut = cut[0]
         self.rest = self.reader.units - min(<uint64_t>self.reader.units,
                                             cut.consumed + cut.full * cut.stride)

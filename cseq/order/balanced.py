@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 # A message with the same numbers is logged once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# The number of rows whose order is cached, at 4 bytes each. Their work is cached too if windows are
-# shorter than an epoch.
+# The number of rows cached, at 4 bytes each plus their work unless a window is an epoch.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}

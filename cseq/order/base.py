@@ -33,8 +33,7 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# Both accept an epoch and units. `Works` returns the work of each unit, `Sums` the total tokens of
-# each source.
+# Both accept an epoch and units: `Works` returns each unit's work, `Sums` the tokens by source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
 # The samples, and the size of each unit or None if every unit is a single sample.

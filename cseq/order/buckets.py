@@ -31,8 +31,7 @@ class Buckets(Recipes):
     Parameters
     ----------
     lengths : array of int
-        The length of each sample in tokens, frames or a similar unit, at least 1. May be a memory
-        map.
+        The length of each sample in tokens, frames or the like, at least 1. May be a memory map.
     budget : int
         The maximum number of tokens in a batch, with samples padded to their bucket's upper bound.
     ratio : float
@@ -169,7 +168,6 @@ class Buckets(Recipes):
 
 
 def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
-    """Return bounds that grow by the given ratio."""
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
         raise ValueError(f"ratio={ratio!r} is not a number of at least 1; give one such as 1.1")
     bounds = [shortest]
@@ -197,7 +195,6 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
 
 
 def _size(sizes: int | Mapping[Any, int], label: object) -> int:
-    """Return the number of samples in a batch with a label."""
     if not isinstance(sizes, Mapping):
         return integer("sizes", sizes, 1, MOST_SAMPLES)
     if label not in sizes:

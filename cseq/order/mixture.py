@@ -59,8 +59,7 @@ class Mixture(Composed):
         What the weights measure. With 'tokens', a source with long rows has fewer rows for the same
         weight, based on the mean tokens per row. This is for `Packed` and `Concatenated`.
     block : int
-        The number of units that are mixed with each other. It may be less than the number of
-        sources.
+        The number of units that are mixed with each other. There may be more sources than this.
     epoch_size : int, optional
         The number of units in an epoch.
     stop : 'all' or 'first'

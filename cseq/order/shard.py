@@ -51,9 +51,8 @@ MEGATRON = {
     "CONTEXT_PARALLEL_GROUP": "context",
 }
 # Variables set by launchers: torchrun and many others; Lightning's launcher, which sets no RANK;
-# Open MPI's mpirun; the mpiexec of MPICH and Intel MPI; srun. The innermost launcher comes first,
-# as torchrun and mpirun run inside Slurm. SLURM_NTASKS is unsuitable: batch scripts without srun
-# have it too.
+# Open MPI's mpirun; the mpiexec of MPICH and Intel MPI; srun. The innermost launcher comes first:
+# torchrun and mpirun run inside Slurm. SLURM_NTASKS is unsuitable, as batch scripts have it too.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("LOCAL_RANK", "WORLD_SIZE"),
@@ -70,8 +69,7 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        The origin of the two values. If it is empty, nothing was found and this process gets all
-        samples.
+        The origin of the values. If empty, nothing was found and this process gets all samples.
     """
 
     rank: int

@@ -139,8 +139,7 @@ class Weighted(Order):
 class Guide:
     """A lookup table with the sample of the first number in each range of 2**shift numbers.
 
-    Ranges have about four samples each. `numpy.searchsorted` alone waits three times as long for
-    memory.
+    Ranges have about four samples. `numpy.searchsorted` alone waits for memory three times as long.
     """
 
     def __init__(self, sums: NDArray[np.uint64]) -> None:
