@@ -235,8 +235,8 @@ cdef class Encoder:
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
-    """Store a word if it differs from the previous batch. A later copy that reads two words at once would
-    stall on two recent stores."""
+    """Store a word only if it differs from the previous batch's: a copy that reads two words at once
+    would stall on two recent stores."""
     if word[0] != value:
         word[0] = value
 
@@ -473,7 +473,7 @@ cdef class Decoder:
     cdef object peek(self, uint32_t entry, cseq_cell* c):
         """Return the converted batch in a cell for `take_peeked`, or UNREAD if Python must decode it.
 
-        The batch is not one that is handed over unchanged, and it stays in the cell. Set `left`.
+        Set `left`. The batch stays in the cell. It must not be one that is handed over unchanged.
         """
         batch = self.decode(entry, c)
         return batch if batch is UNREAD else self.divide(batch)

@@ -292,9 +292,9 @@ cdef class Plan:
         return self.build(&cursor, memory, arrays, objects, converters)
 
     cdef list read_leaves(self, Cursor* cursor, Memory memory, Memory home):
-        """Make all leaves: large ones as views of `home`, or as copies if that is None; small ones copied
-        into shared blocks. This runs before any code that may fork: a child soon finds another batch in
-        the slot.
+        """Make all leaves. Large ones are views of `home`, or copies if `home` is None. Small ones are
+        copied into shared blocks. This must run before any code that may fork, because the slot may
+        hold another batch when the child reads it.
         """
         cdef list arrays = [None] * self.leaf_count
         cdef const char* word = cursor.word
@@ -308,7 +308,7 @@ cdef class Plan:
             if nbytes <= MOST_COPIED and self.leaf[k].kind != BYTES:
                 small = aligned(small) + nbytes
             word += 8 * self.leaf[k].words
-        # Copying many leaves is slower than a lease. But if the loop keeps leaves, leases run out early.
+        # Copying many leaves is slower than a lease, but leases run out early if the loop keeps leaves.
         apart = small <= MOST_COPIED or not getattr(home, "early", False)
         for k in range(self.leaf_count):
             nbytes = self.look(k, cursor.word, cursor.end, &offset)
@@ -499,7 +499,7 @@ cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memo
 
     If `home` is `memory`, all buffers are views and nothing is copied. Otherwise, the pickle and small
     buffers are copied, and large buffers are views of `home`, or copies if `home` is None. Unpickling may
-    run any code, including a fork, and a child soon finds another batch in the slot.
+    run any code and may fork, and the slot may hold another batch when the child reads it.
     """
     cdef list buffers = []
     cdef int64_t count = 0, size = 0, start = 0

@@ -10,7 +10,7 @@ stored in the slot, not in the pickle.
             └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
                                                            ▲ offset    └── lengths ───────┘  Record
 
-The *structure* is a pickle of the containers, types and memory orders. It is written and read only
+The *structure* is a pickle of the containers, types and memory orders. It is made and parsed only
 when it changes. The *layout* contains integers: the offset, size in bytes and shape of each array.
 The *objects* are the other leaves: one pickle and the table of its buffers. Each batch can be read
 on its own, since the slot contains all of its parts.

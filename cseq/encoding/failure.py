@@ -81,7 +81,7 @@ def pack_text(error: BaseException) -> bytes:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the formatted traceback of an exception, without causes that cannot be formatted.
+    """Return the formatted traceback of an exception; omit its causes if formatting them fails.
 
     The traceback starts with the first frame outside cseq, if any.
     """
@@ -104,7 +104,7 @@ def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackTy
 
 
 def shorten(error: BaseException) -> None:
-    """Strip leading cseq frames from a traceback; if no others exist, only those of the feed."""
+    """Strip leading cseq frames from a traceback; if all are cseq's, only those of the feed."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 

@@ -64,7 +64,7 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 
 @functools.lru_cache(maxsize=1024)
 def opened(cls: type) -> str | tuple[str, ...] | None:
-    """Return the kind of container that a type is (for dataclasses, the slots), or None for leaves.
+    """Return the container kind of a type, the slot names of a dataclass, or None for a leaf.
 
     Types with custom pickling are leaves, since they may be more than their parts. The methods that
     dataclass() generates for slots do not count as custom.
@@ -178,7 +178,7 @@ class _Survey:
 
 
 def _is_flat(dtype: Dtype) -> bool:
-    """Return True if raw bytes represent arrays of a type; np.record equals another type."""
+    """Return True if raw bytes fully represent arrays of a type, which excludes np.record."""
     return not dtype.hasobject and dtype.type is not np.record
 
 

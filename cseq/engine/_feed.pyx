@@ -31,7 +31,7 @@ cdef struct Ticket:
 
 cdef uint64_t NONE = <uint64_t>-1
 
-# The number of skipped batches that are kept in the list: only the latest.
+# The maximum number of entries in `skipped`. Older entries are dropped.
 MOST_SKIPPED = 1000
 
 cdef enum:
@@ -147,7 +147,8 @@ cdef class Feed:
     cdef readonly Py_ssize_t latest
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    # The value of `done`, for any thread; all units fetched; the units before the first ticket.
+    # `done_count`: the value of `done`, for any thread. `units`: all fetched units. `before`: the units
+    # before the first ticket.
     cdef uint64_t done_count, units, before
     cdef object interrupted
     cdef bint due
@@ -357,7 +358,7 @@ cdef class Feed:
         return cell, self.ticket - 1
 
     cdef uint64_t note_first(self, cseq_meter* m) noexcept:
-        """Record the very first batch. The wait so far counts as startup time and is returned."""
+        """Record the first batch of all. The wait so far counts as startup time and is returned."""
         cdef uint64_t waited = m.waited_ns
         cdef Py_ssize_t k
         cdef uint32_t owner
@@ -376,7 +377,7 @@ cdef class Feed:
     # -- the epoch
 
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
-        """Start an epoch and cancel the tickets of the previous one, in a single C step.
+        """Start an epoch and cancel the tickets of the previous one in a single C step.
 
         Parameters
         ----------
@@ -456,8 +457,8 @@ cdef class Feed:
         return -1
 
     cdef inline Py_ssize_t first_of(self, Py_ssize_t k) noexcept:
-        """Return the position of the first ticket in the queue of the ready ticket `k`. That first
-        ticket is ready too, since a worker answers in order."""
+        """Return the position of the first ticket in the queue of the ready ticket `k`. The first ticket
+        is ready too, since a worker answers in order."""
         cdef Py_ssize_t j
         for j in range(k):
             if self.at(j).ring_number == self.at(k).ring_number:
@@ -742,10 +743,10 @@ cdef class Feed:
         return 0
 
     def glance(self):
-        """Return the next item without consuming it if it is ready, for ordered epochs of keys.
+        """Return the next item without consuming it, in an ordered epoch of keys.
 
-        Otherwise return None. The item is decoded and remains the next one. No key is drawn. An
-        exception is returned as an `ItemFailure`.
+        Return None if the item is not ready or in other epochs. The item is decoded and remains the
+        next one. No key is drawn. An exception is returned as an `ItemFailure`.
         """
         self.run.lock.acquire(-1)
         try:
@@ -769,10 +770,9 @@ cdef class Feed:
     # -- calls to workers
 
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit the answer to a call: free its cell unless the cell is already free.
+        """Commit the answer to a call and free its cell unless the cell is already free.
 
-        `ends` means that the answer is an exception, which ends the worker's own items but not items
-        of keys.
+        `ends`: the answer is an exception, which ends the worker's own items but not keyed items.
         """
         cdef Ring ring = self.rings[worker]
         if not ring.peek(cell, ticket):

@@ -43,7 +43,7 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 @cython.final
 @cython.no_gc_clear
 cdef class Request:
-    """Data for a worker: a slot held while this object exists, or the object itself for a thread.
+    """Data for a worker: a slot held while this object exists, or the value itself for a thread.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ cdef class KeySource(StreamSource):
     cdef object key
     # The keys to post, each as a `Block` or `Request` and the number of samples in its item.
     cdef list drawn
-    # `error` is raised after the last item; if it is `incomplete`, again until the next epoch starts.
+    # `error` is raised after the last item. If it is `incomplete`, every later call raises it again.
     cdef object samples, error, incomplete, pickle
     cdef bint in_order, free
     cdef uint64_t ahead, per_worker, posted

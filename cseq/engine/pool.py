@@ -1,7 +1,7 @@
 """A pool: a crew, its tickets, and the feed that connects both to the loop.
 
 One thread at a time calls a pool. Other threads wake that thread with `notify_all`. `Crew.check`
-raises their errors in the calling thread: a worker cannot be made, or died too often.
+raises their errors in the calling thread if a worker cannot be created or dies too often.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# The minimum time in seconds between two log lines of advice: at the end of an epoch, and within.
+# Minimum seconds between two log lines of advice: at the end of an epoch, and within an epoch.
 LONG, OFTEN = 20.0, 600.0
-# The fraction of time spent waiting from which advice is logged, and is logged as a warning.
+# Advice is logged above the first fraction of waiting time, as a warning above the second.
 LOGGED, WARNED = 0.05, 0.2
 
 

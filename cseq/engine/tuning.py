@@ -32,7 +32,7 @@ PER_WORKER = 4
 # After `QUICK` changes, windows also become longer. When workers are added, the buffer holds
 # `AHEAD` batches per worker: half of them are ready when sleeping workers are woken.
 QUICK, AHEAD = 3, 3
-# A change was useless if the new rate is below the first factor, harmful if below the second.
+# A change was useless if new rate / old rate is below the first value, harmful if below the second.
 BETTER, WORSE = 1.05, 0.95
 # If batch time / step time changes by this factor, the tuner discards what it has learned.
 CHANGED = 1.5

@@ -74,7 +74,7 @@ class Arena:
     locks : PageLocks, optional
         Registers every mapping until a larger one replaces it.
     tickets : int
-        The maximum number of posted tickets. At least that many slots stay committed.
+        The maximum number of posted tickets. Free slots for that many tickets stay committed.
 
     Attributes
     ----------

@@ -72,7 +72,7 @@ class Crew:
     Attributes
     ----------
     rings, make_next, on_cancel
-        See `Feed`. The last two are None unless this crew makes the batches on demand.
+        See `Feed`. `make_next` is None unless the training thread makes the batches.
     convert, leaf_for
         See `Decoder`. They are None if workers or converters deliver final batches.
     reader : BatchReader
