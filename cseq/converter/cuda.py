@@ -104,7 +104,7 @@ class CudaConverter:
         return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Return the tensor or a copy, with the wanted type and readable by the device."""
+        """Return the tensor, or a copy with the wanted type that the device can read."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

@@ -81,8 +81,8 @@ class Imports(SlotReader):
     batch does not depend on another process.
 
     The slot still holds the indexer's batch, and the cell its record. If the converted batch is
-    gone or an exception interrupts the fetch, `convert` converts the indexer's batch here, and
-    `lost` counts this. The output must be resolved and use CUDA.
+    gone or an exception interrupts the fetch, `decode` converts the indexer's batch here and
+    increments `lost`. The output must be resolved and use CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:

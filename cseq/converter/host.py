@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_array(leaf: object) -> TypeGuard[Array]:
-    """Return True if a leaf is an array that a tensor can replace, and not a masked array."""
+    """Return True if a tensor can replace the leaf: an array, except a masked array."""
     return type(leaf) is np.ndarray or (
         isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
     )
@@ -173,7 +173,7 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 
 
 def _make_cpu(output: Output) -> Convert:
-    """Create the conversion to CPU tensors. A ready array costs little more than from_numpy."""
+    """Create the conversion to CPU tensors. A usable array costs little more than from_numpy."""
     host, ready = Host(output), output.dtype
     from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 

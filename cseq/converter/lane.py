@@ -1,4 +1,4 @@
-"""A queue of copies to a device, with the memory that they still read."""
+"""A queue of copies to a device, and the memory that they still read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lane:
         self._read: deque[tuple[Event, list[Tensor]]] = deque()
 
     def active(self) -> AbstractContextManager[object]:
-        """Make the stream this thread's current one, and its device the current device."""
+        """Make this stream and its device current in this thread."""
         context: AbstractContextManager[object] = self._torch.cuda.stream(self._stream)
         return context
 

@@ -70,7 +70,7 @@ def parse(out_type: object, dtype: object) -> Output:
     ValueError
         A name or type is unknown or cannot be used.
     TypeError
-        An argument is an object of another type.
+        An argument has the wrong type.
     """
     kind, device, function = _parse_out_type(out_type)
     cast, torch_dtype = _parse_dtype(dtype)
@@ -229,5 +229,5 @@ def _find_torch() -> ModuleType | None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """Log a message once in this process."""
+    """Log a message once per process."""
     logger.warning(message)

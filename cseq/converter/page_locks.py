@@ -44,7 +44,7 @@ class PageLocks:
         return True
 
     def unregister(self, memory: Memory) -> None:
-        """Unlock a mapping before it is dropped; copies from it must be finished."""
+        """Unlock a mapping before it is dropped; all copies from it must have finished."""
         if self._locked.pop(memory.address, None) is None:
             return
         status = self._call("cudaHostUnregister", memory.address)

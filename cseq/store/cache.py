@@ -53,7 +53,7 @@ class CacheStats(NamedTuple):
     made : int
         The number of samples made and kept.
     others : int
-        Samples made but not kept, because the cache is full or another worker was making them.
+        The number made but not kept because the cache was full or another worker was making them.
     """
 
     samples: int
@@ -88,8 +88,8 @@ def cached(
         are kept in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
         `limit`) until the last process that uses them exits.
     version : str, optional
-        A version of `make`, which you change when `make` returns something else. By default, the
-        pickle of `make` and the source code of its modules identify it.
+        A version for `make`. Change it when `make` returns different samples. By default, `make` is
+        identified by its pickle and the source code of its modules.
 
     Returns
     -------

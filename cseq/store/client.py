@@ -20,9 +20,9 @@ from cseq.store.folder import Folder, address
 
 __all__ = ["Client"]
 
-# The maximum number of consecutive fetchers that exit before they answer.
+# A request fails after this number of fetchers have exited without an answer.
 STARTS = 5
-# The time limit for starting a fetcher.
+# The time limit for starting a fetcher, in seconds.
 SECONDS = 60.0
 KINDS = {"ValueError": ValueError, "OSError": OSError}
 
@@ -76,7 +76,7 @@ class Client(Folder):
         Raises
         ------
         OSError, ValueError
-            The fetcher failed to handle the message, or exited several times.
+            The fetcher failed to handle the message, or exited repeatedly.
         """
         for _ in range(STARTS):
             try:
@@ -89,7 +89,7 @@ class Client(Folder):
                 answer = line.receive() if answers else None
                 is_whole = True
             except ConnectionError:
-                # The fetcher has exited, so the other connections are useless, too.
+                # The fetcher has exited, so its other connections are dead as well.
                 self.reset()
                 continue
             finally:

@@ -4,12 +4,12 @@
 ``data``     the entries, in sequence
 ``claims``   an empty file whose bytes are locked
 
-Each word has one writer at a time, the holder of this lock:
+A word is written only under its lock:
 
 ==============  ================================================================================
-``used``        ROOM; the word is the number of allocated bytes of ``data``
-an entry's      its claim; the word is the entry's position plus 1 once it is whole, else 0
-counters        the lock on their row
+``used``        the number of allocated bytes in ``data``; the lock is ROOM
+an entry's      the entry's position plus 1 once it is whole, else 0; the lock is its claim
+counters        the counts of one process; the lock is on its row
 ==============  ================================================================================
 
 The locks are `fcntl` locks on single bytes of ``claims``. The system releases them when their
@@ -56,20 +56,20 @@ HEADER, COUNTERS = 8, 512
 HITS, MADE, REFUSED = range(3)
 # The word of the first entry.
 FIRST = HEADER + 4 * COUNTERS
-# Further bytes of `claims` that are locked, after the entries' bytes.
+# The positions of the other locks in `claims`, beyond the entries' bytes.
 ROOM, COUNTING = 2**40, 2**41
 
 
 class Entries(Folder):
     """The entries of one folder in this process.
 
-    `about` has ``samples``, the number of entries, and ``limit``, the maximum size of ``index`` and
-    ``data`` together in bytes.
+    `about` has ``samples``, the number of entries, and ``limit``, the maximum total size of
+    ``index`` and ``data`` in bytes.
 
     Raises
     ------
     ValueError
-        The folder has other contents, or `limit` has no room for the index.
+        The folder was created for other entries, or `limit` has no room for the index.
     OSError
         There is no room for the index.
     """
@@ -99,7 +99,7 @@ class Entries(Folder):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self.files.append(lift(os.open(f"{self.path}/{name}", flags, 0o600)))
         _, self._claims, self._index, self._data = self.files
-        # Write the zeros, because a hole causes SIGBUS on a full disk.
+        # Write zeros instead of leaving a hole, which would cause SIGBUS on a full disk.
         if os.fstat(self._index).st_size < self.overhead:
             write(self._index, bytes(self.overhead), 0)
         if os.fstat(self._data).st_size < self.limit:
@@ -107,8 +107,8 @@ class Entries(Folder):
         words: NDArray[np.int64] = np.frombuffer(mmap.mmap(self._index, self.overhead), np.int64)
         self._words, self._starts = words, words[FIRST:]
         self._counters = words[HEADER:FIRST].reshape(-1, 4)
-        # The mapping is private, so user code that writes into a view changes no entry. No memory
-        # is reserved, because `limit` may exceed it and hardly any page is ever written.
+        # The mapping is private, so user code that writes into a view cannot change an entry. No
+        # memory is reserved, because `limit` may exceed it and hardly any page is ever written.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
         self._bytes = memoryview(data).toreadonly()
@@ -202,7 +202,7 @@ class Entries(Folder):
     # -- the files
 
     def _set(self, word: int, value: int) -> None:
-        """Write a word of the index with one call, which other processes see as atomic."""
+        """Write a word of the index in a single call, which is atomic for other processes."""
         write(self._index, value.to_bytes(8, sys.byteorder), 8 * word)
 
     @contextlib.contextmanager

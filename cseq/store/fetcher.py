@@ -10,7 +10,7 @@
 A shard is renamed once it is whole, so a kill leaves it whole or absent. Only this process writes
 and removes shards. A worker that has opened a shard can read it even after its removal.
 
-The process exits when its last connection closes. One thread does all work but `Reader.finish`.
+The process exits when its last connection closes. One thread does all work except `Reader.finish`.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Fetcher:
         return self._given[writer]
 
     def _read_at(self, *place: int) -> None:
-        """Record where a trainer reads the order."""
+        """Record the position at which a trainer reads the order."""
         if self.plan is None or not self.plan.has(*place):
             self.plan = Plan(self.reader.sizes, *place)
 
@@ -222,7 +222,7 @@ class Fetcher:
         """Remove shards until there is room for another; return False if it must wait.
 
         The shard whose next use is farthest away is removed first. Without a plan, this is the
-        most recently used shard, because each epoch uses each shard. A shard is not removed
+        most recently used shard, because every epoch uses every shard. A shard is not removed
         before the workers that wait for it have opened it.
         """
         nbytes = self.reader.nbytes
@@ -321,7 +321,7 @@ def _line(answer: object) -> bytes:
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the fetcher in this new interpreter, as the child of a process that exits at once.
+    """Run the fetcher in this new interpreter, as the child of a process that then exits.
 
     The process that started it may therefore exit, be killed, or wait for its own children.
     """

@@ -1,4 +1,4 @@
-"""A folder that processes on a machine share, and that the last may remove.
+"""A folder that processes on a machine share and the last one may remove.
 
 ``users``    an empty file; each process with the folder open holds a shared lock on it
 ``opening``  an empty file; locked by the process that is opening the folder
@@ -46,7 +46,7 @@ class Folder:
     Raises
     ------
     ValueError
-        The folder has other contents.
+        The folder was created with another description.
     """
 
     argument = "folder"
@@ -71,7 +71,7 @@ class Folder:
 
     @classmethod
     def opened(cls, path: str, about: dict[str, Any], *, is_kept: bool) -> Self:
-        """Return this process's object for a folder, which is opened if necessary."""
+        """Return this process's object for a folder; open the folder if there is none."""
         with Folder._opening:
             folder = Folder._here.get(path)
             if isinstance(folder, cls):
@@ -117,7 +117,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
-    """Return the folder's path for `about`, in shared memory or else in a temporary folder.
+    """Return the path of the folder for `about`, in shared memory or a temporary folder.
 
     Folders of the kind `name` that killed processes left behind are removed.
     """

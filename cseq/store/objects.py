@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Object", "Place", "Remote", "changed", "located"]
 
-# The limit of concurrent requests for headers and metadata.
+# The limit on concurrent requests for headers and metadata.
 AT_ONCE = 32
 # The minimum chunk size in bytes.
 CHUNK = 1 << 20
@@ -156,7 +156,7 @@ class Remote:
         return sorted(chosen)
 
     async def look(self, shard: Object, start: int, stop: int) -> bytes:
-        """Return a byte range of an object; concurrent requests are limited."""
+        """Return a byte range of an object. The number of concurrent requests is limited."""
         async with self._gate:
             return b"".join([bytes(chunk) async for chunk in self.read(shard, start, stop)])
 

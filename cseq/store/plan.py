@@ -74,7 +74,7 @@ class Plan:
         return self._next(self.front)[0]
 
     def coming(self, more: int) -> list[int]:
-        """Return the shards of this window and the next, followed by `more` later ones."""
+        """Return the shards of this window and the next, followed by `more` later shards."""
         uses, shards = self._next(self.front)
         near = int(np.searchsorted(uses[shards], self.front + 1, "right"))
         coming: list[int] = shards[: near + more].tolist()

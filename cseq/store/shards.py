@@ -45,7 +45,7 @@ class ShardStats(NamedTuple):
     nbytes, limit : int
         The size of the cached shards in bytes, and its maximum.
     fetched, fetched_nbytes : int
-        The number of shards fetched, and of bytes received for them.
+        The number of shards fetched and the number of bytes received for them.
     """
 
     shards: int
@@ -63,8 +63,8 @@ class Shards(Reader):
     ----------
     urls : str, path, or list of these
         A folder such as ``"s3://bucket/train/"``, a pattern such as
-        ``"gs://bucket/train-*.tar"``, or objects. ``s3``, ``gs``, ``az``, ``http``, ``https`` and
-        ``file`` URLs are supported, and paths. HTTP has no listing, so pass a list of all shards.
+        ``"gs://bucket/train-*.tar"``, or objects. Paths and ``s3``, ``gs``, ``az``, ``http``,
+        ``https`` and ``file`` URLs work. HTTP cannot list objects, so pass a list of all shards.
     cache : str or path, optional
         A folder on a local disk, where shards are kept between runs. By default, they are kept in
         shared memory (or in a temporary folder if shared memory is smaller than `limit`) until the

@@ -35,8 +35,8 @@ class Arrow(Corpus):
     ImportError
         pyarrow is not installed.
     TypeError, ValueError
-        A column is missing, does not hold integer lists, or has a null; or the lists of `mask`
-        have other lengths. The message names the row and the remedy.
+        A column is missing, does not hold integer lists, or has a null; or `mask` has other list
+        lengths or only zeros. The message names the row, if any, and the remedy.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
 
 
 def read(path: str, columns: list[str]) -> Any:
-    """Read columns of a Parquet file, except those that it lacks."""
+    """Read columns of a Parquet file; ignore columns that it lacks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

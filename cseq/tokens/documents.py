@@ -158,7 +158,7 @@ class Given(Corpus):
 
 
 def corpus_of(source: Any) -> Corpus:
-    """Wrap a source in a `Corpus`, unless it is one."""
+    """Return a source as a `Corpus`, wrapped if necessary."""
     if isinstance(source, Corpus):
         return source
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):

@@ -1,4 +1,4 @@
-"""Rows of a training batch: the document pieces in each, and the arrays."""
+"""Rows of a training batch: their document pieces and their arrays."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Rows:
         The order: `Packed` or `Concatenated`.
     step : int, optional
         The number of rows in an optimizer step, over all ranks and microbatches. If set, `Balanced`
-        gives ranks equal work. The order depends on it, so keep it when the number of ranks
-        changes.
+        gives ranks equal work. Keep `step` when the number of ranks changes, because the order
+        depends on it.
     balance : 'step', 'window' or 'epoch'
         The range in which `Balanced` exchanges rows: one step, 16 steps, or the epoch.
     cache : str or path, optional
