@@ -104,7 +104,7 @@ def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackTy
 
 
 def shorten(error: BaseException) -> None:
-    """Strip leading cseq frames from a traceback; if all are cseq's, only those of the feed."""
+    """Strip leading cseq frames from a traceback, or only the feed's if all are cseq's."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
