@@ -129,7 +129,7 @@ class Fetcher:
         """Wait for at least one of the missing shards; return those now present, or an error."""
         for number in missing:
             self.errors.pop(number, None)
-            # The worker did not find the file, because somebody else removed it.
+            # The worker did not find the file, so another program has removed it.
             if number in self.have and not os.path.exists(f"{self.folder}/shards/{number}"):
                 self.held -= self.have.pop(number)
         self._needed[writer] = missing

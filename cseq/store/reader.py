@@ -49,7 +49,7 @@ class Reader:
     async def survey(
         self, remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Return the facts for the index: ``rows`` and ``nbytes`` of each shard, and others.
+        """Return the index data: ``rows`` and ``nbytes`` of each shard, and reader-specific facts.
 
         `put` fetches a shard into the folder.
         """

@@ -35,7 +35,7 @@ class Megatron(Corpus):
     Raises
     ------
     ValueError
-        A file is damaged or the index belongs to another file. The message gives file and byte.
+        A file is damaged or the index belongs to another file. The message names the file and byte.
 
     Examples
     --------
