@@ -1,4 +1,4 @@
-"""The ring; the shuffle; readers of orders."""
+"""The ring, the shuffle, and the readers of orders."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
@@ -8,7 +8,7 @@ cimport numpy as cnp
 from cseq._headers cimport *
 from cseq._memory cimport Memory
 
-# ns of the longest sleep before a sleeper checks signals, workers and deadlines.
+# The maximum sleep in ns before a sleeper checks signals, workers and deadlines.
 cdef enum:
     PARK = 100_000_000
 
@@ -32,11 +32,11 @@ cdef class Turns:
 
 @cython.final
 cdef class Ring:
-    # Tickets are `outstanding` until they are committed or cancelled; calls do not count. A free cell
-    # is looked for from `next_cell` on; in a queue it is the cell to post in. `unwoken` tickets were
-    # posted since the runners were woken, which `wake_at` tickets do. `calling` is the cell of the
-    # call that a queue has to answer, or -1. `meter` is the trainer's, in the ring at 0. Queues of
-    # threads have common `turns`, and their cells' objects begin at `first_entry` among all queues'.
+    # Tickets are `outstanding` until they are committed or cancelled; calls do not count. The search
+    # for a free cell starts at `next_cell`. In a queue, `next_cell` is the cell to post in. `unwoken`
+    # counts the tickets posted since the last wake-up; `wake_at` tickets cause a wake-up. `calling` is
+    # the cell of a queue's pending call, or -1. `meter` is the trainer's, in the ring at offset 0. All
+    # queues of threads share `turns`, and `first_entry` is the offset of this queue's cell objects.
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
@@ -54,26 +54,26 @@ cdef class Ring:
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void committed(self, cseq_cell* c) noexcept:
-        """Count a committed ticket, before the next post in its cell."""
+        """Count a committed ticket. Call this before the next post in its cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
             cseq_count_u64(&self.meter.batches, 1)
             cseq_count_u64(&self.meter.samples, c.count)
             cseq_count_u64(&self.meter.nbytes, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
-        """Free a cell that is the trainer's, for the next ticket; it is no longer `outstanding`."""
+        """Free a cell of the trainer for the next ticket. The old ticket is no longer `outstanding`."""
         if self.kept is None:
             self.next_cell = cell
         else:
             self.kept[cell] = None
         cseq_ring_free(self.r, cell)
     cdef inline uint64_t sleep(self) noexcept:
-        """Note that the trainer's sleep begins now."""
+        """Record that the trainer starts to sleep now, and return the time."""
         cdef uint64_t now = cseq_now_ns()
         cseq_store_rlx_u64(&self.meter.asleep_ns, now)
         return now
     cdef inline void slept(self, uint64_t before, uint64_t awake) noexcept:
-        """Note that the sleep is over, and the wait for the GIL after it."""
+        """Record the end of the sleep and the subsequent wait for the GIL."""
         cdef uint64_t now = cseq_now_ns()
         cseq_histogram_add(&self.meter.gil, now - awake)
         cseq_meter_slept(self.meter, before, now)
@@ -81,9 +81,9 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
-# Tickets of a stream; see producer.py. A request lies in six words: slot, bytes committed, record.
-# A cell has two requests, the call or key and the assignment, then the number of the key's ints, or
-# one of the two negative values, then these ints.
+# Stream tickets; see producer.py. A request has six words: slot, bytes committed, record. A cell has
+# two requests, one for the call or key and one for the assignment. The number of the key's ints, or
+# one of the two negative values, follows, and then the ints.
 cdef enum:
     ASK_ITEM = 0
     ASK_CALL = 1

@@ -1,8 +1,8 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The core that runs without the GIL: ring, shuffle, indices of batches.
+"""The core that runs without the GIL: the ring, the shuffle and batch indices.
 
-The algorithms are in ``include/cseq_*.h``, as C that knows no Python. The classes here check
-arguments, release the GIL where something can take long, and turn status codes into exceptions.
+The algorithms are plain C in ``include/cseq_*.h``, independent of Python. The classes here check
+arguments, release the GIL for long operations, and turn status codes into exceptions.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -32,7 +32,7 @@ ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
-# Steps of a shuffle: too few to release the GIL for; and between two checks for signals.
+# Numbers of shuffle steps: up to BRIEF steps keep the GIL; signals are checked every SLICE steps.
 cdef enum:
     BRIEF = 4096
     SLICE = 1 << 20
@@ -54,7 +54,7 @@ cdef const int64_t* int64s(cnp.ndarray array) except? NULL:
 
 
 def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
-    """The first `count` 64-bit words of the stream of (seed, epoch, purpose)."""
+    """Return the first `count` 64-bit words of the stream for (seed, epoch, purpose)."""
     cdef uint64_t words[8]
     cdef Py_ssize_t k
     if not 0 <= count <= 8:
@@ -89,32 +89,32 @@ cdef object shuffled(uint64_t size, uint64_t* state):
 
 
 def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
-    """The order of the samples in an epoch of a manager with `n` samples and this seed.
+    """Return the sample order of an epoch for a manager with `n` samples and this seed.
 
     Parameters
     ----------
     n : int
-        Samples, at least 0.
+        The number of samples, which can be 0.
     seed : int
-        In [0, 2**64).
+        An integer in [0, 2**64).
     epoch : int
-        In [0, 2**64). Hashed with the seed, not added to it.
+        An integer in [0, 2**64), which is hashed with the seed, not added to it.
     algorithm : 'fisher-yates-v1' or 'feistel-v1'
-        The order of ``shuffle=True``, or of ``shuffle='feistel'``; see docs/inside/shuffle.md. What a
-        name stands for never changes.
+        The algorithm for ``shuffle=True`` or ``shuffle='feistel'``. See docs/inside/shuffle.md. The
+        meaning of a name never changes.
 
     Returns
     -------
     numpy.ndarray
-        A new array of shape (n,): each of 0 … n-1 once. ``uint32`` up to 2**32 samples, else
-        ``int64``, by feistel-v1 alone.
+        A new array of shape (n,) that contains each of 0 … n-1 once. The type is ``uint32`` for up
+        to 2**32 samples, otherwise ``int64``, which only feistel-v1 supports.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not an integer, or out of range; or `n` is above 2**32 with fisher-yates-v1.
+        An argument is not an integer or is out of range, or `n` exceeds 2**32 with fisher-yates-v1.
     MemoryError
-        There is no room for the array.
+        There is not enough memory for the array.
 
     Examples
     --------
@@ -142,30 +142,30 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
 
 
 cdef class Reader:
-    """Reads the units of an order for one seed: the core's end of an `order.base.Order`.
+    """A reader of an order's units for one seed, which implements an `order.base.Order` in the core.
 
-    What is read depends on seed, epoch and position alone, in any order of calls; what a reader keeps
-    between calls only makes it faster. For one thread at a time. An epoch has `units`, each of at most
-    `room` samples.
+    The result depends only on seed, epoch and position, whatever the order of calls. State between
+    calls only improves speed. Only one thread at a time may use a reader. An epoch has `units` units
+    with up to `room` samples each.
     """
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
-        """Write the samples of units [start, start + count), which exist; return how many.
+        """Write the samples of the existing units [start, start + count) and return their number.
 
-        `out` has room for `count` * `room`. Unless it is NULL, `sizes` gets the size of each unit. Long
-        work releases the GIL and runs signal handlers; after an exception, this is called again.
+        `out` has room for `count` * `room` samples. Unless NULL, `sizes` receives the size of each unit.
+        Long operations release the GIL and run signal handlers. After an exception, the caller retries.
         """
         raise NotImplementedError
 
     cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
-        """`read` a rank's part of the global batch [first, first + together). An order may choose as
-        many others of its units for each rank."""
+        """`read` one rank's part of the global batch [first, first + together). An order may select
+        the same number of other units from the batch for each rank."""
         return self.read(epoch, start, count, out, sizes)
 
     def samples(self, epoch, uint64_t start, uint64_t count):
-        """The samples of units [start, start + count), and each unit's size, as new int64 arrays."""
+        """Return new int64 arrays: the samples of units [start, start + count), and each unit's size."""
         if start > self.units or count > self.units - start:
             raise IndexError(f"units [{start}, {start + count}) exceed {self.units}")
         sizes = numpy.ones(count, numpy.int64)
@@ -178,7 +178,7 @@ cdef class Reader:
 @cython.final
 @cython.no_gc
 cdef class RangeReader(Reader):
-    """Reads the samples 0 … n-1 in this order."""
+    """A reader of the samples 0 … n-1 in this order."""
 
     def __cinit__(self, n, seed=0):
         self.units, self.room, self.seed = natural(n, "n", MOST_SAMPLES), 1, seed
@@ -194,7 +194,7 @@ cdef class RangeReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class FeistelReader(Reader):
-    """Reads feistel-v1, of `FEISTEL_LEAST` samples or more: it has no memory, and reads anywhere."""
+    """A reader of feistel-v1 for at least `FEISTEL_LEAST` samples, with random access and no table."""
 
     cdef cseq_feistel feistel
     cdef uint64_t epoch
@@ -223,10 +223,10 @@ cdef class FeistelReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class TableReader(Reader):
-    """Reads fisher-yates-v1, which it shuffles just ahead of the use.
+    """A reader of fisher-yates-v1 that shuffles incrementally, just before the samples are needed.
 
-    The table (4 bytes a sample) is made at the first read and touched only as far as it is used, so
-    the time to begin an epoch does not grow with the number of samples.
+    The table (4 bytes per sample) is created on the first read and touched only as far as needed, so
+    the time to start an epoch does not grow with the number of samples.
     """
 
     cdef cseq_order order
@@ -261,7 +261,7 @@ cdef class TableReader(Reader):
                       int64_t* sizes) except -1:
         if self.table == NULL:
             self.make_table()
-        # A signal handler may read another epoch, so the epoch is looked at in each turn.
+        # A signal handler may read another epoch, so each iteration checks the epoch.
         while True:
             if epoch != self.epoch:
                 cseq_order_start(&self.order, self.seed, epoch)
@@ -277,14 +277,14 @@ cdef class TableReader(Reader):
 
 
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
-    """Bytes of a ring of `capacity` cells for `batch_size` indices each."""
+    """Return the size in bytes of a ring with `capacity` cells for `batch_size` indices each."""
     return cseq_ring_bytes(capacity, batch_size, runners)
 
 
 @cython.final
 @cython.no_gc
 cdef class Turns:
-    """Has threads work one at a time while that is quicker; see cseq_turns.h."""
+    """A scheduler that makes threads work one at a time while this is faster. See cseq_turns.h."""
 
     def __cinit__(self, uint32_t runners):
         self.t.runners, self.t.between = runners, 1
@@ -295,48 +295,48 @@ cdef class Turns:
 
     @property
     def holder(self):
-        """The runner whose turn it is, `Ring.first_entry` plus its number; or 0."""
+        """The runner whose turn it is, as `Ring.first_entry` plus its number, or 0."""
         return self.t.holder
 
     def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
-        """Learn from the trainer's sleep from `before` to `awake` (ns), after `taken` batches in all."""
+        """Record the trainer's sleep from `before` to `awake` (ns), after `taken` batches in total."""
         cseq_turns_learn(&self.t, before, awake, taken)
 
 
 @cython.final
 cdef class Ring:
-    """The cells that carry tickets, as the trainer sees them. See docs/inside/ring.md.
+    """The trainer's view of the cells that carry tickets. See docs/inside/ring.md.
 
-    One thread at a time posts, commits and cancels; any thread may call `repost`, `notify_all`, `close`,
-    `depths` and `holder`. `Feed` knows in which order tickets are delivered.
+    Only one thread at a time may post, commit and cancel. Any thread may call `repost`, `notify_all`,
+    `close`, `depths` and `holder`. `Feed` defines the delivery order of tickets.
 
     Parameters
     ----------
     memory : Memory
-        Where the ring lies: a `Mapping`, or a zeroed `Block` for threads.
+        The memory that holds the ring: a `Mapping`, or a zeroed `Block` for threads.
     capacity : int
-        Cells: the most tickets in flight or waiting; or 0, to attach to the ring that is there.
+        The number of cells and thus the limit on open tickets, or 0 to attach to an existing ring.
     batch_size : int
-        The most indices a ticket can have.
+        The maximum number of indices in a ticket.
     runners : int
-        Owners are numbered from 1 to this.
+        The number of runners. Owners are numbered from 1 to `runners`.
     calls : int
-        0 for a shared ring, where each runner claims any ticket. Otherwise a queue of one runner,
-        which claims in the order of the posts, and looks at the last `calls` cells first.
+        0 for a shared ring, where each runner claims any ticket. Otherwise the ring is a queue of one
+        runner, which claims tickets in posting order and checks the last `calls` cells first.
     at : int
-        Bytes from the beginning of the memory to the ring. The trainer sleeps at the gate of the
-        ring at 0, so it can wait for several rings in one memory (`Feed.wait`).
+        The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring at
+        offset 0, so it can wait for several rings in one memory (`Feed.wait`).
     limit : int
-        The most tickets outstanding at first; or 0, for as many as there are cells.
+        The initial limit on outstanding tickets, or 0 for the number of cells.
     threads : bool
-        The parties are threads of this process, even if others can read the memory.
+        True if all parties are threads of this process, even if other processes can read the memory.
 
     Attributes
     ----------
     limit : int
-        The most tickets outstanding.
+        The maximum number of outstanding tickets.
     kept : list or None
-        What the ticket in each cell of a queue refers to.
+        The objects that the ticket in each cell of a queue refers to.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -379,13 +379,13 @@ cdef class Ring:
         return self.r.capacity
 
     def published(self, uint32_t owner):
-        """How many tickets a runner has published, without calls."""
+        """Return the number of tickets that a runner has published, excluding calls."""
         if not 1 <= owner <= self.r.runners:
             raise IndexError(f"owner {owner} is not in [1, {self.r.runners}]")
         return cseq_load_rlx_u64(&cseq_ring_meter(self.r, owner).batches)
 
     def meters(self):
-        """The records of the trainer and each runner as bytes, laid out as `meters.METER`. Thread-safe."""
+        """Return all parties' records as bytes, trainer first, in `meters.METER` layout. Thread-safe."""
         cdef Py_ssize_t k, count = (self.r.runners + 1) * <Py_ssize_t>sizeof(cseq_meter) // 8
         cdef uint64_t* words = <uint64_t*>cseq_ring_meter(self.r, 0)
         copied = PyBytes_FromStringAndSize(NULL, 8 * count)
@@ -396,19 +396,19 @@ cdef class Ring:
 
     @property
     def closed(self):
-        """0: open; 1: closed for good; n > 1: closed to indexers numbered n and above, which leave."""
+        """0 if open, 1 if closed permanently, n > 1 if indexers numbered n and above have to exit."""
         return cseq_load_sc_u32(&self.r.closed)
 
     def set_spin(self, uint32_t ns, uint32_t crew=0):
-        """Set how many ns runners and trainer spin before they sleep, and how many runners (`crew`) take
-        turns with the trainer; see cseq_spin.h."""
+        """Set how long runners and trainer spin before they sleep (ns), and how many runners (`crew`)
+        alternate with the trainer. See cseq_spin.h."""
         cseq_ring_set_spin(self.r, ns, crew)
 
     def fit(self, uint32_t limit, uint32_t indexers):
-        """Have at most `limit` tickets outstanding and `indexers` indexers: those with higher numbers
-        leave once they have no ticket in hand. The thread that posts may call this at any time.
+        """Limit outstanding tickets to `limit` and indexers to `indexers`. Indexers with higher numbers
+        exit when they hold no ticket. The posting thread may call this at any time.
 
-        Converters are numbered after the highest possible number of an indexer.
+        Converter numbers follow the highest possible indexer number.
         """
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
@@ -418,13 +418,13 @@ cdef class Ring:
         cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
-        """The cell's room for indices, an int64 array on the ring's memory."""
+        """Return the cell's space for indices, an int64 array in the ring's memory."""
         self.at(cell)
         cdef Py_ssize_t offset = <char*>cseq_ring_indices(self.r, cell) - self.memory.data
         return self.memory.view(offset, numpy.dtype(numpy.int64), (self.r.batch_size,))
 
     def depths(self):
-        """How many tickets wait for an indexer, for a converter, and for the trainer."""
+        """Return how many tickets wait for an indexer, for a converter, and for the trainer."""
         cdef Py_ssize_t[3] depth
         cdef uint32_t c
         cdef int state
@@ -440,7 +440,7 @@ cdef class Ring:
         return depth[0], depth[1], depth[2]
 
     def holder(self, uint32_t cell):
-        """Owner of a claimed cell, and when it was claimed (ns of `now_ns`); else (0, 0)."""
+        """Return a claimed cell's owner and claim time (ns of `now_ns`), or (0, 0) if not claimed."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
         cdef int state = CSEQ_STATE(word)
@@ -449,7 +449,7 @@ cdef class Ring:
         return CSEQ_OWNER(word), cseq_load_rlx_u64(&cseq_cell_stint(c, state == CSEQ_CONVERTING).started_ns)
 
     cdef int find_vacant(self) noexcept:
-        """A free cell, or -1; in a queue, only the one to post in."""
+        """Return a free cell or -1. In a queue, consider only the next cell to post in."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
         if self.outstanding >= self.limit:
@@ -462,11 +462,11 @@ cdef class Ring:
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                      uint32_t count, uint64_t start, uint64_t seed) noexcept:
-        """Post a ticket in a free cell, whose indices are written.
+        """Post a ticket in a free cell whose indices are already written.
 
-        `start` is the position of the first sample in the order of the epoch. `seed` is for the order
-        and the generators of the batch. The runners are woken once `wake_at` tickets have gathered, and
-        whenever the trainer waits. Calls lie outside the round.
+        `start` is the position of the first sample in the epoch's order. `seed` is the seed for the
+        order and the batch's generators. The runners are woken when `wake_at` tickets have accumulated,
+        and whenever the trainer waits. Calls are outside the round.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
@@ -487,12 +487,12 @@ cdef class Ring:
             self.wake()
 
     cpdef void wake(self) noexcept:
-        """Wake the runners that sleep until there are tickets."""
+        """Wake the runners that are waiting for tickets."""
         self.unwoken = 0
         cseq_gate_notify(&self.r.gate[0])
 
     cdef uint32_t unanswered(self) noexcept:
-        """How many tickets of a queue its runner has not answered."""
+        """Return the number of tickets that a queue's runner has not answered."""
         cdef uint32_t count = 0, n = cseq_ring_round(self.r)
         while (count < self.outstanding
                and not cseq_ring_ready(self.r, (self.next_cell + n - count - 1) % n)):
@@ -500,9 +500,9 @@ cdef class Ring:
         return count
 
     def peek(self, uint32_t cell, uint64_t ticket):
-        """What the runners have answered to a ticket, as (status, slot, capacity, record).
+        """Return the runners' answer to a ticket as (status, slot, capacity, record).
 
-        None if they have not yet, () if the ticket is gone. Nothing changes.
+        Return None if there is no answer yet, and () if the ticket is gone. No state changes.
         """
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
@@ -515,7 +515,7 @@ cdef class Ring:
         return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
     cdef bint cancel_newest(self, uint32_t cell) noexcept:
-        """Cancel the newest ticket of a queue, unless it was claimed; return whether it was cancelled."""
+        """Cancel the newest ticket of a queue unless claimed. Return whether it was cancelled."""
         if not cseq_ring_cancel_newest(self.r, cell):
             return False
         self.next_cell = cell
@@ -523,9 +523,9 @@ cdef class Ring:
         return True
 
     cdef void wait(self, uint32_t seen, int cell) noexcept:
-        """Sleep until the ticket in a cell (-1: any) can be taken, or `notify_all` is called, for `PARK` at
-        most. The caller has read `cseq_ring_notices` (`seen`) before it looked for news (failures,
-        interruptions). `unwoken` is written with the run's lock held."""
+        """Sleep until the ticket in a cell (-1 for any cell) is ready, or until `notify_all`, for up to
+        `PARK`. The caller must read `cseq_ring_notices` (`seen`) before it checks for failures and
+        interruptions. `unwoken` is written with the run's lock held."""
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake
         if self.unwoken:
@@ -536,7 +536,7 @@ cdef class Ring:
         self.slept(before, awake)
 
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept:
-        """Spin until a ticket is ready, for a while; return whether it is."""
+        """Spin for a limited time until a ticket is ready. Return whether it is ready."""
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake
         cdef int ready
@@ -549,21 +549,21 @@ cdef class Ring:
         return ready
 
     def ticket(self, uint32_t cell):
-        """(epoch, batch, count) of a cell's ticket."""
+        """Return (epoch, batch, count) of a cell's ticket."""
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
     def start(self, uint32_t cell):
-        """Where a cell's ticket begins: a position in the order, or an item's number."""
+        """Return the start of a cell's ticket: a position in the order, or an item's number."""
         return self.at(cell).start
 
     def token(self, uint32_t cell):
-        """The cell's word: larger for later tickets, different in each state of a ticket, 0 in a free cell."""
+        """Return the cell's word, which is 0 if free, unique per state, and larger for later tickets."""
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
-        """What the runners wrote into a cell, until the next `offer` there: (stage that wrote last,
-        status, slot, capacity, indexer's record, converter's record)."""
+        """Return the values that the runners wrote into a cell: (last stage to write, status, slot,
+        capacity, indexer's record, converter's record). They are valid until the cell's next `offer`."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
@@ -571,14 +571,14 @@ cdef class Ring:
                 (f[0], f[1], f[2], f[3]))
 
     def held(self, uint32_t owner):
-        """Cells that `owner` has claimed."""
+        """Return the cells that `owner` has claimed."""
         cdef uint32_t c
         return [c for c in range(self.r.capacity) if self.holder(c)[0] == owner]
 
     def repost(self, uint32_t owner, uint32_t status=0):
-        """Post the tickets of `owner` again, which has certainly ended; return their cells.
+        """Repost the tickets of `owner`, which must have exited, and return their cells.
 
-        With a `status`, publish them with it instead.
+        With a `status`, publish the tickets with this status instead.
         """
         cdef uint32_t count, k
         cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)
@@ -591,9 +591,9 @@ cdef class Ring:
             PyMem_RawFree(held)
 
     def slots(self):
-        """The set of slots that published tickets lie in.
+        """Return the set of slots used by published tickets.
 
-        A slot that leaves the ring meanwhile already belongs to the trainer.
+        A slot that leaves the ring in the meantime already belongs to the trainer.
         """
         cdef uint32_t k, slot
         cdef int state
@@ -607,14 +607,14 @@ cdef class Ring:
         return published
 
     def notify_all(self):
-        """Wake the trainer, whichever cell it waits for."""
+        """Wake the trainer, regardless of which cell it waits for."""
         cseq_gate_notify_all(cseq_ring_output(self.r))
 
     def close(self):
-        """Close the ring: runners end once they find nothing to claim."""
+        """Close the ring. Runners exit when they find no ticket to claim."""
         cseq_ring_close(self.r)
 
 
 def now_ns():
-    """Nanoseconds on the monotonic clock that `Ring.holder` uses."""
+    """Return nanoseconds on the monotonic clock that `Ring.holder` uses."""
     return cseq_now_ns()

@@ -1,4 +1,4 @@
-"""The functions and structs of the headers in `include/`, for every module of the core."""
+"""Declarations from the headers in `include/`, for all modules of the core."""
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, intptr_t, uint32_t, uint64_t
@@ -239,12 +239,12 @@ cdef extern from "cseq_reuse.h":
     void cseq_reuse_count_thread(cseq_reuse* r, bint begins) noexcept
 
 
-# Without a GIL, counting a reference to another thread's object takes an atomic operation, and
-# memory that goes from core to core.
+# Without a GIL, counting a reference to another thread's object takes an atomic operation and moves
+# a cache line between cores.
 
 cdef extern from *:
     """
-    /* 1 if no other reference to an object exists, and no other thread can make one. */
+    /* Return 1 if an object has no other references and no other thread can create one. */
     static inline int cseq_is_unique(PyObject *one) {
     #ifndef Py_GIL_DISABLED
         return Py_REFCNT(one) == 1;
@@ -256,7 +256,7 @@ cdef extern from *:
             && _Py_atomic_load_ssize_relaxed(&one->ob_ref_shared) == 0;
     #endif
     }
-    /* The caller's reference becomes the result's. */
+    /* Transfer the caller's reference to the result. */
     static inline PyObject *cseq_given(PyObject *one) { return one; }
     """
     bint cseq_is_unique(PyObject* one) noexcept

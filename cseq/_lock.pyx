@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Locks and latches that outlive signal handlers; hangups; the interpreter's end."""
+"""Locks and latches that survive signal handlers; hangups; interpreter exit."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport intptr_t, uint32_t, uint64_t
@@ -15,7 +15,7 @@ from threading import current_thread
 
 cseq_wait_choose()
 
-# Frames that are left for a sampler or an iterator of keys.
+# The number of frames reserved for a sampler or an iterator of keys.
 cdef enum:
     ROOM = 100
 
@@ -34,8 +34,8 @@ cpdef int check_depth() except -1:
 
 
 cpdef bint is_deep(int depth=0) except -1:
-    """Whether the stack has `depth` frames, by default half of the limit. Then a RecursionError may be due
-    to the caller's stack, not to what it called."""
+    """Return True if the stack has at least `depth` frames, by default half the limit. A RecursionError
+    may then be caused by the caller's stack and not by the called code."""
     try:
         _getframe(depth or Py_GetRecursionLimit() // 2)
     except ValueError:
@@ -51,15 +51,14 @@ cdef uint64_t ns_of(double seconds) noexcept:
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    """A lock that its thread may acquire again, as `threading.RLock`; the core acquires it without a call
-    of Python.
+    """A reentrant lock like `threading.RLock`, which the core acquires without Python calls.
 
-    A signal handler runs before the lock is acquired, or in the middle of what it protects. There it may
-    acquire the lock again to look, must not (`refuse_mine`), or puts off what it wants (`put_off`). In
-    Python, use ``with lock.hold()``: since Python 3.14, a handler may otherwise raise between the
-    acquisition and the body, and the lock would stay acquired.
+    A signal handler runs either before the acquisition or inside the protected section. There, the
+    handler may acquire the lock again to read, may not acquire it (`refuse_mine`), or must defer its
+    operation (`put_off`). Python code must use ``with lock.hold()``. Otherwise, since Python 3.14, a
+    handler may raise between the acquisition and the body and leave the lock acquired.
 
-    In a forked process the lock is free, unless the thread that forked has it: the others are gone.
+    In a forked process, the lock is free unless the forking thread holds it: other threads are gone.
     """
 
     def __cinit__(self):
@@ -67,15 +66,15 @@ cdef class Lock:
         self.forks = forks_here[0]
 
     cdef bint has(self) noexcept:
-        """Whether this thread has the lock. A thread alone writes its number there, and clears it."""
+        """Return True if this thread has the lock. Only the thread itself sets and clears its id."""
         if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
 
     @cython.critical_section
     cdef int look_at_fork(self) noexcept:
-        """Free the lock in a forked process, once, unless the thread that forked has it. Another thread
-        may have got the number of one that is gone."""
+        """Free the lock once in a forked process, unless the forking thread holds it. A new thread may
+        have the same id as a thread that no longer exists."""
         if self.forks != forks_here[0]:
             if cseq_load_rlx_u64(&self.owner) != forker_here[0]:
                 cseq_store_rlx_u64(&self.owner, 0)
@@ -84,17 +83,17 @@ cdef class Lock:
 
     @property
     def is_mine(self):
-        """Whether this thread has the lock, and is in the middle of what it protects."""
+        """Whether this thread has the lock and is inside the protected section."""
         return bool(self.has())
 
     def hold(self, double timeout=-1):
-        """Make a `Hold`, for a ``with``."""
+        """Return a `Hold` for a ``with``."""
         cdef Hold hold = Hold.__new__(Hold)
         hold.lock, hold.timeout = self, timeout
         return hold
 
     cpdef int refuse_mine(self) except -1:
-        """Raise RuntimeError if this thread has the lock, and so is in the middle of another call."""
+        """Raise RuntimeError if this thread has the lock and is thus inside another call."""
         if self.has():
             raise RuntimeError(
                 "this thread is in the middle of another call of the same object: a signal handler, or "
@@ -104,9 +103,9 @@ cdef class Lock:
         return 0
 
     cdef bint acquire(self, double timeout) except -1:
-        """Acquire the lock within `timeout` seconds, or -1 for no limit; return whether it was acquired.
+        """Acquire the lock within `timeout` seconds (-1 for no limit). Return whether it was acquired.
 
-        Signal handlers run meanwhile; if one raises, the lock was not acquired.
+        Signal handlers run during the wait. If a handler raises, the lock is not acquired.
         """
         if not self.has():
             return self.acquire_first(timeout)
@@ -114,7 +113,7 @@ cdef class Lock:
         return True
 
     cdef bint acquire_first(self, double timeout) except -1:
-        """Acquire the lock where this thread does not have it."""
+        """Acquire the lock, which this thread does not have yet."""
         if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
             if not timeout or not self.sleep(timeout):
                 return False
@@ -122,7 +121,7 @@ cdef class Lock:
         return True
 
     cdef bint sleep(self, double timeout) except -1:
-        """Sleep until the lock is acquired, for `timeout` seconds at most; run signal handlers."""
+        """Sleep until the lock is acquired, for up to `timeout` seconds, and run signal handlers."""
         cdef uint64_t limit = ns_of(timeout), begun = cseq_now_ns(), waited = 0
         while waited < limit:
             cseq_swap_sc_u32(&self.asleep, 1)  # SYNC: sleeper seen
@@ -135,7 +134,7 @@ cdef class Lock:
         return False
 
     cdef int release(self) except -1:
-        """Release the lock, which the caller has; then make the calls that were put off until now."""
+        """Release the lock, which the caller must have. Then make the deferred calls."""
         self.depth -= 1
         if not self.depth:
             cseq_swap_sc_u64(&self.owner, 0)
@@ -144,16 +143,16 @@ cdef class Lock:
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def put_off(self, call not None):
-        """Have the thread that has the lock make a call, ``call()``, once it has released it; this thread
-        makes it at once if the lock is free."""
+        """Defer ``call()`` to the thread that has the lock, which makes the call after the release. If
+        the lock is free, this thread makes the call immediately."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
         if self.acquire(0):
             self.release()
 
     cdef int make_calls(self) except -1:
-        """Make the calls that were put off, unless this thread still has the lock. If one raises, the
-        others stay due."""
+        """Make the deferred calls, unless this thread still has the lock. If a call raises, the others
+        stay due."""
         if self.has() or not cseq_swap_sc_u32(&self.due, 0):
             return 0
         try:
@@ -173,10 +172,10 @@ cdef class Lock:
 @cython.no_gc
 @cython.freelist(8)
 cdef class Hold:
-    """Has a lock from the beginning of a ``with`` to its end.
+    """A context manager that holds a lock during a ``with``.
 
-    An exception that comes before the body drops this object, and so releases the lock. With a `timeout`,
-    the body may be entered without the lock; `has` says whether it was acquired.
+    An exception before the body drops this object and thus releases the lock. With a `timeout`, the
+    body may run without the lock. `has` is True if the lock was acquired.
     """
 
     cdef Lock lock
@@ -200,7 +199,7 @@ cdef class Hold:
 @cython.final
 @cython.no_gc
 cdef class Latch:
-    """An event that is set once, and that several threads can wait for."""
+    """A one-time event that several threads can wait for."""
 
     cdef uint32_t word
 
@@ -209,9 +208,9 @@ cdef class Latch:
         cseq_wake(&self.word, 0)
 
     def wait(self, double timeout=-1):
-        """Wait until the latch is set, for `timeout` seconds at most (-1: no limit); return whether it is.
+        """Wait up to `timeout` seconds (-1 for no limit) until the latch is set. Return whether it is.
 
-        Signal handlers run meanwhile.
+        Signal handlers run during the wait.
         """
         cdef uint64_t limit, begun
         cdef uint64_t waited = 0
@@ -231,8 +230,8 @@ cdef class Latch:
 cdef class RunState:
     """The part of a run that iterators need for every batch.
 
-    An iterator of another `generation` is void: a call for it takes nothing. The `lock` guards every
-    use of the pool but `interrupt`.
+    An iterator with another `generation` is invalid and receives nothing. The `lock` guards every use
+    of the pool except `interrupt`.
     """
 
     def __cinit__(self):
@@ -243,7 +242,7 @@ cdef class RunState:
         return cseq_load_acq_u64(&self.number)
 
     def interrupt(self):
-        """Begin the next generation and return its number; on any thread, or in a signal handler."""
+        """Start the next generation and return its number. Callable from threads and signal handlers."""
         return cseq_add_sc_u64(&self.number, 1) + 1
 
 
@@ -253,15 +252,15 @@ cdef extern from *:
     #include <unistd.h>
     #define cseq_exit _exit
     #else
-    /* _exit has each DLL clean up, which may wait for a thread that is gone. */
+    /* _exit makes each DLL clean up, which may wait for a thread that no longer exists. */
     #define cseq_exit(code) TerminateProcess(GetCurrentProcess(), (UINT)(code))
     #endif
     """
     void cseq_exit(int code) noexcept nogil
 
 def exit_on_hangup(intptr_t socket):
-    """Wait until the peer of `socket` is gone; then end this process without the interpreter. This never
-    returns, so it needs a thread of its own."""
+    """Wait until the peer of `socket` is gone, then exit this process without the interpreter. The
+    function never returns and needs a dedicated thread."""
     with nogil:
         cseq_await_hangup(socket)
         cseq_exit(1)
@@ -271,17 +270,17 @@ cdef bint ends = False
 
 
 def end_daemons():
-    """Have `rest` keep daemon threads from now on: the interpreter ends."""
+    """Make `rest` block daemon threads from now on, because the interpreter is exiting."""
     global ends
     ends = True
 
 
 cpdef int rest() except -1:
-    """Keep a daemon thread of the user's here for good once the interpreter ends; it holds no lock.
+    """Block a user's daemon thread here permanently once the interpreter exits. It holds no lock.
 
-    Python stops such a thread as soon as it wants the GIL back, until 3.13 by unwinding its stack. In the
-    destructor of a tensor, which releases the GIL, this aborts the process. A thread that rests drops
-    nothing, and prints no traceback.
+    Python stops such a thread when it tries to reacquire the GIL, up to 3.13 by unwinding its stack. In
+    a tensor's destructor, which releases the GIL, this aborts the process. A blocked thread drops no
+    objects and prints no traceback.
     """
     cdef uint32_t word = 0
     if not ends:

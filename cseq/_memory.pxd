@@ -1,4 +1,4 @@
-"""Memory that arrays are made on."""
+"""Memory for arrays."""
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -6,21 +6,21 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-# Copies of LARGE bytes or more release the GIL. LEAST bytes of a slot are committed before it is used.
-# Leaves of up to MOST_COPIED bytes are copied out of their slots, as many together as fit into this.
+# Copies of LARGE bytes or more release the GIL. LEAST bytes of a slot are committed before its use.
+# Leaves of up to MOST_COPIED bytes are copied out of their slots into shared blocks of up to this size.
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536
     LEAST = 16384
     MOST_COPIED = 65536
 
-# See `fork_depth`; and the thread that this process is a copy of.
+# The fork count (see `fork_depth`), and the id of the thread that forked this process.
 cdef uint32_t* forks_here
 cdef uint64_t* forker_here
 
 cdef extern from *:
     """
-    /* An array on memory of `owner`, which it keeps alive. Without `strides` (bytes) it has no gaps. */
+    /* Return an array on the memory of `owner`, which it keeps alive. Without `strides`, it is contiguous. */
     static inline PyObject *cseq_array_on(PyObject *owner, char *data, PyObject *dtype, int nd, npy_intp *dims,
                                           npy_intp *strides, int flags) {
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, (PyArray_Descr *)Py_NewRef(dtype), nd, dims,

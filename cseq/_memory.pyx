@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Memory that arrays are made on, private or shared."""
+"""Private or shared memory for arrays."""
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
@@ -43,8 +43,8 @@ cdef extern from *:
     #include <stdlib.h>
     #ifdef __GLIBC__
     #include <malloc.h>
-    /* In bytes. Larger blocks than CSEQ_MAPPED are mapped: zero at once, and given back at once. CSEQ_FREED
-     * stay at the end of the heap. glibc keeps up to seven freed blocks of a size that torch has aligned. */
+    /* Sizes in bytes. Blocks larger than CSEQ_MAPPED are mapped: zeroed on creation, returned when freed. Up
+     * to CSEQ_FREED stay at the end of the heap. glibc caches up to seven freed blocks per torch-aligned size. */
     enum { CSEQ_MAPPED = 32 << 20, CSEQ_FREED = 128 << 20 };
     static int cseq_keep_freed(void) {
         return mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
@@ -57,10 +57,10 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* The process has one of each: arrays that outlive everything point to them. */
+    /* One instance of each per process, because arrays that outlive all other objects refer to them. */
     static cseq_slot_allocator cseq_slot_arrays;
     static cseq_reuse cseq_reused;
-    /* Forks since the program was executed, and the thread that this process is a copy of. */
+    /* The number of forks since exec, and the id of the thread that forked this process. */
     static uint32_t cseq_forks;
     static uint64_t cseq_forker;
 
@@ -80,7 +80,7 @@ cdef extern from *:
         errno = error;
         return pid;
     }
-    /* A child is not in the middle of a ticket. */
+    /* A child process is not working on a ticket. */
     static void cseq_at_child(void) {
         cseq_slot_arrays.active = 0;
         cseq_reuse_forget(&cseq_reused);
@@ -104,24 +104,23 @@ forks_here, forker_here = &cseq_forks, &cseq_forker
 
 
 def fork_depth():
-    """How many forks lie between this process and the program that was executed.
+    """Return the number of forks between the executed program and this process.
 
-    An object that has noted the number can tell whether it is a copy in a forked process.
+    An object that has stored this number can detect that it is a copy in a forked process.
     """
     return cseq_forks
 
 
 def fork():
-    """`os.fork`, without the warning of Python 3.12 that this process has threads.
+    """Call `os.fork` without the Python 3.12 warning that this process has threads.
 
-    `warnings.catch_warnings` would set and restore the filters of all threads, and the user's threads
-    may be in one of theirs. The warning comes once the child exists: a process whose warnings are errors
-    could lose the child.
+    `warnings.catch_warnings` changes the filters of all threads, so it could interfere with user threads.
+    Python issues the warning after the fork. If warnings are errors, the process could lose the child.
 
     Raises
     ------
     OSError
-        There can be no more processes.
+        No more processes can be created.
     """
     cdef int pid, error
     sys.audit("os.fork")
@@ -139,7 +138,7 @@ SMALL = LEAST
 
 
 cdef class Memory:
-    """Bytes that arrays are made on, alive until the last of these arrays is gone.
+    """Memory for arrays, which stays alive until its last array is gone.
 
     It exports the buffer protocol (writable, format 'B').
     """
@@ -163,9 +162,9 @@ cdef class Memory:
         return 0
 
     def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape):
-        """Make an array on these bytes from `offset` on, which keeps them alive.
+        """Return an array on this memory at `offset`. The array keeps the memory alive.
 
-        `dtype` must have no Python objects in it.
+        `dtype` must not contain Python objects.
         """
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef int nd = <int>len(shape)
@@ -187,7 +186,7 @@ cdef class Memory:
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
-        """Copy bytes to `offset`; `LARGE` bytes or more without the GIL."""
+        """Copy bytes to `offset`. For `LARGE` bytes or more, release the GIL."""
         self.inside(offset, nbytes)
         CSEQ_POINT("encode")
         if nbytes < LARGE:
@@ -222,17 +221,17 @@ cdef class Block(Memory):
 
 
 def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
-    """The bytes [offset, offset + nbytes) of a memory as a `Block` of their own."""
+    """Copy the bytes [offset, offset + nbytes) of a memory into a new `Block`."""
     cdef Block block = Block(nbytes)
     source.inside(offset, nbytes)
     block.put(0, source.data + offset, nbytes)
     return block
 
 
-# -- arrays without gaps, whose bytes can be copied as they are
+# -- dense arrays, whose bytes can be copied directly
 
 cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
-    """Whether an array has no gaps and its axes in this order, the outermost first."""
+    """Return True if an array is dense with its axes in this memory order, outermost first."""
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int k
     for k in range(cnp.PyArray_NDIM(array) - 1, -1, -1):
@@ -243,10 +242,10 @@ cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
 
 
 cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
-    """Whether an array has no gaps, but does not lie in rows. `axes` is then set to the order of its axes,
-    else to the order of rows.
+    """Return True if an array is dense but not in row-major order. Set `axes` to the memory order of the
+    axes if so, otherwise to row-major order.
 
-    Strides of axes of one element count, too: they alone differ between some formats of torch.
+    Strides of single-element axes also count, because some torch formats differ only in these strides.
     """
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int nd = cnp.PyArray_NDIM(array)
@@ -276,17 +275,17 @@ cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
 
 
 def axes_of(cnp.ndarray array not None):
-    """The order of an array's axes in a slot, the outermost first, as bytes. With gaps, it is in rows."""
+    """Return an array's axis order in a slot as bytes, outermost first. With gaps, it is row-major."""
     cdef uint8_t axes[MAX_DIMS]
     is_permuted(array, axes)
     return (<char*>axes)[:cnp.PyArray_NDIM(array)]
 
 
 def flat_of(cnp.ndarray array not None):
-    """The elements of an array as they lie in memory, in one dimension, or None if there are gaps between
-    them, or a negative stride.
+    """Return an array's elements in memory order as a one-dimensional array, or None if there are gaps or
+    negative strides.
 
-    Only read the result. It says that it can be written to, since what is made of its bytes can.
+    Only read the result. It is marked as writable because objects made from its bytes are.
     """
     cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
@@ -304,7 +303,7 @@ def flat_of(cnp.ndarray array not None):
 @cython.final
 @cython.no_gc
 cdef class Loan(Memory):
-    """Another memory's first `nbytes` bytes, by default all, as an object for weak references."""
+    """The first `nbytes` bytes of another memory (by default all), with support for weak references."""
 
     cdef Memory whole
     cdef object __weakref__
@@ -319,10 +318,10 @@ cdef class Loan(Memory):
 @cython.final
 @cython.no_gc
 cdef class Mapping(Memory):
-    """A mapping of a part of a file, shared by default; unmapped when the last array on it is gone.
+    """A mapping of part of a file, shared by default and unmapped when its last array is gone.
 
-    `offset` (bytes) is a multiple of the page size. The file may be closed afterwards. With `own`, this
-    process alone sees what it writes.
+    `offset` (bytes) must be a multiple of the page size. The file may be closed afterwards. With `own`,
+    writes are visible only to this process.
     """
 
     def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):
@@ -344,10 +343,10 @@ cdef class Mapping(Memory):
 @cython.final
 @cython.no_gc
 cdef class Descriptor:
-    """A file descriptor (Windows: a handle) above 2, closed when this object is deallocated.
+    """A file descriptor (on Windows, a handle) above 2, closed when this object is deallocated.
 
-    `opener`, a function of `os`, opens it with `args`. It is called here, so that no signal handler runs
-    between the opening and the assignment.
+    `opener` is a function from `os` that is called with `args`. Calling it here prevents signal handlers
+    from running between opening and assignment.
     """
 
     cdef readonly int fd
@@ -368,8 +367,8 @@ cdef class Descriptor:
 
 
 cpdef int lift(int fd) except -1:
-    """Return a descriptor above 2, the last standard stream: `fd`, or a copy, and `fd` is closed, even if
-    there can be no more descriptors (OSError)."""
+    """Return `fd` if it is above 2 (the last standard stream), otherwise a copy above 2. The original is
+    then closed, even if no more descriptors are available (OSError)."""
     fd = cseq_lift(fd)
     if fd < 0:
         raise OSError(errno, os.strerror(errno))
@@ -377,7 +376,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """On Windows, make a section of `nbytes` zeros; return its handle, for a `Descriptor`."""
+    """On Windows, create a section of `nbytes` zeros and return its handle for a `Descriptor`."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -387,7 +386,7 @@ def section(uint64_t nbytes):
 
 
 def commit(int fd, uint64_t offset, uint64_t nbytes):
-    """Allocate the pages of a part of a file, so that writing to them cannot fail."""
+    """Allocate the pages of part of a file, so writes to them cannot fail."""
     cdef int error
     with nogil:
         error = cseq_commit(fd, offset, nbytes)
@@ -396,7 +395,7 @@ def commit(int fd, uint64_t offset, uint64_t nbytes):
 
 
 def ram():
-    """Bytes of memory of this machine, on Windows; 0 elsewhere."""
+    """Return this machine's memory size in bytes on Windows, and 0 elsewhere."""
     return cseq_ram()
 
 
@@ -405,19 +404,19 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make this process's malloc keep freed blocks of up to 32 MB, since the system clears the pages of
-    new ones; larger ones are mapped and unmapped. Return whether it does (only glibc)."""
+    """Make malloc in this process keep freed blocks of up to 32 MB, because the system clears new pages.
+    Larger blocks are mapped and unmapped. Return whether this is supported (only with glibc)."""
     return bool(cseq_keep_freed())
 
 
-# -- numpy's allocators
+# -- NumPy allocators
 
 cdef PyDataMem_Handler slot_handler, reuse_handler
 
 
 cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
                    PyDataMemAllocator allocator) except -1:
-    """Fill in a handler above numpy's own, whose allocator goes into `below`."""
+    """Fill in a handler on top of NumPy's, whose allocator is copied into `below`."""
     handler[0] = (<PyDataMem_Handler*>PyCapsule_GetPointer(numpys, "mem_handler"))[0]
     memcpy(below, &handler.allocator, sizeof(cseq_allocator))
     strcpy(handler.name, name)
@@ -426,16 +425,16 @@ cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* hand
 
 
 cdef void release_slot(void* owner) noexcept:
-    """Drop a `Mapping`: no array is left in its region."""
+    """Drop a `Mapping` whose region contains no more arrays."""
     Py_DECREF(<object>owner)
 
 
 @cython.final
 @cython.no_gc
 cdef class SlotAllocator:
-    """Makes numpy allocate the arrays of a batch in the batch's slot; see cseq_slot_allocator.h.
+    """A hook that makes NumPy allocate a batch's arrays in its slot. See cseq_slot_allocator.h.
 
-    It works in the thread and `contextvars` context that make it, until the process ends. A worker
+    It works in the thread and `contextvars` context that create it, until the process exits. A worker
     process has one.
     """
 
@@ -449,12 +448,12 @@ cdef class SlotAllocator:
 
     @property
     def count(self):
-        """How many large allocations there were since `serve`."""
+        """The number of large allocations since `serve`."""
         return cseq_slot_arrays.count
 
     @property
     def used(self):
-        """Bytes of the slot that are allocated."""
+        """The number of allocated bytes in the slot."""
         return cseq_slot_arrays.used
 
     @used.setter
@@ -463,11 +462,11 @@ cdef class SlotAllocator:
 
     @property
     def live(self):
-        """How many arrays lie in the slot."""
+        """The number of arrays in the slot."""
         return cseq_slot_arrays.slot.live
 
     def serve(self, Mapping slot not None, uint64_t nbytes):
-        """Number large allocations from now on; serve the wanted ones from this slot of `nbytes` bytes."""
+        """Start numbering large allocations, and serve wanted ones from this slot of `nbytes` bytes."""
         if cseq_slot_arrays.slot.live:
             raise RuntimeError(f"{cseq_slot_arrays.slot.live} arrays lie in the previous slot: stop first")
         if nbytes > <uint64_t>slot.size:
@@ -477,11 +476,11 @@ cdef class SlotAllocator:
         Py_INCREF(slot)
 
     def pause(self):
-        """Serve no more allocations from the slot."""
+        """Stop serving allocations from the slot until the next `serve`."""
         cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
-        """Next time, serve the allocations in which these arrays of the batch lie from the slot."""
+        """Next time, serve the allocations that contain these arrays of the batch from the slot."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
@@ -489,11 +488,11 @@ cdef class SlotAllocator:
         cseq_slot_arrays.wanted = wanted
 
     def stop(self):
-        """Serve nothing more from the slot; return how many arrays are alive in it."""
+        """Stop using the slot and return the number of live arrays in it."""
         return cseq_slot_stop(&cseq_slot_arrays)
 
     def holds(self, Mapping slot not None):
-        """Whether arrays are alive in a slot after its `stop`."""
+        """Return whether a slot still contains live arrays after its `stop`."""
         return bool(cseq_slot_holds(&cseq_slot_arrays, slot.data))
 
 
@@ -504,9 +503,9 @@ put_above(
 
 @cython.final
 cdef class Reuse:
-    """While a thread is in this context manager, its large arrays lie where freed ones lay; see cseq_reuse.h.
+    """A context manager in which the thread's large arrays reuse freed memory. See cseq_reuse.h.
 
-    The user's own handler stays, if numpy has one in this thread.
+    If the user has set a custom NumPy handler in this thread, that handler stays.
     """
 
     def __enter__(self):

@@ -1,4 +1,4 @@
-"""Runners, and what publishes their batches."""
+"""Runners, and the writers that publish their batches."""
 
 cimport cython
 cimport numpy as cnp
@@ -14,10 +14,10 @@ cdef class Runner:
     cdef readonly Ring ring
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
-    # The present ticket is in `cell`, or -1. `claim` waits for `park` ns at most. If runners take turns,
-    # this one has the number `turn`, which no other queue of the pool has; it `owes` the trainer a
-    # notification before it leaves its turn. `since` is when a ticket was last claimed or published, or
-    # when none came. `room` is for the indices of a ticket.
+    # `cell` is the current ticket's cell, or -1. `claim` waits for up to `park` ns. If runners take
+    # turns, `turn` is this runner's number, unique among the pool's queues. With `owes`, the runner has
+    # to notify the trainer before it leaves its turn. `since` is the time of the last claim, publication
+    # or unsuccessful wait. `room` holds a ticket's indices.
     cdef cseq_cell* c
     cdef cseq_meter* meter
     cdef readonly int cell

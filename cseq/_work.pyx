@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Runners, and their work: batches made, and published."""
+"""Runners and their work: making and publishing batches."""
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -18,15 +18,15 @@ cnp.import_array()
 
 cseq_wait_choose()
 
-# A thread sleeps this long before it asks for the GIL: otherwise it would get it back at once.
+# A thread sleeps this long before it requests the GIL, which it would otherwise get back immediately.
 cdef enum:
     PROBE_NS = 50000
 NO_MORE = object()
 
 
 cdef class BatchState:
-    """The part of a `context.BatchContext` that changes with every batch: the present ticket, and its
-    random generator once it was asked for; or None."""
+    """The part of a `context.BatchContext` that changes with every batch: the current ticket, and its
+    random generator, which is None until it is requested."""
 
     cdef public object ticket
     cdef public object drawn
@@ -34,8 +34,8 @@ cdef class BatchState:
 
 cdef extern from *:
     """
-    /* 1 if an array is as PyArray_EMPTY makes it. Its user may have set its type, shape or flags, or have
-     * a weak reference to it. */
+    /* Return 1 if an array is as PyArray_EMPTY made it. User code may have changed its type, shape or
+     * flags, or may have a weak reference to it. */
     static int cseq_is_fresh(PyArrayObject *one, npy_intp n) {
         const PyArrayObject_fields *f = (PyArrayObject_fields *)one;
         return f->nd == 1 && f->dimensions[0] == n && PyArray_ISCARRAY(one)
@@ -51,10 +51,10 @@ cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)
 
 @cython.final
 cdef class Runner:
-    """A runner's end of the ring: it claims a ticket of its stage, and publishes it.
+    """A runner's side of the ring, which claims and publishes tickets of one stage.
 
-    The `stage` is 0 for indexers, 1 for converters. `owner` is the runner's number, from 1. The `last`
-    stage publishes to the output.
+    `stage` is 0 for indexers and 1 for converters. `owner` is the runner's number, starting from 1. The
+    `last` stage publishes to the output.
     """
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
@@ -76,8 +76,8 @@ cdef class Runner:
         cseq_meter_renew(self.meter)
 
     def claim(self):
-        """Claim a ticket. Return True if it was claimed, False if none came within `park` ns, or None if
-        the ring is closed."""
+        """Claim a ticket. Return True on success, False if no ticket arrived within `park` ns, or None
+        if the ring is closed."""
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
@@ -99,7 +99,7 @@ cdef class Runner:
         return True
 
     cdef void pause(self) noexcept nogil:
-        """Leave the turn, and notify the trainer."""
+        """Leave the turn, and notify the trainer if a notification is owed."""
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
@@ -109,7 +109,7 @@ cdef class Runner:
         return self
 
     def __next__(self):
-        """`claim`, with the time at which the last ticket ended; stop where the ring is closed."""
+        """`claim` a ticket, reusing the end time of the last ticket. Stop when the ring is closed."""
         if (self.since and self.since - self.meter.polled_ns < CSEQ_POLL
                 and self.claim_at_once(self.since)):
             return True
@@ -119,7 +119,7 @@ cdef class Runner:
         return claimed
 
     cdef void hold(self, int cell, uint64_t now) noexcept:
-        """Begin the ticket in a cell that was claimed."""
+        """Start the ticket in a claimed cell."""
         self.cell = cell
         self.c = cseq_ring_cell(self.r, cell)
         self.since = now
@@ -127,7 +127,7 @@ cdef class Runner:
         cseq_store_rlx_u64(&self.meter.since_ns, now)
 
     cdef bint claim_at_once(self, uint64_t now) noexcept:
-        """Claim a ticket, at this time, if there is one; the runner has none in hand."""
+        """Claim an available ticket with this time, if there is one. The runner must hold no ticket."""
         cdef int cell = CSEQ_NONE
         if not cseq_ring_leaves(self.r, self.stage, self.owner):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
@@ -137,13 +137,13 @@ cdef class Runner:
         return True
 
     cdef void repost(self) noexcept:
-        """Post the ticket in hand again: its batch was interrupted, and has to be made again."""
+        """Repost the current ticket, whose batch was interrupted and must be remade."""
         cdef uint32_t cell
         self.cell = -1
         cseq_ring_repost(self.r, self.owner, &cell, 0)
 
     cdef void poll(self) noexcept:
-        """Read what the system has counted, and measure how long a thread waits for the GIL."""
+        """Read the system's counters, and measure how long a thread waits for the GIL."""
         cdef uint32_t word = 0
         cdef uint64_t awake
         cdef bint shared = self.r.gate[0].shared
@@ -156,7 +156,7 @@ cdef class Runner:
 
     @property
     def seed(self):
-        """The seed of the epoch's order and of the generators."""
+        """The seed for the epoch's order and the generators."""
         return self.held().seed
 
     @property
@@ -165,12 +165,12 @@ cdef class Runner:
 
     @property
     def batch(self):
-        """The batch's number within the epoch."""
+        """The batch number within the epoch."""
         return self.held().batch
 
     @property
     def start(self):
-        """The position of the first sample in the order of the epoch."""
+        """The position of the first sample in the epoch's order."""
         return self.held().start
 
     @property
@@ -183,15 +183,15 @@ cdef class Runner:
 
     @property
     def record(self):
-        """The record of the stage before."""
+        """The record of the previous stage."""
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3]
 
     cpdef object indices(self):
-        """The batch's indices, in an int64 array that nothing else refers to.
+        """Return the batch's indices in an int64 array with no other references.
 
-        This is the last ticket's array again if that is small and nothing refers to it. A large one may
-        lie in the batch's slot (cseq_slot_allocator.h).
+        A small array from the last ticket is reused if nothing refers to it. A large array may be in the
+        batch's slot (cseq_slot_allocator.h).
         """
         cdef cnp.npy_intp n = self.held().count
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
@@ -205,7 +205,7 @@ cdef class Runner:
         return array
 
     def parts(self):
-        """The number of indices of each unit of the batch, as an int64 array."""
+        """Return the number of indices in each unit of the batch, as an int64 array."""
         cdef cseq_cell* c = self.held()
         cdef int64_t* sizes = cseq_ring_indices(self.r, <uint32_t>self.cell) + c.count
         return numpy.array([sizes[k] for k in range(c.parts)] if c.parts else [1] * c.count, numpy.int64)
@@ -216,14 +216,14 @@ cdef class Runner:
         Parameters
         ----------
         status : int
-            0 for a batch; any other status goes straight to the output.
+            0 for a batch. Any other status goes directly to the output.
         record : tuple of int
-            Where in the slot the batch lies: at most `FIELDS` numbers of bytes, whose sum is the
+            The location of the batch in the slot: up to `FIELDS` sizes in bytes, whose sum is the
             size of the batch.
         capacity : int
-            Bytes of the slot that are committed now.
+            The number of bytes of the slot that are now committed.
         slot : int
-            The slot that an indexer has written to, which now belongs to the ticket; or -1.
+            The slot that an indexer has written to, which now belongs to the ticket, or -1.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -238,7 +238,7 @@ cdef class Runner:
         self.deliver(c, status)
 
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the ticket, with slot and record written."""
+        """Publish the ticket, whose slot and record are already written."""
         cdef uint32_t cell = <uint32_t>self.cell
         cdef bint later = self.turns and cseq_turns_has(self.turns, self.turn)
         c.status = status
@@ -251,31 +251,31 @@ cdef class Runner:
 
 
 cdef class BatchWriter:
-    """Publishes a runner's batches. If these are written into slots, arrays may be made in its `room`."""
+    """A writer that publishes a runner's batches. If it uses slots, arrays may be created in its `room`."""
 
     room = None
 
     cdef int open_ticket(self) except -1:
-        """Prepare for the present ticket."""
+        """Prepare for the current ticket."""
         return 0
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write a batch and publish its ticket, if C can do this; return whether it did."""
+        """Write a batch and publish its ticket if this is possible in C. Return whether it was done."""
         return False
 
     def begin_ticket(self):
-        """Prepare for the present ticket."""
+        """Prepare for the current ticket."""
         self.open_ticket()
 
     def cast_to(self, dtype):
-        """Set the type that numbers become as they are written, or None to keep theirs."""
+        """Set the type to convert numbers to when they are written, or None to keep their type."""
 
     def write(self, Runner runner not None, batch):
-        """Write a batch; return where it lies, for `publish`."""
+        """Write a batch and return its location for `publish`."""
         raise NotImplementedError
 
     def publish(self, Runner runner not None, record):
-        """Publish the ticket; the caller holds no reference to the batch any more."""
+        """Publish the ticket. The caller must no longer hold a reference to the batch."""
         raise NotImplementedError
 
     def fail(self, Runner runner not None, error, uint32_t status=1):
@@ -283,17 +283,17 @@ cdef class BatchWriter:
         raise NotImplementedError
 
     def end_items(self, Runner runner not None):
-        """Publish the ticket empty: nothing more follows in this queue."""
+        """Publish an empty ticket, which marks the end of this queue."""
         raise NotImplementedError
 
 
 cdef class Work:
-    """What a runner does with its tickets: it makes what each asks for, and publishes it.
+    """A runner's work on its tickets: it makes and publishes the result for each ticket.
 
-    A subclass in Python has three methods. ``answer(runner)`` makes it, or returns `NO_MORE` if neither
-    this ticket nor those after it get anything. ``fail(runner, error)`` publishes an exception.
-    ``end_copy(error)`` ends a process that the user's code has forked, which has no part in the ring; its
-    number of forks is no longer `depth`.
+    A Python subclass has three methods. ``answer(runner)`` makes the result, or returns `NO_MORE` if
+    this ticket and all later ones have no result. ``fail(runner, error)`` publishes an exception.
+    ``end_copy(error)`` exits a process that user code has forked, which does not take part in the ring
+    and whose fork count differs from `depth`.
     """
 
     cdef readonly BatchWriter batch_writer
@@ -304,14 +304,14 @@ cdef class Work:
         self.depth = forks_here[0]
 
     cdef object make_batch(self, Runner runner):
-        """Make what the present ticket asks for."""
+        """Make the result for the current ticket."""
         return self.answer(runner)
 
     cpdef int work(self, Runner runner) except -1:
-        """Make what the present ticket asks for, and publish it, or the exception raised.
+        """Make and publish the result for the current ticket, or publish the exception raised.
 
-        SystemExit, too, is the user's to see. No reference to the batch is left at `publish`, which
-        checks whether the user's code has kept arrays in the slot.
+        SystemExit is also reported to the user. No reference to the batch may remain at `publish`,
+        which checks whether user code has kept arrays in the slot.
         """
         try:
             batch = self.make_batch(runner)
@@ -332,10 +332,10 @@ cdef class Work:
 
 
 cdef class BatchMaker(Work):
-    """The part of `indexer.Indexing` that is in C: it makes batches.
+    """The C part of `indexer.Indexing`, which makes batches.
 
-    This thread has entered the context `batch_state`. `convert` is applied to every batch, and `seeds`
-    seeds the global generators for it.
+    `batch_state` is the context that this thread has entered. `convert` is applied to every batch, and
+    `seeds` seeds the global generators before it.
     """
 
     cdef public object indexer
@@ -349,7 +349,7 @@ cdef class BatchMaker(Work):
         self.convert, self.seeds = convert, seeds
 
     cdef bint is_to_repeat(self) except -1:
-        """Whether this batch has imported a generator's module, and may have drawn from it."""
+        """Return True if this batch imported a generator's module and may have drawn from it."""
         return forks_here[0] == self.depth and self.seeds.has_new()
 
     cdef object make_batch(self, Runner runner):
@@ -361,8 +361,8 @@ cdef class BatchMaker(Work):
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
-        """Call the indexer; once more if it has imported a generator's module just now. The first call
-        changes `self.indexer`."""
+        """Call the indexer, and repeat the call if it has just imported a generator's module. The first
+        call changes `self.indexer`."""
         indexer = self.indexer
         if self.seeds is None: return indexer[runner.indices()]
         self.seeds.seed_present()
@@ -379,11 +379,11 @@ cdef class BatchMaker(Work):
         return self.indexer[runner.indices()]
 
     def make_here(self, Runner runner not None, here):
-        """Claim a ticket, if there is one, and work on it on the trainer's own thread, in test mode.
+        """Claim a ticket, if available, and process it on the trainer's thread, in test mode.
 
-        If `fail` raises, the ticket stays posted, and its batch is made again. A signal handler may raise
-        at any point: before the claim, or in `restore`, perhaps before that has done anything. `here` has
-        this thread's context.
+        If `fail` raises, the ticket stays posted and its batch is remade. A signal handler may raise at
+        any point, including before the claim and at the very start of `restore`. `here` holds this
+        thread's context.
         """
         if runner.cell >= 0:
             raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "

@@ -1,4 +1,4 @@
-/* numpy's PyDataMemAllocator (NEP 49), without numpy's headers. */
+/* NumPy's PyDataMemAllocator (NEP 49), independent of the NumPy headers. */
 #ifndef CSEQ_ALLOCATOR_H
 #define CSEQ_ALLOCATOR_H
 

@@ -1,9 +1,9 @@
-/* Atomic words with named memory orders: GCC/Clang builtins, or MSVC intrinsics.
+/* Atomic words with named memory orders, based on GCC/Clang builtins or MSVC intrinsics.
  *
- * `acq`, `rel`, `rlx` and `sc` are acquire, release, relaxed and sequentially consistent. A
- * store-load pattern ("I publish, then look whether you sleep" against "I say that I sleep, then
- * look whether you published") needs `sc` on all four accesses; everything else gets by with
- * acquire and release. There are no stand-alone fences: ThreadSanitizer does not model them.
+ * `acq`, `rel`, `rlx` and `sc` stand for acquire, release, relaxed and sequentially consistent. A
+ * store-load pattern ("publish, then check for a sleeper" versus "announce a sleep, then check for a
+ * publication") needs `sc` on all four accesses. Acquire and release suffice for everything else.
+ * There are no stand-alone fences because ThreadSanitizer does not model them.
  */
 #ifndef CSEQ_ATOMIC_H
 #define CSEQ_ATOMIC_H
@@ -37,9 +37,9 @@
 
 #define CSEQ_INLINE static __forceinline
 
-/* With /volatile:ms, a volatile read is an acquire and a volatile write a release. Interlocked
- * operations are full barriers, and all sequentially consistent writes are interlocked, so an acquire is
- * as good as a sequentially consistent read. (An interlocked read would take the line from its writer.) */
+/* With /volatile:ms, volatile reads acquire and volatile writes release. Interlocked operations are full
+ * barriers. All sequentially consistent writes are interlocked, so an acquire suffices for a sequentially
+ * consistent read. (An interlocked read would take the cache line away from its writer.) */
 #define CSEQ_MSVC_ATOMIC_OF(T, S, I, SUFFIX)                                                  \
     CSEQ_INLINE T cseq_load_rlx_##S(const T *p) { return *(const volatile T *)p; }            \
     CSEQ_INLINE T cseq_load_acq_##S(const T *p) { return *(const volatile T *)p; }            \
@@ -67,8 +67,8 @@
 CSEQ_ATOMIC_OF(uint32_t, u32)
 CSEQ_ATOMIC_OF(uint64_t, u64)
 
-/* Add to a counter that one thread at a time writes. Any thread reads it (`cseq_load_rlx_u64`), perhaps
- * an older value. */
+/* Add to a counter that only one thread at a time writes. Any thread may read it (`cseq_load_rlx_u64`),
+ * but may see an older value. */
 CSEQ_INLINE void cseq_count_u64(uint64_t *p, uint64_t more) {
     cseq_store_rlx_u64(p, cseq_load_rlx_u64(p) + more);
 }

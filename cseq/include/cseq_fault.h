@@ -1,12 +1,12 @@
-/* Fault points, for tests of deaths: in a debug build, CSEQ_FAULT=point:n kills a worker process at its
- * n-th pass of a point, and CSEQ_FAULT=point:n:worker only the worker of that number.
+/* Fault points for testing process deaths. In a debug build, CSEQ_FAULT=point:n kills a worker process
+ * at its n-th pass of a point. CSEQ_FAULT=point:n:worker kills only the worker with that number.
  *
- * Include this before cseq_ring.h. A release build has no fault points.
+ * Include this header before cseq_ring.h. A release build has no fault points.
  */
 #ifndef CSEQ_FAULT_H
 #define CSEQ_FAULT_H
 
-/* 1: memory that is no longer in use is overwritten. */
+/* If 1, memory that is no longer in use is overwritten. */
 #ifdef CSEQ_DEBUG
 #define CSEQ_POISON 1
 #else
@@ -20,8 +20,8 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Passes until death, or -1 before the environment was read. Only workers die, which have their number in
- * CSEQ_WORKER; the trainer passes these points, too. */
+/* The number of passes until death, or -1 before the environment is read. Only workers die, which have
+ * their number in CSEQ_WORKER. The trainer also passes these points. */
 static long cseq_fault_left = -1;
 static char cseq_fault_name[32];
 

@@ -1,12 +1,12 @@
-/* The order of an epoch without a table: the algorithm "feistel-v1" of docs/inside/shuffle.md.
+/* An epoch's order without a table: the algorithm "feistel-v1" of docs/inside/shuffle.md.
  *
- * A keyed bijection on n values maps a position to its sample: eight rounds of a Feistel network over the
- * digits of the position in a grid of a rows and b columns, a * b >= n. A value of n or more goes through
- * the rounds again, until it is smaller: the grid has fewer than a such values.
+ * A keyed bijection on n values maps a position to its sample. It has eight rounds of a Feistel network
+ * over the digits of the position in a grid with a rows and b columns, where a * b >= n. A value >= n
+ * repeats the rounds until the result is below n; the grid has fewer than a such values.
  *
- * There is no memory and no state, and any position can be asked for. CSEQ_LANES positions go through a
- * round together, so that their multiplications overlap. The rounds are not unrolled, so their words stay
- * in registers. With fewer than CSEQ_FEISTEL_LEAST samples, the keys of a network would have too few bits.
+ * The algorithm uses no memory and no state, and any position can be computed. CSEQ_LANES positions go
+ * through a round together, so their multiplications overlap. Rounds are not unrolled, so their words stay
+ * in registers. With fewer than CSEQ_FEISTEL_LEAST samples, the network's keys would have too few bits.
  */
 #ifndef CSEQ_FEISTEL_H
 #define CSEQ_FEISTEL_H
@@ -20,7 +20,7 @@ enum {
 };
 #define CSEQ_FEISTEL_LEAST 65536
 
-/* A network over n samples, in a rows and b columns, with the keys x and m of each round. */
+/* A network for n samples with a rows, b columns, and the keys x and m of each round. */
 typedef struct {
     uint64_t n, a, b;
     uint64_t x[CSEQ_ROUNDS], m[CSEQ_ROUNDS];
@@ -28,7 +28,7 @@ typedef struct {
 
 #define CSEQ_NO_KEY UINT64_MAX
 
-/* The first `count` words of (seed, epoch, purpose), and of `key` if it is not CSEQ_NO_KEY. */
+/* Derive the first `count` words for (seed, epoch, purpose), and for `key` unless it is CSEQ_NO_KEY. */
 static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key,
                                      uint64_t *words, size_t count)
 {
@@ -36,7 +36,7 @@ static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t pur
     cseq_words(key == CSEQ_NO_KEY ? z : cseq_mix(z ^ key), words, count);
 }
 
-/* Fold words into `z`, in their order: a fingerprint. */
+/* Fold words into `z` in order, and return the fingerprint. */
 static inline uint64_t cseq_fold(uint64_t z, const uint64_t *words, size_t count)
 {
     for (size_t k = 0; k < count; k++)
@@ -44,7 +44,7 @@ static inline uint64_t cseq_fold(uint64_t z, const uint64_t *words, size_t count
     return z;
 }
 
-/* ceil(sqrt(n)), for n >= 1. */
+/* Return ceil(sqrt(n)) for n >= 1. */
 static inline uint64_t cseq_ceil_sqrt(uint64_t n)
 {
     uint64_t low = 1, high = UINT64_C(1) << 32;
@@ -58,7 +58,7 @@ static inline uint64_t cseq_ceil_sqrt(uint64_t n)
     return low;
 }
 
-/* n is in [1, 2^63]; there are 2 * CSEQ_ROUNDS words. */
+/* Initialize a network. n is in [1, 2^63], and `words` has 2 * CSEQ_ROUNDS words. */
 static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t *words)
 {
     f->n = n;
@@ -70,7 +70,7 @@ static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t
     }
 }
 
-/* A number below `range` from a digit, in round i. */
+/* Return the number below `range` for a digit in round i. */
 CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint64_t digit,
                                               uint64_t range)
 {
@@ -78,7 +78,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint
     return cseq_multiply(low ^ high, range, &low);
 }
 
-/* All rounds, for the rows and columns of some positions, which change in place. */
+/* Apply all rounds in place to the rows and columns of several positions. */
 CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row, uint64_t *column,
                                            int lanes)
 {
@@ -94,7 +94,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row,
     }
 }
 
-/* The sample that a value leads to, while values of n or more go through the rounds again. */
+/* Return the sample for a value. Values >= n repeat the rounds. */
 static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
 {
     while (value >= f->n) {
@@ -105,7 +105,7 @@ static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
     return value;
 }
 
-/* The samples of the positions with these rows and columns. */
+/* Write the samples of the positions with these rows and columns. */
 CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows, uint64_t *columns,
                                           int lanes, int64_t *out)
 {
@@ -114,7 +114,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows,
         out[k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
 }
 
-/* The samples at positions below n; `out` may be `positions`. */
+/* Write the samples at the given positions, which are below n. `out` may be equal to `positions`. */
 static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *positions, uint64_t count,
                                        int64_t *out)
 {
@@ -129,7 +129,7 @@ static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *pos
     }
 }
 
-/* The samples at positions start .. start+count-1, which are below n, with one division for all. */
+/* Write the samples at positions start .. start+count-1, all below n, with a single division. */
 static inline void cseq_feistel_range(const cseq_feistel *f, uint64_t start, uint64_t count,
                                      int64_t *out)
 {

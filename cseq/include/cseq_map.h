@@ -1,10 +1,10 @@
-/* Mappings of a file, and pages committed before they are written.
+/* File mappings, and commitment of pages before they are written.
  *
- * A sparse file's pages are allocated on first touch, which is a SIGBUS if there is no room.
- * `cseq_commit` allocates them beforehand, where a lack of room is an error code.
+ * A sparse file's pages are allocated on first touch, which raises SIGBUS if memory is exhausted.
+ * `cseq_commit` allocates pages in advance and returns an error code instead.
  *
- * On Windows, `fd` is the handle of a section (handles have 32 significant bits), whose pages must be
- * committed before they are read, too.
+ * On Windows, `fd` is a section handle (handles have 32 significant bits). The pages of a section must
+ * also be committed before they are read.
  */
 #ifndef CSEQ_MAP_H
 #define CSEQ_MAP_H
@@ -39,7 +39,7 @@
 #define CSEQ_HIGH(n) ((DWORD)((n) >> 32))
 #endif
 
-/* Windows: the handle of a section of `nbytes` zeros, which take no memory yet; or -1 with errno set. */
+/* On Windows, return a handle of a section of `nbytes` zeros, without memory yet, or -1 with errno set. */
 CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #if defined(_WIN32)
     HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, 0, PAGE_READWRITE | SEC_RESERVE,
@@ -53,7 +53,7 @@ CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #endif
 }
 
-/* Address of a mapping, or NULL with errno set. With `own`, this process alone sees what it writes. */
+/* Return a mapping's address, or NULL with errno set. With `own`, writes are private to this process. */
 CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #if defined(_WIN32)
     void *p = MapViewOfFile(CSEQ_HANDLE(fd), own ? FILE_MAP_COPY : FILE_MAP_ALL_ACCESS,
@@ -67,7 +67,7 @@ CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #endif
 }
 
-/* Windows: bytes of memory of this machine, or 0 if that is unknown. Elsewhere: 0; see sysconf. */
+/* On Windows, return this machine's memory size in bytes, or 0 if unknown. Elsewhere, 0 (see sysconf). */
 CSEQ_INLINE uint64_t cseq_ram(void) {
 #if defined(_WIN32)
     MEMORYSTATUSEX status;
@@ -95,9 +95,9 @@ CSEQ_INLINE void cseq_close(int fd) {
 #endif
 }
 
-/* Return a descriptor above the standard streams: `fd`, or a copy, and `fd` is closed; or -1 with errno
- * set, and `fd` is closed. A process may have closed a standard stream; what a library in C prints would
- * be written to a descriptor with its number. */
+/* Return `fd` if it is above the standard streams. Otherwise, close `fd` and return a copy above them, or
+ * -1 with errno set. If a process has closed a standard stream, C libraries would print to a descriptor
+ * that reuses the stream's number. */
 CSEQ_INLINE int cseq_lift(int fd) {
 #if defined(_WIN32)
     return fd;
@@ -113,7 +113,7 @@ CSEQ_INLINE int cseq_lift(int fd) {
 }
 
 #if !defined(_WIN32)
-/* Write zeros, the content of what is not committed yet. Return 0, or an errno. */
+/* Write zeros, which are the contents of pages not committed yet. Return 0 or an errno. */
 CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
     static const char zeros[1 << 16];
     while (nbytes > 0) {
@@ -128,11 +128,11 @@ CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
 }
 #endif
 
-/* Allocate the pages of [offset, offset + nbytes). Return 0, or an errno.
+/* Allocate the pages of [offset, offset + nbytes). Return 0 or an errno.
  *
- * On Windows, a view begins at a multiple of 64 KiB; a page committed in one view is committed in all, in
- * all processes, while the section exists. On macOS, F_PREALLOCATE fills no holes, and zeros must not fill
- * the disk. */
+ * On Windows, a view starts at a multiple of 64 KiB. A page committed in one view is committed in all
+ * views of all processes while the section exists. On macOS, F_PREALLOCATE does not fill holes, and
+ * writing zeros must not fill the disk. */
 CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(_WIN32)
     uint64_t begin = offset & ~(uint64_t)0xffff;
@@ -162,8 +162,8 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
-/* Give the pages of [offset, offset + nbytes) back; they read as zeros, and must be committed before
- * they are written again. Return 0, or an errno, and then nothing was given back. */
+/* Release the pages of [offset, offset + nbytes), which then read as zeros and must be committed before
+ * they are written again. Return 0, or an errno if nothing was released. */
 CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(__linux__)
     int error;
@@ -178,7 +178,7 @@ CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
-/* Block until the peer of a socket is gone, without the interpreter. Another thread reads the messages. */
+/* Block without the interpreter until a socket's peer is gone. Another thread reads the messages. */
 CSEQ_INLINE void cseq_await_hangup(intptr_t socket) {
     char byte;
     for (;;) {

@@ -1,14 +1,14 @@
-/* Meters: what each party of a ring has done, and what time that took.
+/* Meters that record the work of each party of a ring and the time it took.
  *
- * The trainer and each runner have a record in the ring's memory, alike for processes, threads and
- * streams. Only the party writes its record, by relaxed stores. Readers take what they see: each number is
- * valid alone, and none is used as a pointer or an index. A runner that dies leaves what it has counted,
- * and the next one with its number goes on from there.
+ * The trainer and each runner have a record in the ring's memory, in the same format for processes,
+ * threads and streams. Only the party itself writes its record, with relaxed stores. Each number that a
+ * reader sees is valid on its own, and none is used as a pointer or an index. The counts of a dead runner
+ * remain, and the next runner with its number continues from them.
  *
  *                trainer                                     runner
- *   work         the loop's own time between two batches     claim to publish, of each ticket
- *   wait         what the loop waited for a batch            each sleep without a ticket
- *   gil          after a sleep: until it has the GIL again   once in CSEQ_POLL: if it asks for the GIL
+ *   work         the loop's own time between two batches     from claim to publish of each ticket
+ *   wait         the loop's waiting time for a batch         each sleep without a ticket
+ *   gil          from waking up until it has the GIL again   wait for the GIL, once per CSEQ_POLL
  */
 #ifndef CSEQ_METER_H
 #define CSEQ_METER_H
@@ -29,11 +29,10 @@
 #include <time.h>
 #endif
 
-/* Four an octave, from 64 ns to 73 minutes. */
+/* Four buckets per octave, from 64 ns to 73 minutes. */
 #define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
-/* ns between two polls of what the system has counted; and between two readings, which take some
- * microseconds each. */
+/* The ns between two polls of the system's counters, and between two readings, which take some us. */
 #define CSEQ_POLL 100000000u
 #define CSEQ_READ_GAP 1000000u
 
@@ -43,25 +42,26 @@ typedef struct {
     char pad[56];
 } cseq_histogram;
 
-/* A ticket and how long it took; `ns` is 0 if there is none. */
+/* A ticket and its duration. `ns` is 0 if there is none. */
 typedef struct {
     uint64_t ns, epoch, batch;
 } cseq_slow;
 
-/* `batches`: published by a runner; taken by the trainer, without errors. `samples` and `nbytes` of these,
- * and `epochs` that began after the first batch, are the trainer's alone; `slowest` is a runner's.
+/* `batches` counts those that a runner published, or that the trainer received without errors. Only the
+ * trainer has `samples` and `nbytes` of its batches, and `epochs`, which counts epochs started after the
+ * first batch. Only runners have `slowest`.
  *
- * `since_ns`: when the present step or ticket began, or 0. `waited_ns`: how long this step slept, which
- * `wait` does not have yet. `asleep_ns`: when the present sleep began, or 0.
+ * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time slept in this
+ * step, not yet in `wait`. `asleep_ns` is the start of the current sleep, or 0.
  *
- * `start_ns`: what the loop waited for its first batch, which `wait` leaves out. `first_ns`: when it took
- * that batch; in a runner's record, what `work` had then, written by the trainer. Parts of `wait` are
- * `behind_ns`, waits at whose end half of the other tickets were ready, and `early_ns`, waits for the
- * first batches of an epoch, one for each runner.
+ * `start_ns` is the loop's wait for its first batch, which `wait` excludes. `first_ns` is the arrival
+ * time of that batch. In a runner's record, it is the sum of `work` at that time, written by the trainer.
+ * `wait` includes `behind_ns`, waits after which half of the other tickets were ready, and `early_ns`,
+ * waits for the first batches of an epoch, one batch per runner.
  *
- * `cpu_ns`: what the party has computed. `queued_ns`: what its thread has waited for a core. `polled_ns`:
- * when that was polled last, or 0. `read_ns`, `cpu_seen`, `queued_seen`: the last reading. `thread`: the
- * system's number of the thread, or of the process. */
+ * `cpu_ns` is the party's CPU time. `queued_ns` is its thread's wait for a core. `polled_ns` is the time
+ * of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the last reading. `thread` is the
+ * system's id of the thread or process. */
 typedef struct {
     uint64_t batches, samples, nbytes;
     uint64_t since_ns, waited_ns, asleep_ns;
@@ -99,7 +99,7 @@ CSEQ_INLINE void cseq_histogram_add(cseq_histogram *h, uint64_t ns) {
 
 /* ── a runner ─────────────────────────────────────────────────────────────────────────── */
 
-/* A ticket took `ns`. `slowest` is in order; the `ns` of an entry is 0 while its other words change. */
+/* Record a ticket that took `ns`. `slowest` is sorted. An entry's `ns` is 0 while the entry changes. */
 CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, uint64_t batch) {
     cseq_histogram_add(&m->work, ns);
     cseq_count_u64(&m->batches, 1);
@@ -117,7 +117,7 @@ CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, u
     cseq_store_rel_u64(&m->slowest[k].ns, ns);
 }
 
-/* A runner goes on with the record of one that has ended. */
+/* Prepare the record of a runner that has exited for its successor. */
 CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
     cseq_store_rlx_u64(&m->since_ns, 0);
     cseq_store_rlx_u64(&m->polled_ns, 0);
@@ -125,7 +125,7 @@ CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
 
 /* ── the trainer ──────────────────────────────────────────────────────────────────────── */
 
-/* The clock of an epoch runs from here. What the loop waits before its very first batch is the start. */
+/* Start an epoch's clock. The loop's wait before its very first batch is the startup time. */
 CSEQ_INLINE void cseq_meter_start_epoch(cseq_meter *m, uint64_t now) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns);
     if (cseq_load_rlx_u64(&m->first_ns)) {
@@ -135,13 +135,13 @@ CSEQ_INLINE void cseq_meter_start_epoch(cseq_meter *m, uint64_t now) {
     cseq_store_rlx_u64(&m->since_ns, now);
 }
 
-/* The trainer has waited from `before` to `now`. */
+/* Record that the trainer waited from `before` to `now`. */
 CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) {
     cseq_count_u64(&m->waited_ns, now - before);
     cseq_store_rlx_u64(&m->asleep_ns, 0);
 }
 
-/* The loop's step after a batch is over; return how long it waited. `first`: the epoch had no batch yet. */
+/* End the loop's step after a batch and return how long it waited. `first`: the epoch had no batch yet. */
 CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns), waited = cseq_load_rlx_u64(&m->waited_ns);
     const uint64_t took = now - since, step = since && took > waited ? took - waited : 0;
@@ -154,10 +154,10 @@ CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
     return waited;
 }
 
-/* ── what the system has counted ──────────────────────────────────────────────────────── */
+/* ── system counters ──────────────────────────────────────────────────────────────────── */
 
-/* What the calling thread has waited for a core, in ns; 0 where the system does not say. The file has
- * three numbers: the time computed, the time waited, and how often the thread ran. */
+/* Return how long the calling thread has waited for a core in ns, or 0 if unknown. The file has three
+ * numbers: the time on a core, the time waited, and the number of time slices. */
 CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     uint64_t queued = 0;
 #if defined(__linux__)
@@ -174,8 +174,8 @@ CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     return queued;
 }
 
-/* Read what the calling thread (`whole`: its process) has computed, and what the thread has waited for a
- * core. `counts`: add what came since the last reading; the first one of a record or thread adds nothing. */
+/* Read the CPU time of the calling thread (`whole`: of its process) and the thread's wait for a core. With
+ * `counts`, add the increase since the last reading, if the record has one by the same thread. */
 CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, int counts) {
     uint64_t cpu = 0, queued, thread = 0;
     if (m->polled_ns && now - m->read_ns < CSEQ_READ_GAP) return;
@@ -200,7 +200,7 @@ CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, 
     cseq_store_rlx_u64(&m->queued_seen, queued);
 }
 
-/* Read, and note when: this is a poll. Readings in between do not put a poll off. */
+/* Read the counters and record the time of this poll. Readings between polls do not delay a poll. */
 CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole, int counts) {
     cseq_meter_read_system(m, now, whole, counts);
     cseq_store_rlx_u64(&m->polled_ns, now);

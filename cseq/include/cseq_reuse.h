@@ -1,16 +1,16 @@
-/* Memory of large arrays of worker threads, used again once the loop has dropped them.
+/* Reuse of the memory of worker threads' large arrays after the loop has dropped them.
  *
- * malloc unmaps freed blocks, or trims its heap, and the system clears the pages of every new one. A
- * thread can replace numpy's data allocator (NEP 49). Here freed blocks are kept for later arrays of
- * their size, the warmest first.
+ * malloc unmaps freed blocks or trims its heap, and the system clears the pages of every new block. A
+ * thread can replace NumPy's data allocator (NEP 49). This allocator keeps freed blocks for later arrays
+ * of the same size, most recently freed first.
  *
- * A block comes from numpy's own allocator, in a rounded size. numpy says an array's size where it
- * frees the memory. Too small a size, where code has shrunk an array's shape, is safe: the block is
- * kept for arrays of that size, or goes back. numpy's own cache of small blocks relies on this, too.
+ * A block comes from NumPy's own allocator with a rounded size. NumPy passes an array's size when it frees
+ * the memory. A size that is too small, because code has shrunk the array's shape, is safe: the block is
+ * kept for arrays of that size, or freed. NumPy's own cache of small blocks also relies on this.
  *
- * Any thread may free an array. The thread that has `lock` changes the table of free blocks, in a few
- * instructions, without the interpreter. No array waits for it: a thread that finds it taken, which
- * happens without a GIL, asks numpy's own allocator.
+ * Any thread may free an array. The thread that holds `lock` updates the table of free blocks in a few
+ * instructions without the interpreter. No allocation waits for the lock: a thread that finds it held,
+ * which happens without a GIL, uses NumPy's own allocator.
  */
 #ifndef CSEQ_REUSE_H
 #define CSEQ_REUSE_H
@@ -20,15 +20,15 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* Bytes of the smallest block that is kept: glibc's malloc maps larger ones. Bytes of all free blocks,
- * and how many there are, at most. */
+/* The size of the smallest block to keep (glibc's malloc maps larger blocks), and the maximum total size
+ * and number of free blocks. Sizes are in bytes. */
 #define CSEQ_REUSE_LEAST ((size_t)128 << 10)
 #define CSEQ_REUSE_MOST ((size_t)128 << 20)
 #define CSEQ_REUSE_BLOCKS 128u
 
-/* `below` is numpy's own allocator. The words after `lock` belong to the thread that has set it to 1.
- * `threads` make arrays; without any, nothing is kept. `blocks` are the `count` free blocks, the latest
- * last, of `nbytes` in all. */
+/* `below` is NumPy's own allocator. The words after `lock` belong to the thread that has set it to 1.
+ * `threads` is the number of threads that make arrays; at 0, no blocks are kept. `blocks` are the `count`
+ * free blocks, newest last, with `nbytes` in total. */
 typedef struct {
     cseq_allocator below;
 
@@ -40,7 +40,7 @@ typedef struct {
     } blocks[CSEQ_REUSE_BLOCKS];
 } cseq_reuse;
 
-/* The size of an array's block, in steps of an eighth, so that batches of padded samples share blocks. */
+/* Round up to a block size, in steps of an eighth, so batches of padded samples can share blocks. */
 CSEQ_INLINE size_t cseq_reuse_room(size_t size) {
     size_t step = CSEQ_REUSE_LEAST / 8;
     if (size < CSEQ_REUSE_LEAST || size > CSEQ_REUSE_MOST) return size;
@@ -52,7 +52,7 @@ CSEQ_INLINE int cseq_reuse_try(cseq_reuse *r) { return cseq_cas_sc_u32(&r->lock,
 
 CSEQ_INLINE void cseq_reuse_unlock(cseq_reuse *r) { cseq_store_rel_u32(&r->lock, 0); }
 
-/* Take a block out of the table. The caller has the lock. */
+/* Remove a block from the table. The caller must hold the lock. */
 CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
     void *p = r->blocks[k].p;
     r->nbytes -= r->blocks[k].size;
@@ -60,7 +60,7 @@ CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
     return p;
 }
 
-/* Give the oldest blocks back, until one more of this size has room. The caller has the lock. */
+/* Free the oldest blocks until another block of this size fits. The caller must hold the lock. */
 CSEQ_INLINE void cseq_reuse_trim(cseq_reuse *r, size_t size) {
     while (r->count && (r->count == CSEQ_REUSE_BLOCKS || r->nbytes > CSEQ_REUSE_MOST - size)) {
         size_t oldest = r->blocks[0].size;
@@ -68,7 +68,7 @@ CSEQ_INLINE void cseq_reuse_trim(cseq_reuse *r, size_t size) {
     }
 }
 
-/* A free block of this size, or NULL. */
+/* Return a free block of this size, or NULL. */
 CSEQ_INLINE void *cseq_reuse_find(cseq_reuse *r, size_t room) {
     void *p = 0;
     if (room < CSEQ_REUSE_LEAST || !cseq_reuse_try(r)) return 0;
@@ -114,8 +114,8 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
     if (p) r->below.free(r->below.ctx, p, room);
 }
 
-/* A thread begins or stops making arrays; the last one gives all free blocks back. It waits for the
- * lock, whose holder goes on without the interpreter. */
+/* Count a thread that starts or stops making arrays. The last thread frees all blocks. The call waits for
+ * the lock, whose holder does not need the interpreter. */
 CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     while (!cseq_reuse_try(r)) {
     }
@@ -127,8 +127,8 @@ CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     cseq_reuse_unlock(r);
 }
 
-/* In a forked process, which has no such threads, leave the blocks alone: the copy of the table may be
- * half changed. */
+/* Discard the table in a forked process, which has no such threads. The blocks stay allocated because the
+ * copied table may be half updated. */
 CSEQ_INLINE void cseq_reuse_forget(cseq_reuse *r) {
     r->threads = r->count = 0;
     r->nbytes = 0;

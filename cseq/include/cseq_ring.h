@@ -1,30 +1,30 @@
-/* The ring: cells that carry one ticket each from post to commit.
+/* The ring, whose cells each carry one ticket from post to commit.
  *
  *             post          claim          publish         claim           publish        commit
  *   FREE ───► POSTED ───► INDEXING ───► INDEXED ───► CONVERTING ───► READY ───► FREE
  *             [input]                   [middle]                     [output]
  *
- * With one stage, INDEXING is published straight to READY. The same code serves memory that
- * processes share and memory of threads: it has no pointers and fixed widths, and gates, cells and
- * each party's meter are on cache lines of their own.
+ * With a single stage, INDEXING is published directly to READY. The same code works for memory shared
+ * between processes and for memory of threads: it uses no pointers and only fixed widths. Gates, cells
+ * and each party's meter have separate cache lines.
  *
- * A ring is one of two kinds. A *shared* ring has any number of runners; each claims the first open
- * cell at or after the hint, and the trainer posts in any free cell. A *queue* has one runner and keeps
- * the order: the trainer posts in one cell after the other, and the runner looks only at the cell after
- * the one that it claimed last. The last `calls` cells of a queue are outside this *round*; the runner
- * looks there first. The round of a shared ring may leave cells out, and grow.
+ * There are two kinds of rings. A *shared* ring has any number of runners. Each runner claims the first
+ * open cell at or after the hint, and the trainer posts in any free cell. A *queue* has one runner and
+ * preserves the order: the trainer posts in consecutive cells, and the runner checks only the cell after
+ * its last claim. The last `calls` cells of a queue are outside this *round*, and the runner checks them
+ * first. The round of a shared ring may exclude cells, and may grow.
  *
- * Which party writes a cell's word, and when:
+ * The party that may write a cell's word depends on its state:
  *   FREE                    the trainer (post)
- *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel); both
- *                           by compare-and-swap, so exactly one of them succeeds
- *   INDEXING, CONVERTING    the owner named in the word (publish); once that owner is known
- *                           to be gone, the supervisor's thread of the trainer (repost)
+ *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel). Both use
+ *                           compare-and-swap, so exactly one of them succeeds.
+ *   INDEXING, CONVERTING    the owner named in the word (publish). After the owner's death,
+ *                           the trainer's supervisor thread (repost).
  *   READY                   the trainer (commit)
- * The party that may write the word may write the other fields of the cell, too.
+ * The party that may write the word may also write the other fields of the cell.
  *
- * Claim is one compare-and-swap that also records the owner, so a cell that a dying process holds
- * always names that process, and there is nothing to repair.
+ * A claim is a single compare-and-swap that also records the owner. A cell held by a dying process
+ * therefore always names that process, and no repair is needed.
  */
 #ifndef CSEQ_RING_H
 #define CSEQ_RING_H
@@ -37,17 +37,17 @@
 #include "cseq_spin.h"
 #include "cseq_wait.h"
 
-/* A point where tests kill a process. It is nothing unless the including file defines it. */
+/* A point where tests can kill a process. It is empty unless the including file defines it. */
 #ifndef CSEQ_POINT
 #define CSEQ_POINT(name) ((void)0)
 #endif
 
-/* Adjacent lines of 64 bytes are fetched in pairs. */
+/* Adjacent 64-byte cache lines are fetched in pairs. */
 #define CSEQ_LINE 128
 #define CSEQ_MAGIC 0x63736571u
 #define CSEQ_LAYOUT 12u
 #define CSEQ_NO_SLOT 0xffffffffu
-/* Words of a record, which says where in the slot a batch lies. */
+/* The number of words in a record, which is the location of a batch in its slot. */
 #define CSEQ_FIELDS 4
 
 enum {
@@ -59,7 +59,7 @@ enum {
     CSEQ_READY = 5
 };
 
-/* What claim and await return besides a cell's number. */
+/* Return values of claim and await other than a cell's number. */
 enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 
 /* word = ticket (40 bits) | owner (16 bits) | state (8 bits) */
@@ -69,14 +69,14 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 #define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
 #define CSEQ_TICKET(word) ((word) >> 24)
 
-/* A word to sleep on, and who may be asleep there.
+/* A word to sleep on, with information about its sleepers.
  *
- * Sleepers sleep on `event`, which every wake-up raises by 1. `asleep` is 1 while a party may be
- * asleep; a dead sleeper leaves it set, which costs one needless wake-up. `wanted` is of the output
- * gate alone: 1 + the cell that the trainer waits for, or 0 for any. `shared` is 1 if the parties are
- * processes, 0 if they are threads of one; it is written before there are any. `spin` is for the party
- * that spins before it sleeps here; at the output gate, `spin.who` is 1 while the trainer waits for a
- * cell of this ring. */
+ * Parties sleep on `event`, which every wake-up increments. `asleep` is 1 while a party may be asleep. A
+ * dead sleeper leaves it set, which costs one unnecessary wake-up. Only the output gate uses `wanted`: 1
+ * + the cell that the trainer waits for, or 0 for any cell. `shared` is 1 if the parties are processes
+ * and 0 if they are threads of one process. It is written before any party exists. `spin` belongs to the
+ * party that spins before it sleeps here. At the output gate, `spin.who` is 1 while the trainer waits for
+ * a cell of this ring. */
 typedef struct {
     uint32_t event, asleep, wanted, shared;
     char pad[CSEQ_LINE / 2 - 16];
@@ -84,20 +84,20 @@ typedef struct {
     char pad1[CSEQ_LINE / 2 - 12];
 } cseq_gate;
 
-/* When a stage's owner has claimed and published a ticket, on the clock of `cseq_now_ns`. `started_ns`
- * is 0 before the claim, `published_ns` is valid after the publish. */
+/* The times when a stage's owner claimed and published a ticket, on the clock of `cseq_now_ns`.
+ * `started_ns` is 0 before the claim. `published_ns` is valid after the publish. */
 typedef struct {
     uint64_t started_ns, published_ns;
 } cseq_stint;
 
 /* Before the post, the trainer writes: `batch`, the number within the epoch; `start`, the position of
  * the first sample in the epoch's order; `count`, the number of samples; `seed`, for the order and the
- * generators; and `parts`, how many sizes of units follow the indices, 0 if each unit is a sample.
+ * generators; and `parts`, the number of unit sizes after the indices (0 if each unit is a sample).
  *
- * The owner writes: `slot`, where the batch lies (CSEQ_NO_SLOT at the post); `capacity`, how many bytes
- * of it are committed; `stage`, which record was written last; `status`, 0 for a batch, else a value of
- * stage.py; its number into `owner[stage]`; its stint; and its record. The indexer's `record` stays
- * valid until the converter has published `converted`. */
+ * The owner writes: `slot`, which holds the batch (CSEQ_NO_SLOT at the post); `capacity`, the number of
+ * committed bytes in the slot; `stage`, the last record written; `status`, 0 for a batch, otherwise a
+ * value from stage.py; its number in `owner[stage]`; its stint; and its record. The indexer's `record`
+ * stays valid until the converter has published `converted`. */
 typedef struct {
     uint64_t word;
     uint64_t epoch, batch, start;
@@ -115,23 +115,23 @@ typedef struct {
     char pad2[CSEQ_LINE - 8 - 8 * CSEQ_FIELDS];
 } cseq_cell;
 
-/* All of the first cache line but `round` is written once.
+/* The first cache line is written only once, except `round`.
  *
- * `calls`: cells that the runner looks at first; 0 in a shared ring. `round`: the other cells that
- * runners look at; the trainer of a shared ring raises it before it posts there. `output`: bytes from
- * here to the gate that the trainer sleeps at, which is `gate[2]` of this ring or of another one in the
- * same memory, so that it can wait for several.
+ * `calls` is the number of cells that the runner checks first, or 0 in a shared ring. `round` is the
+ * number of other cells that runners check. The trainer of a shared ring raises `round` before it posts
+ * in further cells. `output` is the offset in bytes from the ring to the gate where the trainer sleeps:
+ * `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several.
  *
- * The trainer writes `closed`: 0 if the ring is open, 1 if it is closed to all runners for good, else
- * the lowest number of the indexers that leave once they have no ticket in hand. It also writes `spin`,
- * the ns that a party spins before it sleeps, and `crew`, how many runners take turns with the trainer
- * for the GIL (cseq_spin.h). Each runner of the crew adds 1 to `parked` while it waits.
+ * The trainer writes `closed`: 0 if the ring is open, 1 if it is closed permanently to all runners,
+ * otherwise the lowest number of the indexers that exit when they hold no ticket. The trainer also writes
+ * `spin`, the time in ns that a party spins before it sleeps, and `crew`, the number of runners that
+ * share the GIL with the trainer (cseq_spin.h). Each runner of the crew adds 1 to `parked` while it waits.
  *
- * `hint` says, by stage, where to look first. It is advisory in a shared ring. In a queue it is the next
- * cell to claim, written by the runner, and by repost when the runner is gone.
+ * `hint` is the first cell to check in each stage. It is advisory in a shared ring. In a queue, it is the
+ * next cell to claim, written by the runner, or by repost after the runner's death.
  *
- * Stage 0 sleeps at `gate[0]`, stage 1 at `gate[1]`, the trainer at the gate that `output` names;
- * `wanted` and `spin.who` of `gate[2]` are this ring's in any case. */
+ * Stage 0 sleeps at `gate[0]`, stage 1 at `gate[1]`, and the trainer at the gate that `output` refers to.
+ * `wanted` and `spin.who` of `gate[2]` always belong to this ring. */
 typedef struct {
     uint32_t magic, layout, capacity, batch_size, runners, fields;
     uint32_t calls, round;
@@ -158,7 +158,7 @@ CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
 CSEQ_INLINE cseq_stint *cseq_cell_stint(cseq_cell *c, uint32_t stage) {
     return stage ? &c->converting : &c->indexing;
 }
-/* Owners are numbered from 1; 0 is the trainer. */
+/* Owners are numbered from 1. The trainer has number 0. */
 CSEQ_INLINE cseq_meter *cseq_ring_meter(const cseq_ring *r, uint32_t owner) {
     return (cseq_meter *)(void *)cseq_ring_cell(r, r->capacity) + owner;
 }
@@ -170,7 +170,7 @@ CSEQ_INLINE uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uin
            ((uint64_t)runners + 1) * sizeof(cseq_meter) + (uint64_t)capacity * batch_size * 8;
 }
 
-/* Make a ring in zeroed memory. `shared`: processes share it. */
+/* Create a ring in zeroed memory. `shared` is 1 if processes share the ring. */
 CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_size,
                                 uint32_t runners, uint32_t calls, uint32_t shared) {
     r->magic = CSEQ_MAGIC;
@@ -185,22 +185,22 @@ CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_
     r->output = (int64_t)offsetof(cseq_ring, gate) + 2 * (int64_t)sizeof(cseq_gate);
 }
 
-/* The gate that the trainer sleeps at. */
+/* Return the gate where the trainer sleeps. */
 CSEQ_INLINE cseq_gate *cseq_ring_output(cseq_ring *r) {
     return (cseq_gate *)(void *)((char *)r + r->output);
 }
 
-/* The cells of the round. SYNC: round has the cell */
+/* Return the number of cells in the round. SYNC: round has the cell */
 CSEQ_INLINE uint32_t cseq_ring_round(const cseq_ring *r) { return cseq_load_sc_u32(&r->round); }
 
-/* Let the trainer of a shared ring post in `cells` cells from now on; fewer than before change nothing.
- * SYNC: round has the cell (this swap, before the post's; against a look after gate_enter's swap) */
+/* Let the trainer of a shared ring post in `cells` cells from now on. A smaller number has no effect.
+ * SYNC: round has the cell (this swap, before post's swap; against a check after gate_enter's swap) */
 CSEQ_INLINE void cseq_ring_extend(cseq_ring *r, uint32_t cells) {
     if (cells > r->round) cseq_swap_sc_u32(&r->round, cells);
 }
 
-/* 1 if `bytes` of memory hold a ring of this layout. The bound of `batch_size` keeps the products of
- * cseq_ring_bytes from overflowing. */
+/* Return 1 if `bytes` of memory contain a ring of this layout. The limit on `batch_size` prevents overflow
+ * in cseq_ring_bytes. */
 CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
     return bytes >= sizeof(cseq_ring) && r->magic == CSEQ_MAGIC && r->layout == CSEQ_LAYOUT &&
            r->fields == CSEQ_FIELDS && r->batch_size <= bytes &&
@@ -210,24 +210,24 @@ CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
 
 /* ── gates ────────────────────────────────────────────────────────────────────────────── */
 
-/* Announce a sleep; the caller looks once more after this, then waits for `event` to change.
- * SYNC: sleeper seen (gate_enter's swap, then the look; against the store, then gate_notify's load) */
+/* Announce a sleep. The caller must then check once more before it waits for `event` to change.
+ * SYNC: sleeper seen (gate_enter's swap, then the check; against the store, then gate_notify's load) */
 CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     uint32_t seen = cseq_load_acq_u32(&g->event);
     cseq_swap_sc_u32(&g->asleep, 1);
     return seen;
 }
 
-/* Wake all sleepers, and those about to sleep. */
+/* Wake all parties that sleep or are about to sleep. */
 CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
     cseq_add_sc_u32(&g->event, 1);
     cseq_wake(&g->event, (int)g->shared);
 }
 
-/* Wake the sleepers, if the flag is set; one load if it is not.
- * A process that dies between the swap and the wake costs the sleepers one bounded sleep; the
- * trainer notifies all when it learns of a death.
+/* Wake the sleepers if the flag is set. Otherwise, the cost is a single load.
+ * A process that dies between the swap and the wake costs the sleepers one bounded sleep. The
+ * trainer notifies all parties when it detects a death.
  * SYNC: sleeper seen */
 CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
@@ -239,20 +239,20 @@ CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
 
-/* 1 if a runner has to leave, which it does between two tickets. */
+/* Return 1 if a runner must exit, which it does between two tickets. */
 CSEQ_INLINE int cseq_ring_leaves(const cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint32_t closed = cseq_load_sc_u32(&r->closed);
     return closed && (closed == 1 || (stage == 0 && owner >= closed));
 }
 
-/* 1 if ticket `a` comes before ticket `b`; 2^40 may lie between them. */
+/* Return 1 if ticket `a` precedes ticket `b`. Ticket numbers wrap around at 2^40. */
 CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
     return (((a - b) >> 39) & 1) != 0;
 }
 
-/* An open cell for a runner to claim, or CSEQ_NONE; its word goes into `word`.
- * A look at several cells is no snapshot: it may miss a ticket and see a later one. So a queue's
- * runner looks at one cell of the round, and the trainer fills the cell before the one after it. */
+/* Return an open cell for a runner to claim, or CSEQ_NONE. Store the cell's word in `word`.
+ * A scan of several cells is not a snapshot: it may miss a ticket and see a later one. A queue's runner
+ * therefore checks only one cell of the round, and the trainer fills the cells in sequence. */
 CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t *word) {
     const uint32_t n = cseq_ring_round(r), most = r->calls ? 1 : n;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
@@ -270,7 +270,7 @@ CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t
 
 /* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`. Return its cell, or CSEQ_NONE.
  * A failed compare-and-swap means that another runner or the trainer made progress, so the loop ends.
- * A runner that vanishes before it has moved the hint holds the cell, and repost sets it.
+ * If a runner dies before it moves the hint, it still holds the cell, and repost sets the hint.
  * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
 CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
@@ -287,8 +287,8 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-/* Try to claim for a while; a crew's runner tries only while the trainer waits. Return a cell, or
- * CSEQ_NONE. One runner spins at a time, which is enough to catch the next ticket. */
+/* Spin and try to claim for a limited time. A crew's runner tries only while the trainer waits. Return a
+ * cell, or CSEQ_NONE. Only one runner spins at a time, which is enough to catch the next ticket. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint64_t ns = cseq_load_rlx_u32(&r->spin);
     const uint32_t crew = cseq_load_rlx_u32(&r->crew);
@@ -306,7 +306,7 @@ CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return cell;
 }
 
-/* Claim; sleep up to `ns` if there is nothing. Return a cell, CSEQ_NONE, or CSEQ_CLOSED. */
+/* Claim a ticket, and sleep up to `ns` if there is none. Return a cell, CSEQ_NONE, or CSEQ_CLOSED. */
 CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t ns) {
     cseq_gate *g = &r->gate[stage];
     const uint32_t crew = cseq_load_rlx_u32(&r->crew) != 0;
@@ -327,9 +327,9 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     return cell;
 }
 
-/* Publish a claimed cell, whose stint has both times: `next` is CSEQ_INDEXED or CSEQ_READY. Return 1
- * if the trainer wants it; with `later`, the caller then has to notify the trainer. A call has no
- * samples, and is not measured.
+/* Publish a claimed cell, whose stint has both times. `next` is CSEQ_INDEXED or CSEQ_READY. Return 1 if
+ * the trainer wants the cell. With `later`, the caller must then notify the trainer. A call has no
+ * samples and is not measured.
  * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
 CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int later) {
     cseq_cell *c = cseq_ring_cell(r, cell);
@@ -355,8 +355,8 @@ CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int lat
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
-/* Offer a FREE cell, all its fields written; in a queue, the one after the last one posted.
- * Does not wake: see cseq_gate_notify(&r->gate[0]).
+/* Post a FREE cell whose fields are all written. In a queue, it must follow the last posted cell.
+ * This does not wake runners; see cseq_gate_notify(&r->gate[0]).
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the swap) */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
@@ -366,7 +366,7 @@ CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
 
-/* Have the runners of a shared ring look in this cell first: a run of tickets begins here. */
+/* Make the runners of a shared ring check this cell first, where a run of tickets starts. */
 CSEQ_INLINE void cseq_ring_set_hints(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[0], cell);
     cseq_store_rlx_u32(&r->hint[1], cell);
@@ -381,21 +381,21 @@ CSEQ_INLINE int cseq_ring_state(const cseq_ring *r, uint32_t cell) {
     return CSEQ_STATE(cseq_load_sc_u64(&cseq_ring_cell(r, cell)->word));
 }
 
-/* 1 when the cell's batch may be read. SYNC: batch visible to reader */
+/* Return 1 if the cell's batch may be read. SYNC: batch visible to reader */
 CSEQ_INLINE int cseq_ring_ready(const cseq_ring *r, uint32_t cell) {
     return cseq_ring_state(r, cell) == CSEQ_READY;
 }
 
-/* Cancel the ticket of a queue that was posted last. Return 1 if no runner has claimed it: the cell is
- * then free, and the next one to post in. */
+/* Cancel the last posted ticket of a queue. Return 1 if no runner has claimed it. The cell is then free
+ * and is the next cell to post in. */
 CSEQ_INLINE int cseq_ring_cancel_newest(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
     return CSEQ_STATE(w) == CSEQ_POSTED && cseq_cas_sc_u64(&c->word, w, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Cancel a ticket that no runner works on. Return 1 if the cell is the trainer's again. In the round of
- * a queue this would leave a gap: use cseq_ring_cancel_newest there. SYNC: batch visible to reader */
+/* Cancel a ticket that no runner is working on. Return 1 if the cell belongs to the trainer again. In a
+ * queue's round, this would leave a gap: use cseq_ring_cancel_newest. SYNC: batch visible to reader */
 CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
@@ -415,10 +415,10 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
     cseq_gate_notify_all(cseq_ring_output(r));
 }
 
-/* Post the tickets of `owner` again, which has certainly ended and is not yet replaced. Write their
- * cells into `held`; return how many. Runners look at the oldest one first; a queue has one at most.
- * With a `status`, publish them with that instead. An indexer's ticket gets no slot: the owner may have
- * died just before it published one. A second repost, or a lost last notification, does no harm.
+/* Repost the tickets of `owner`, which must have exited and must not be replaced yet. Write the cells into
+ * `held` and return their number. Runners check the oldest cell first; a queue has only one. With a
+ * `status`, publish the tickets with this status instead. An indexer's ticket loses its slot, because the
+ * owner may have died before publishing it. A second repost or a lost last notification is harmless.
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held,
                                       uint32_t status) {
@@ -452,15 +452,15 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
     return count;
 }
 
-/* How often the trainer was woken. It reads this before it looks for what a notification announces (a
- * failure, a close) and gives it to wait_ready: a notification in between ends the wait at once. */
+/* Return how many times the trainer was woken. The trainer reads this number before it checks for failures
+ * and a close, and passes it to wait_ready. A notification in between then ends the wait immediately. */
 CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
 
-/* Sleep up to `ns` until a cell (or, for cell < 0, any) may be ready; the caller looks. The trainer is
- * the only sleeper here, so it clears `asleep` itself.
- * SYNC: sleeper seen (the two swaps, then the looks; against publish's swap, then its loads) */
+/* Sleep up to `ns` until a cell (any cell if cell < 0) may be ready. The caller must check the cell. The
+ * trainer is the only sleeper here and clears `asleep` itself.
+ * SYNC: sleeper seen (the two swaps, then the checks; against publish's swap, then its loads) */
 CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(r);
     cseq_store_rlx_u32(&r->gate[2].spin.who, 1);
@@ -477,8 +477,8 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
     cseq_store_rlx_u32(&r->gate[2].spin.who, 0);
 }
 
-/* The trainer spins before it sleeps. Return 1 if one of the cells, each of a ring of its own, is
- * ready. It goes on once the rings' crews are parked. */
+/* Spin before the trainer sleeps. Return 1 if one of the cells, each in a separate ring, is ready. The
+ * trainer continues when the rings' crews are also parked. */
 CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells, uint32_t count,
                                  uint32_t seen) {
     cseq_spin *s = &cseq_ring_output(rings[0])->spin;
@@ -500,8 +500,8 @@ CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells,
     return ready;
 }
 
-/* As cseq_ring_wait_ready, for one of several cells, each of a ring of its own; the rings share an
- * output gate. SYNC: sleeper seen */
+/* Like cseq_ring_wait_ready, but wait for one of several cells, each in a separate ring. The rings share
+ * an output gate. SYNC: sleeper seen */
 CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, uint32_t count,
                                     uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(rings[0]);
@@ -514,9 +514,9 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 
-/* Admit `count` indexers, at least 1: those with higher numbers leave, and the others claim what they
- * have not. One that has left may be started again once the ring admits it. One thread calls this;
- * another one may close the ring meanwhile, and it stays closed. */
+/* Admit `count` indexers (at least 1). Indexers with higher numbers exit, and the others claim the
+ * remaining tickets. An indexer that has exited can restart when the ring admits it again. Only one thread
+ * may call this. If another thread closes the ring in the meantime, the ring stays closed. */
 CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     uint32_t closed;
     do closed = cseq_load_sc_u32(&r->closed);
@@ -524,7 +524,7 @@ CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     cseq_gate_notify_all(&r->gate[0]);
 }
 
-/* Runners that find nothing to claim leave from now on. */
+/* Close the ring. From now on, runners that find no ticket to claim exit. */
 CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
     cseq_swap_sc_u32(&r->closed, 1);
     cseq_ring_notify_all(r);

@@ -1,15 +1,15 @@
-/* The order of an epoch: the algorithm "fisher-yates-v1" of docs/inside/shuffle.md.
+/* An epoch's order: the algorithm "fisher-yates-v1" of docs/inside/shuffle.md.
  *
- * A forward Fisher-Yates over a table that stores value XOR position, so that zeroed memory is the
- * identity, and in which a position is final as soon as the walk has passed it:
+ * This is a forward Fisher-Yates shuffle of a table that stores value XOR position, so zeroed memory is
+ * the identity. A position is final as soon as the walk has passed it:
  *
  *      final, read by batches        not final; untouched entries are still zero
  *     [ 0 ................ i - 1 ][ i ......... j ......................... n - 1 ]
  *                                   \__ swap __/   j = i + bounded(n - i)
  *
- * The caller owns the memory; nothing here allocates, waits or fails. Entries are 4 bytes wide, for
- * CSEQ_MOST_TABLED samples at most. Partners j are drawn up to CSEQ_AHEAD steps before they are
- * swapped, and their entries prefetched. The swaps stay in order, so the result does not change.
+ * The caller owns the memory. No function here allocates, waits or fails. Entries are 4 bytes wide, for
+ * up to CSEQ_MOST_TABLED samples. Partners j are drawn up to CSEQ_AHEAD steps before their swap, and
+ * their entries are prefetched. The order of the swaps is kept, so the result does not change.
  */
 #ifndef CSEQ_SHUFFLE_H
 #define CSEQ_SHUFFLE_H
@@ -33,23 +33,23 @@
 #define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
 
-/* "cseq-v1" and a zero byte, read big-endian; and SplitMix64's step, 2^64 / golden ratio. */
+/* "cseq-v1" and a zero byte as a big-endian number, and SplitMix64's step, 2^64 / golden ratio. */
 #define CSEQ_IV UINT64_C(0x637365712D763100)
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
-/* Steps between a draw and its swap. */
+/* The number of steps between a draw and its swap. */
 #define CSEQ_AHEAD 64
-/* Bytes: of a table that a cache holds, and of a page, which is zeroed as a whole. */
+/* Sizes in bytes of a table that fits into a cache, and of a page, which is zeroed as a whole. */
 #define CSEQ_CACHED (1u << 20)
 #define CSEQ_PAGE 4096
 #define CSEQ_MOST_TABLED (UINT64_C(1) << 32)
 
-/* context.py has the other purposes. */
+/* The other purposes are in context.py. */
 enum { CSEQ_PURPOSE_SHUFFLE = 1 };
 
 /* ---- 64-bit words -------------------------------------------------------------------------- */
 
-/* High half of a * b; *low receives the low half. CSEQ_PORTABLE_MUL selects the plain C way. Without the
- * empty assembly, gcc counts down a 128-bit range beside the loop variable. */
+/* Return the high half of a * b. *low receives the low half. CSEQ_PORTABLE_MUL selects plain C. Without
+ * the empty assembly, GCC counts down a 128-bit range in addition to the loop variable. */
 CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 {
 #if defined(__SIZEOF_INT128__) && !defined(CSEQ_PORTABLE_MUL)
@@ -74,7 +74,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 #endif
 }
 
-/* SplitMix64: one step of its counter and its finaliser. */
+/* SplitMix64: one step of its counter and its finalizer. */
 CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
 {
     v += CSEQ_GOLDEN;
@@ -83,13 +83,13 @@ CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
     return v ^ (v >> 31);
 }
 
-/* Where the stream of words of (seed, epoch, purpose) begins. */
+/* Return the start of the word stream for (seed, epoch, purpose). */
 static inline uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose)
 {
     return cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
 }
 
-/* The first `count` words of the stream that begins at `z`. */
+/* Write the first `count` words of the stream that starts at `z`. */
 static inline void cseq_words(uint64_t z, uint64_t *words, size_t count)
 {
     for (size_t k = 0; k < count; k++)
@@ -121,8 +121,8 @@ CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
     return word;
 }
 
-/* A number below `range` >= 1, without bias (Lemire 2019, https://arxiv.org/abs/1805.10941). There are
- * `surplus`, 2^64 mod range, words too many. */
+/* Return an unbiased number below `range` >= 1 (Lemire 2019, https://arxiv.org/abs/1805.10941). `surplus`
+ * is the number of excess words, 2^64 mod range. */
 CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 {
     uint64_t low, high = cseq_multiply(cseq_next(s), range, &low);
@@ -136,18 +136,18 @@ CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-/* The generator xoshiro256++, and the partners it has drawn, for positions below `drawn`. The partner of
- * position i lies at i % CSEQ_AHEAD until the walk has passed i. */
+/* The xoshiro256++ generator and its drawn partners for positions below `drawn`. The partner of position i
+ * is stored at i % CSEQ_AHEAD until the walk has passed i. */
 typedef struct {
     uint64_t state[4];
     uint64_t drawn;
     uint64_t partners[CSEQ_AHEAD];
 } cseq_draws;
 
-/* An order of n samples. Positions below `position` are final. `table` has n entries, value XOR position,
- * in cseq_table_pages() whole pages. Each epoch on a used table raises `generation` by 1; `tags` has, for
- * each page, the generation that zeroed it last. `stale` counts the pages with another tag: at 0, the
- * table needs no checks. */
+/* An order of n samples. Positions below `position` are final. `table` has n entries of value XOR position
+ * in cseq_table_pages() whole pages. Each epoch on a used table increments `generation`. `tags` contains
+ * the generation that last zeroed each page. `stale` counts the pages with another tag. At 0, the table
+ * needs no checks. */
 typedef struct {
     uint64_t n, position;
     cseq_draws draws;
@@ -156,7 +156,7 @@ typedef struct {
     uint32_t generation;
 } cseq_order;
 
-/* Pages in a table, at least one; it has as many tags. */
+/* Return the number of pages in a table, which is at least 1 and is also the number of tags. */
 CSEQ_FORCE_INLINE uint64_t cseq_table_pages(uint64_t n)
 {
     return n ? (n - 1) / (CSEQ_PAGE / 4) + 1 : 1;
@@ -173,7 +173,7 @@ CSEQ_FORCE_INLINE void cseq_refresh(cseq_order *order, uint64_t k)
     }
 }
 
-/* The partner of position `i`, its entry clean and on its way into the cache. */
+/* Draw the partner of position `i`. Clean the partner's entry and prefetch it. */
 CSEQ_FORCE_INLINE uint64_t cseq_draw(uint32_t *table, uint64_t n, uint64_t i, uint64_t state[4],
                                      cseq_order *order)
 {
@@ -186,7 +186,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_draw(uint32_t *table, uint64_t n, uint64_t i, ui
     return j;
 }
 
-/* Swap the values at i and j. Entries are value XOR position if `masked`, else values. */
+/* Swap the values at i and j. Entries are value XOR position if `masked`, otherwise plain values. */
 CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64_t j)
 {
     uint32_t mask_i = masked ? (uint32_t)i : 0, mask_j = masked ? (uint32_t)j : 0;
@@ -195,8 +195,8 @@ CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64
     table[i] = at_j ^ mask_i;
 }
 
-/* Steps i .. end-1, with draws ahead up to `limit`, which is at least `end`: until `ahead`, each swap
- * goes with a draw. Constant `masked` and null `order` (no checks) are compiled away. */
+/* Perform steps i .. end-1, with early draws up to `limit` >= `end`. Before `ahead`, each swap is paired
+ * with a draw. A constant `masked` and a null `order` (no checks) are optimized away. */
 CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64_t i, uint64_t end,
                                  uint64_t limit, cseq_draws *draws, cseq_order *order)
 {
@@ -217,9 +217,9 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
         cseq_swap(table, masked, i, partners[i % CSEQ_AHEAD]);
 }
 
-/* ---- an order that is walked while it is used ---------------------------------------------- */
+/* ---- an incremental order ------------------------------------------------------------------ */
 
-/* `table` and `tags` must be zeroed; they are not touched here. */
+/* Initialize an order. `table` and `tags` must be zeroed. They are not touched here. */
 static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *table, uint32_t *tags)
 {
     memset(order, 0, sizeof *order);
@@ -228,8 +228,8 @@ static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *tabl
     order->tags = tags;
 }
 
-/* Begin an epoch. This takes O(1), even on a used table, whose pages are zeroed when they are needed. Only
- * after 2^32 epochs are all tags cleared: old ones would look new. */
+/* Start an epoch in O(1), even on a used table, whose pages are zeroed when needed. All tags are cleared
+ * only after 2^32 epochs, when old tags would look new. */
 static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t epoch)
 {
     uint64_t pages = cseq_table_pages(order->n);
@@ -245,7 +245,7 @@ static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t e
     cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, order->draws.state, 4);
 }
 
-/* Make positions below `upto` final, in at most `most` steps; return the steps still to do. */
+/* Make positions below `upto` final in at most `most` steps. Return the number of remaining steps. */
 static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint64_t most)
 {
     uint64_t n = order->n, start = order->position, end = upto < n ? upto : n;
@@ -261,8 +261,8 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
     return left;
 }
 
-/* Copy the samples at positions start .. start+count-1, which must be final. In 32 bits, compilers copy
- * several at once. */
+/* Copy the samples at positions start .. start+count-1, which must be final. The 32-bit arithmetic allows
+ * compilers to vectorize the loop. */
 static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint64_t count,
                                    int64_t *out)
 {
@@ -274,9 +274,9 @@ static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint
         out[k] = order->table[start + k] ^ (uint32_t)(start + k);
 }
 
-/* ---- a whole permutation at once ----------------------------------------------------------- */
+/* ---- a complete permutation ---------------------------------------------------------------- */
 
-/* Entries are the values themselves here: one pass more, but fewer operations at each step. */
+/* Entries are plain values here. This needs one more pass, but fewer operations at each step. */
 CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
 {
     uint64_t k = 0;
@@ -287,7 +287,7 @@ CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
         result[k] = (uint32_t)k;
 }
 
-/* Steps i .. end-1 on a result that is in the cache, without prefetching. */
+/* Perform steps i .. end-1 on a result that fits into the cache, without prefetching. */
 CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {
@@ -297,7 +297,7 @@ CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, s, sizeof s);
 }
 
-/* The same for a larger result: draws ahead, but not beyond `end`, so that `state` is exact. */
+/* The same for a larger result, with early draws. They stop at `end`, so `state` is exact. */
 CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {
@@ -308,8 +308,8 @@ CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, draws.state, sizeof draws.state);
 }
 
-/* Steps start .. end-1 of a permutation of n; once end == n, `result` holds it. Before step 0, `result`
- * may be uninitialised, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
+/* Perform steps start .. end-1 of a permutation of n. When end == n, `result` is complete. Before step 0,
+ * `result` may be uninitialized, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
 static inline void cseq_permute(uint32_t *result, uint64_t n, uint64_t start, uint64_t end,
                                 uint64_t state[4])
 {

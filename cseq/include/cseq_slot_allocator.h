@@ -1,14 +1,14 @@
-/* The allocator of slots: numpy makes arrays in the batch's slot, and the indexer notices nothing.
+/* The slot allocator: NumPy creates arrays directly in the batch's slot, transparently to the indexer.
  *
- * numpy's data allocator can be replaced (NEP 49). In a worker process, the large allocations of one
- * ticket are numbered; those whose numbers were part of the last batch are served from the ticket's
- * slot. Everything else goes to numpy's own allocator.
+ * NumPy's data allocator can be replaced (NEP 49). In a worker process, the large allocations of each
+ * ticket are numbered. Allocations whose numbers were part of the last batch are served from the ticket's
+ * slot. All other allocations go to NumPy's own allocator.
  *
- * The guarantee: allocations in a slot are counted until they are freed, which shows whether the
- * indexer has kept an array. If so, the worker keeps the slot (cseq_slot_stop), and publishes a copy
- * of the batch in another one.
+ * Allocations in a slot are counted until they are freed, which guarantees that arrays kept by the indexer
+ * are detected. In this case, the worker keeps the slot (cseq_slot_stop) and publishes a copy of the batch
+ * in another slot.
  *
- * For one thread at a time, with the GIL.
+ * Only one thread at a time may use the allocator, with the GIL.
  */
 #ifndef CSEQ_SLOT_ALLOCATOR_H
 #define CSEQ_SLOT_ALLOCATOR_H
@@ -20,25 +20,25 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* Smaller allocations (bytes) are not numbered, nor more of them in a ticket than a word has bits. In a
- * slot, they are aligned to a cache line, which is as wide as the widest vector register. */
+/* Allocations of fewer than CSEQ_SLOT_LEAST bytes are not numbered. A ticket has up to as many numbers as
+ * a word has bits. In a slot, allocations are aligned to a cache line, as wide as any vector register. */
 #define CSEQ_SLOT_LEAST 65536u
 #define CSEQ_SLOT_NUMBERED 64u
 #define CSEQ_SLOT_ALIGN 64u
 
-/* A slot, or the used part of one, from which allocations were served: `live` are not freed yet. `owner`
- * keeps it mapped. */
+/* A slot, or the used part of a slot, that served allocations. `live` of them are not freed yet. `owner`
+ * keeps the region mapped. */
 typedef struct {
     char *base;
     uint64_t size, live;
     void *owner;
 } cseq_region;
 
-/* `below` is numpy's own allocator. `release` is called once no allocation is left in an owner's region.
+/* `below` is NumPy's own allocator. `release` is called when an owner's region has no more allocations.
  *
- * While `active`, the indexer makes a batch and may allocate in `slot`, whose first `used` bytes are
- * taken. `made` are the `count` large allocations of this ticket; bit k of `wanted` says that number k
- * was part of the last batch. `kept` are slots of earlier tickets that are still in use. */
+ * While `active`, the indexer makes a batch and may allocate in `slot`, whose first `used` bytes are in
+ * use. `made` are the `count` large allocations of this ticket. Bit k of `wanted` is set if number k was
+ * part of the last batch. `kept` are slots of earlier tickets that are still in use. */
 typedef struct {
     cseq_allocator below;
     void (*release)(void *owner);
@@ -57,7 +57,7 @@ typedef struct {
     uint32_t kept_count, kept_room;
 } cseq_slot_allocator;
 
-/* Memory of the slot, or NULL if there is no room. */
+/* Allocate memory in the slot. Return NULL if there is not enough space. */
 CSEQ_INLINE void *cseq_slot_carve(cseq_slot_allocator *p, uint64_t size) {
     uint64_t offset = (p->used + (CSEQ_SLOT_ALIGN - 1)) & ~(uint64_t)(CSEQ_SLOT_ALIGN - 1);
     if (offset > p->slot.size || size > p->slot.size - offset) return 0;
@@ -66,7 +66,7 @@ CSEQ_INLINE void *cseq_slot_carve(cseq_slot_allocator *p, uint64_t size) {
     return p->slot.base + offset;
 }
 
-/* The region that an address lies in, or NULL. */
+/* Return the region that contains an address, or NULL. */
 CSEQ_INLINE cseq_region *cseq_slot_region_of(cseq_slot_allocator *p, const void *address) {
     const char *a = (const char *)address;
     if (p->slot.live && a >= p->slot.base && a < p->slot.base + p->slot.size) return &p->slot;
@@ -81,13 +81,13 @@ CSEQ_INLINE int cseq_slot_is_numbered(const cseq_slot_allocator *p, size_t size)
     return p->active && size >= CSEQ_SLOT_LEAST && p->count < CSEQ_SLOT_NUMBERED;
 }
 
-/* Number an allocation; return its memory if the slot serves it. */
+/* Number an allocation. Return its memory if the slot serves it, otherwise NULL. */
 CSEQ_INLINE void *cseq_slot_next(cseq_slot_allocator *p, size_t size) {
     uint32_t k = p->count++;
     return p->wanted >> k & 1 ? cseq_slot_carve(p, size) : 0;
 }
 
-/* Note where the allocation that was numbered last lies, or NULL if there was no memory. */
+/* Record the address of the last numbered allocation, or NULL if it failed. */
 CSEQ_INLINE void *cseq_slot_note(cseq_slot_allocator *p, void *made, size_t size) {
     p->made[p->count - 1].p = (char *)made;
     p->made[p->count - 1].size = made ? size : 0;
@@ -101,7 +101,7 @@ CSEQ_INLINE void *cseq_slot_malloc(void *ctx, size_t size) {
     return cseq_slot_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
 }
 
-/* The allocator below clears its own memory: it knows what is zero already. */
+/* The allocator below clears its own memory, because it knows which memory is already zero. */
 CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     if ((size && count > (size_t)-1 / size) || !cseq_slot_is_numbered(p, count * size))
@@ -111,7 +111,7 @@ CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     return cseq_slot_note(p, made, count * size);
 }
 
-/* If this is the slot's last allocation, it was a temporary, and the next one can have its memory. */
+/* If the freed allocation is the slot's last, it was temporary, and the next one can reuse its memory. */
 CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
@@ -129,7 +129,7 @@ CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     }
 }
 
-/* What is left of the region is at least as large as the allocation. */
+/* The rest of the region is at least as large as the allocation, whose size is unknown. */
 CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
@@ -142,8 +142,8 @@ CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     return made;
 }
 
-/* Serve nothing more from the slot; return how many allocations in it are live. Without any, its owner
- * is released; else the slot is kept, for which cseq_slot_serve has made room. */
+/* Stop serving from the slot and return the number of its live allocations. If there are none, the owner
+ * is released. Otherwise, the slot is kept in the space that cseq_slot_serve has reserved. */
 CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     cseq_region left = p->slot;
     memset(&p->slot, 0, sizeof p->slot);
@@ -157,8 +157,8 @@ CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     return left.live;
 }
 
-/* Serve the next allocations from an empty slot, in which none may be live. Return 0, or an errno; then
- * `owner` stays the caller's. */
+/* Serve the next allocations from an empty slot without live allocations. Return 0, or an errno, in which
+ * case the caller keeps `owner`. */
 CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t size, void *owner) {
     if (p->kept_count == p->kept_room) {
         uint32_t room = p->kept_room ? 2 * p->kept_room : 16;
@@ -177,15 +177,15 @@ CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t siz
     return 0;
 }
 
-/* Whether allocations are live in an earlier ticket's slot that is mapped at `base`. */
+/* Return 1 if an earlier ticket's slot that is mapped at `base` has live allocations. */
 CSEQ_INLINE int cseq_slot_holds(const cseq_slot_allocator *p, const void *base) {
     for (uint32_t k = 0; k < p->kept_count; k++)
         if (p->kept[k].base == (const char *)base) return 1;
     return 0;
 }
 
-/* The batch holds this address: note that the allocation it lies in is wanted next time. The latest one
- * counts, since an earlier one may have been freed. */
+/* Mark the allocation that contains this address, which is part of the batch, as wanted next time. The
+ * latest allocation counts, because an earlier one may have been freed. */
 CSEQ_INLINE void cseq_slot_learn(cseq_slot_allocator *p, const void *address, uint64_t *wanted) {
     const char *a = (const char *)address;
     for (uint32_t k = p->count; k-- > 0;) {

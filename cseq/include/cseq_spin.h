@@ -1,25 +1,25 @@
-/* Spinning: a party with nothing to do watches the ring for a while before it sleeps.
+/* Spinning: an idle party watches the ring for a limited time before it sleeps.
  *
- * A wake-up takes longer than a quick batch, and keeps the party that wakes another from its work. After
- * spinning in vain, up to 256 next times are skipped, so spinning costs little where it is of no use (long
- * batches, more parties than cores). The trainer spins, and one runner of each stage.
+ * A wake-up takes longer than a quick batch, and it delays the party that wakes another. After spinning
+ * fails, up to 256 further attempts are skipped, so spinning costs little where it does not help (long
+ * batches, more parties than cores). The trainer and one runner of each stage spin.
  *
- * Threads that share a GIL take turns. A thread that is woken while another one has the GIL sleeps again,
- * for the GIL. So both sides release it to wait, and leave each other alone:
+ * Threads that share a GIL alternate. A thread that wakes up while another thread has the GIL sleeps again
+ * to wait for the GIL. Both sides therefore release the GIL to wait, and do not disturb each other:
  *
- *   trainer    goes on once its batch is ready and the whole crew is `parked`
- *   a runner   claims once there is a ticket and the trainer waits
+ *   trainer    continues when its batch is ready and the whole crew is `parked`
+ *   a runner   claims when there is a ticket and the trainer waits
  *
- * No result depends on this: a party that has spun for long enough sleeps. All words are hints, and wrong
- * values cost only time.
+ * No result depends on spinning, because a party eventually stops spinning and sleeps. All words are
+ * hints. Wrong values cost only time.
  */
 #ifndef CSEQ_SPIN_H
 #define CSEQ_SPIN_H
 
 #include "cseq_atomic.h"
 
-/* `who` is the owner that spins now, or 0. After spinning in vain, the next 2^doubt times are skipped;
- * `rest` of them are left. */
+/* `who` is the owner that is spinning, or 0. After a failure, the next 2^doubt attempts are skipped.
+ * `rest` is the number of attempts still to skip. */
 typedef struct {
     uint32_t who, doubt, rest;
 } cseq_spin;
@@ -30,7 +30,7 @@ CSEQ_INLINE int cseq_spin_may(cseq_spin *s) {
     return rest == 0;
 }
 
-/* Learn from spinning: one time in vain outweighs two that were worth it. */
+/* Record the outcome of spinning. One failure outweighs two successes. */
 CSEQ_INLINE void cseq_spin_tell(cseq_spin *s, int worth) {
     uint32_t doubt = cseq_load_rlx_u32(&s->doubt);
     if (worth) {

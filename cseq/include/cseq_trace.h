@@ -1,11 +1,11 @@
-/* What a trace records: the newest tickets, in the trainer's private memory, written as they are taken. */
+/* The log of a trace: the newest tickets, recorded in the trainer's private memory when received. */
 #ifndef CSEQ_TRACE_H
 #define CSEQ_TRACE_H
 
 #include "cseq_ring.h"
 
-/* A ticket that `thread` has taken, on the clock of `cseq_now_ns`. Without a converter, its times are 0.
- * The loop waited between `asked_ns` and `taken_ns`. */
+/* A ticket that `thread` has received, with times of `cseq_now_ns`. Without a converter, `converted_ns` is
+ * 0. The loop waited between `asked_ns` and `taken_ns`. */
 typedef struct {
     uint64_t started_ns, indexed_ns;
     uint64_t converting_ns, converted_ns;
@@ -14,8 +14,8 @@ typedef struct {
     uint16_t feed, worker, converter, pad[3];
 } cseq_taken;
 
-/* While `on`, which one thread at a time writes, tickets are recorded. There is room for `size` records,
- * of which `begun` were begun and `done` are whole. */
+/* Tickets are recorded while `on` is set. Only one thread at a time writes `on`. There is space for `size`
+ * records. `begun` counts started records, `done` complete ones. */
 typedef struct {
     uint32_t on;
     uint32_t pad;
@@ -26,9 +26,8 @@ typedef struct {
 
 typedef char cseq_check_taken[sizeof(cseq_taken) == 72 ? 1 : -1];
 
-/* Record a ticket that is taken now, after a wait (ns). `queue` is the number of its queue, or -1 for a
- * shared ring. A queue's tickets count epochs from 1. A converter's claim may bear the time of the publish
- * before it. */
+/* Record a ticket received now, after a wait (ns). `queue` is the number of its queue, or -1 for a shared
+ * ring. A queue's tickets count epochs from 1. A converter's claim time may be its last publish time. */
 CSEQ_INLINE void cseq_log_add(cseq_log *l, const cseq_cell *c, uint64_t now, uint64_t waited,
                               uint32_t thread, uint16_t feed, int queue) {
     cseq_taken *r = l->taken + cseq_add_sc_u64(&l->begun, 1) % l->size;

@@ -1,40 +1,40 @@
-/* Turns: of threads whose batches are quick and need the GIL, one works at a time.
+/* Turns: threads whose batches are quick and need the GIL work one at a time.
  *
- * Two such threads take the GIL from each other in the middle of a batch: at each call that releases
- * it, and whenever one of them sleeps. In turns, a thread works on all tickets of its queue while the
- * others wait without the GIL. It leaves its turn once no ticket is left, and only then wakes the
- * trainer, which needs the GIL as well.
+ * Two such threads interrupt each other in the middle of a batch: at each call that releases the GIL, and
+ * whenever one of them sleeps. With turns, a thread processes all tickets of its queue while the others
+ * wait without the GIL. The thread leaves its turn when no ticket is left. Only then does it wake the
+ * trainer, which also needs the GIL.
  *
- * Whether this is quicker depends on the user's code, so the trainer tries: it measures CSEQ_TRIAL
- * batches both ways, keeps the better way, and tries the other one again, each time that it loses after
- * twice as many batches. It measures the time between two of its sleeps, and only where it sleeps for
- * most of that time: otherwise the loop takes the time.
+ * Whether this is faster depends on the user's code, so the trainer runs trials. It measures CSEQ_TRIAL
+ * batches in both modes and keeps the better mode. It later tries the other mode again, after twice as
+ * many batches each time that mode loses. It measures the time between two of its sleeps, but only if it
+ * sleeps for most of that time; otherwise, the loop determines the time.
  *
- * No result depends on this. A thread waits for its turn for CSEQ_PATIENCE at most, since user code may
- * wait for another thread. All words are hints, and wrong values cost only time.
+ * No result depends on turns. A thread waits up to CSEQ_PATIENCE for its turn, because user code may wait
+ * for another thread. All words are hints. Wrong values cost only time.
  *
  *   word                        written by
  *   on                          the trainer
  *   holder                      a runner: its number by compare-and-swap, then 0
- *   waiters                     each runner: +1 on its way into a wait, -1 on its way out
- *   all others                  the trainer, which alone reads them
+ *   waiters                     each runner: +1 before a wait, -1 after the wait
+ *   all others                  the trainer, which is also the only reader
  */
 #ifndef CSEQ_TURNS_H
 #define CSEQ_TURNS_H
 
 #include "cseq_wait.h"
 
-/* ns that a runner waits for its turn at most; and ns of a batch in its thread, above which there are no
- * turns. */
+/* The maximum time in ns that a runner waits for its turn, and the maximum time per batch in its thread
+ * for which turns are used. */
 #define CSEQ_PATIENCE 2000000
 #define CSEQ_QUICK 6000000
-/* Batches of a measurement, and measurements between two trials, at most. */
+/* The number of batches in a measurement, and the maximum number of measurements between two trials. */
 #define CSEQ_TRIAL 64
 #define CSEQ_RARELY 256
 
-/* In a `trial`, the present way is tried, and `cost` (ns a batch) is what the other one took. There are
- * `left` measurements until the next trial, and `between` from one to the next. The trainer woke up last
- * at `awake_ns`, with `taken` batches. The present measurement has `count` batches in `ns`. */
+/* In a `trial`, the current mode is being tried, and `cost` (ns per batch) is the cost of the other mode.
+ * `left` is the number of measurements until the next trial, and `between` the number between two trials.
+ * The trainer last woke up at `awake_ns`, after `taken` batches. This measurement has `count` in `ns`. */
 typedef struct {
     uint32_t on, holder, waiters;
     char pad[CSEQ_LINE - 12];
@@ -44,7 +44,7 @@ typedef struct {
     uint64_t ns, count, cost;
 } cseq_turns;
 
-/* A runner without its turn waits for it, without the GIL.
+/* Wait, without the GIL, for the runner's turn.
  * SYNC: turn seen (the count of waiters, then the compare-and-swap; against cseq_turns_leave) */
 CSEQ_INLINE void cseq_turns_enter(cseq_turns *t, uint32_t runner) {
     if (!cseq_load_rlx_u32(&t->on) || cseq_cas_sc_u32(&t->holder, 0, runner)) return;
@@ -63,15 +63,15 @@ CSEQ_INLINE int cseq_turns_has(const cseq_turns *t, uint32_t runner) {
     return cseq_load_rlx_u32(&t->on) && cseq_load_rlx_u32(&t->holder) == runner;
 }
 
-/* A runner leaves its turn, if it has it. SYNC: turn seen (the swap, then the load) */
+/* Leave the runner's turn, if it has the turn. SYNC: turn seen (the swap, then the load) */
 CSEQ_INLINE void cseq_turns_leave(cseq_turns *t, uint32_t runner) {
     if (cseq_load_rlx_u32(&t->holder) != runner) return;
     cseq_swap_sc_u32(&t->holder, 0);
     if (cseq_load_sc_u32(&t->waiters)) cseq_wake(&t->holder, 0);
 }
 
-/* The trainer has slept from `before` to `awake`, and has taken `taken` batches in all. If it was awake
- * for most of the time since its last sleep, the loop took that time, or was elsewhere. */
+/* Record that the trainer slept from `before` to `awake` and has received `taken` batches in total. If it
+ * was awake for most of the time since its last sleep, the loop was using a batch or was elsewhere. */
 CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake, uint64_t taken) {
     const uint64_t ns = awake - t->awake_ns, count = taken - t->taken;
     t->awake_ns = awake;

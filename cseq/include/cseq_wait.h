@@ -1,17 +1,17 @@
 /* Sleeping on a 32-bit word, and waking the sleepers.
  *
- *   cseq_wait(word, seen, ns, shared)  sleeps while *word == seen, at most ns nanoseconds;
- *                                      it may return early for no reason
+ *   cseq_wait(word, seen, ns, shared)  sleeps while *word == seen, for up to ns nanoseconds;
+ *                                      spurious returns are possible
  *   cseq_wake(word, shared)            wakes all sleepers on word
  *
- * With `shared`, the word lies in memory that processes share, and sleepers may be in any of them.
- * Otherwise they are threads of this process, which is cheaper; Windows wakes no others by address.
+ * With `shared`, the word is in memory that processes share, and any of them may sleep on it. Otherwise,
+ * the sleepers are threads of this process, which is cheaper. Windows can wake only threads by address.
  *
- * One branch per system: the Linux futex; macOS 14.4's os_sync_wait_on_address, where it exists at
- * run time; WaitOnAddress of Windows, for threads. Elsewhere a nap looks at the word now and then. It
- * is compiled everywhere, and `cseq_wait_nap = 1` selects it, so that Linux tests it too.
+ * There is one branch per system: the Linux futex, os_sync_wait_on_address on macOS 14.4 if available
+ * at run time, and WaitOnAddress on Windows for threads. Elsewhere, naps poll the word. The nap code is
+ * compiled everywhere, and `cseq_wait_nap = 1` selects it, so it can be tested on Linux.
  *
- * Callers bound ns, so a wake-up that is lost with a dying process costs one bounded sleep.
+ * Callers limit ns, so a wake-up lost with a dying process costs one bounded sleep.
  */
 #ifndef CSEQ_WAIT_H
 #define CSEQ_WAIT_H
@@ -36,15 +36,15 @@
 #include <sys/syscall.h>
 #endif
 #if defined(__APPLE__)
-/* Declared here and linked weakly: wheels target systems that lack them. */
+/* These are declared here and linked weakly, because wheels target systems that lack them. */
 extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32_t, uint32_t,
                                                 uint64_t) __attribute__((weak_import));
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
 #endif
 
 #if defined(_WIN32)
-/* These exist since Windows 8. They are looked up at run time in kernelbase.dll, which every process has:
- * toolchains differ in the library that names them. */
+/* These functions exist since Windows 8. They are looked up at run time in kernelbase.dll, which every
+ * process has, because toolchains differ in the import library for them. */
 typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
 typedef void(WINAPI *cseq_wake_function)(void *);
 
@@ -54,17 +54,17 @@ CSEQ_INLINE FARPROC cseq_find_function(const char *name) {
 }
 #endif
 
-/* 1: always nap. It is set once, before any wait. */
+/* If 1, always nap. It is set once before any wait. */
 static int cseq_wait_nap = 0;
 
-/* Nap if the environment says CSEQ_WAIT=nap. Each module that waits or wakes calls this at its import. */
+/* Nap if the environment has CSEQ_WAIT=nap. Each module that waits or wakes calls this on import. */
 CSEQ_INLINE void cseq_wait_choose(void) {
     const char *how = getenv("CSEQ_WAIT");
     cseq_wait_nap = how != 0 && strcmp(how, "nap") == 0;
 }
 
-/* Nanoseconds on a clock that never goes back. macOS's CLOCK_UPTIME_RAW stands still in a suspend, as
- * CLOCK_MONOTONIC of Linux does. */
+/* Return nanoseconds on a monotonic clock. CLOCK_UPTIME_RAW on macOS stops during suspend, as does
+ * CLOCK_MONOTONIC on Linux. */
 CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #if defined(_WIN32)
     LARGE_INTEGER count, rate;
@@ -83,7 +83,7 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #endif
 }
 
-/* In a loop that watches a word, let the other thread of this core go first. */
+/* In a loop that watches a word, yield to the other hardware thread of this core. */
 CSEQ_INLINE void cseq_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -94,8 +94,8 @@ CSEQ_INLINE void cseq_pause(void) {
 #endif
 }
 
-/* A signal ends the sleep early, as it should. On Windows, Sleep counts in ticks of up to 16 ms; a timer
- * with the flag 2, HIGH_RESOLUTION (Windows 10, 1803), does not. */
+/* Sleep for `ns`. A signal ends the sleep early, as intended. On Windows, Sleep has ticks of up to 16 ms.
+ * A timer with flag 2, HIGH_RESOLUTION (Windows 10, 1803), is more precise. */
 CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #if defined(_WIN32)
     HANDLE timer = CreateWaitableTimerExW(0, 0, 2, TIMER_ALL_ACCESS);
@@ -114,7 +114,7 @@ CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #endif
 }
 
-/* Nap for 20 us, doubled up to 2 ms: the end comes late by a tenth of the time slept. */
+/* Nap for 20 us, doubled up to 2 ms. The end is late by about a tenth of the time slept. */
 CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t ns) {
     uint64_t nap = 20000, slept = 0;
     while (slept < ns && cseq_load_acq_u32(word) == seen) {
@@ -133,7 +133,7 @@ CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int share
         struct timespec t;
         t.tv_sec = (time_t)(ns / 1000000000u);
         t.tv_nsec = (long)(ns % 1000000000u);
-        /* EAGAIN (the word changed), EINTR (a signal) and ETIMEDOUT all mean: look again. */
+        /* After EAGAIN (the word changed), EINTR (a signal) and ETIMEDOUT, the caller checks again. */
         syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, seen, &t, 0, 0);
         return;
 #elif defined(__APPLE__)
