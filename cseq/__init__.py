@@ -34,10 +34,10 @@ batch step by step, together with the starred modules. A module imports only mod
     ├── store/          store shards and decoded samples, kept for all processes of a machine
     ├── order/          ★ which samples, in which order, for which rank; the loop's position
     ├── indexing/       ★ inside a worker: user code turns indices into a batch
-    ├── converter/      batch → tensors: on the CPU where it is decoded, on CUDA in stage 2
+    ├── converter/      batch → tensors: on the CPU during decoding, on CUDA in stage 2
     ├── processes/      worker processes: start, replacement after a death, shutdown
     ├── encoding/       ★ how batches, exceptions and the user's worker reach another process
-    ├── measure/        counts and times of a run; why its loop waits
+    ├── measure/        counts and times of a run; the reason why its loop waits
     ├── memory/         ★ the shared memory that holds batches
     ├── stage.py        ★ the loop of every runner: claim, work, publish
     ├── check.py        argument checks
@@ -48,7 +48,7 @@ batch step by step, together with the starred modules. A module imports only mod
     ├── _lock.pyx       locks and latches that survive signal handlers
     ├── _core.pyx       ★ the ring (include/cseq_ring.h), the shuffle, readers of shuffled orders
     ├── _memory.pyx     ★ the memory behind arrays
-    └── errors.py       every error, drawn as a tree
+    └── errors.py       all exceptions, shown as a tree
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ cdef class Reader:
 @cython.final
 @cython.no_gc
 cdef class RangeReader(Reader):
-    """A reader of the samples 0 … n-1 in this order."""
+    """A reader of the samples 0 … n-1 in ascending order."""
 
     def __cinit__(self, n, seed=0):
         self.units, self.room, self.seed = natural(n, "n", MOST_SAMPLES), 1, seed
@@ -284,7 +284,7 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 @cython.final
 @cython.no_gc
 cdef class Turns:
-    """A scheduler that makes threads work one at a time while this is faster. See cseq_turns.h."""
+    """Turn-taking among threads, used as long as it is faster. See cseq_turns.h."""
 
     def __cinit__(self, uint32_t runners):
         self.t.runners, self.t.between = runners, 1

@@ -25,7 +25,7 @@ cdef extern from "Python.h":
 
 
 cpdef int check_depth() except -1:
-    """Raise RecursionError if the stack is too deep for code that must not be interrupted halfway."""
+    """Raise RecursionError if the stack is too deep for code that must run to completion."""
     cdef int limit = Py_GetRecursionLimit()
     if is_deep(max(limit - ROOM, limit // 2)):
         raise RecursionError("the stack is too deep to take a batch: take it with fewer calls around it, "
@@ -44,7 +44,7 @@ cpdef bint is_deep(int depth=0) except -1:
 
 
 cdef uint64_t ns_of(double seconds) noexcept:
-    """Convert seconds to nanoseconds; negative seconds mean no limit."""
+    """Convert seconds to nanoseconds. Negative values mean no limit."""
     return <uint64_t>-1 if seconds < 0 else <uint64_t>(min(seconds, 1e9) * 1e9)
 
 

@@ -119,7 +119,7 @@ def sizes_of(
             warnings.warn(
                 f"num_workers={number} worker processes on {share()} cores: more than {most} slow "
                 "down the start and the machine; num_workers='auto' has as many as help",
-                # The line that makes an MPSequence.
+                # The warning points to the line that creates the MPSequence.
                 stacklevel=6,
             )
         start = most = number
@@ -129,7 +129,7 @@ def sizes_of(
             "other machines can run; give num_workers=, a number"
         )
     elif not auto[1]:
-        # More workers than batches would have nothing to do.
+        # Workers beyond the number of batches would be idle.
         start, most = min(start, buffer), min(most, buffer)
     if not auto[1]:
         return Size(start, buffer), Size(most, buffer), auto
@@ -170,7 +170,7 @@ class Job(NamedTuple):
     start : Size
         The initial size of a pool.
     auto : (bool, bool)
-        Whether `num_workers` and `buffer` change during a run.
+        Whether `num_workers` and `buffer` may change during a run.
     compat : bool or None
         If False, CUDA conversion runs in processes, otherwise in threads.
     fleet : RayFleet or None

@@ -1,4 +1,4 @@
-"""Every error of cseq, drawn as a tree.
+"""All cseq exceptions, shown as a tree.
 
 ::
 

@@ -166,7 +166,7 @@ class Manager:
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End the run, if any. If a signal handler raises here, another call continues.
+        """End the run, if any. After a signal handler raises here, another call completes the end.
 
         `ended` is the propagating exception.
         """
@@ -182,7 +182,7 @@ class Manager:
             trace.end_recording(ended)
 
     def _refuse_inside_with(self, verb: str) -> None:
-        """Raise OSError inside the manager's own ``with``, which needs the run."""
+        """Raise OSError inside the manager's own ``with``, which still needs the run."""
         if self._is_entered:
             raise OSError(
                 f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
@@ -286,7 +286,7 @@ class Manager:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The samples and whole batches that ``on_error='skip'`` left out since the last start.
+        """The samples and whole batches that ``on_error='skip'`` has skipped since the last start.
 
         The list contains the latest 1000 entries, each with ``epoch``, ``batch``, ``sample`` (None
         for a whole batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.

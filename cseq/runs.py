@@ -201,7 +201,7 @@ def _close_all() -> None:
 
 def _interrupt_all() -> None:
     """Prevent a forked process from consuming batches from its parent's rings."""
-    # The closing threads do not exist here.
+    # The closing threads do not exist in the child.
     _closings.clear()
     for run in _runs:
         run.interrupt()

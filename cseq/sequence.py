@@ -307,7 +307,7 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def batch_size(self) -> int:
-        """The samples per batch. It counts rows if `order` has rows, and is 1 if it has batches."""
+        """The number of samples per batch, or of rows if `order` has rows. 1 if it has batches."""
         return self._sampler.batch_size
 
     @property
@@ -330,7 +330,7 @@ class MSequence(Manager, Generic[B_co]):
         return self._place.now(self._sampler).epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``, or of the latest one if it has no batch yet.
+        """Set the epoch of the next ``iter()``, or of the latest one if it has yielded no batch.
 
         A position in this epoch that `load_state_dict` loaded is kept. If the loop is in the middle
         of this epoch, the loop continues, and `state_dict` still returns its position. The next
@@ -520,7 +520,7 @@ class MSequence(Manager, Generic[B_co]):
         self._open(pool)
 
     def __iter__(self) -> Iterator[B_co]:
-        """Return an iterator over the next epoch. Earlier iterators are interrupted.
+        """Return an iterator over the next epoch and interrupt earlier iterators.
 
         An epoch starts when the loop receives its first batch, an exception, or the end of the
         epoch. Until then, another ``iter()`` covers the same epoch and keeps prefetched batches.
@@ -644,7 +644,7 @@ class MSequence(Manager, Generic[B_co]):
             return checkpoint.make(self._sampler, world_size, epoch, position, tokens)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Make the next ``iter()`` continue from the position in a state.
+        """Make the next ``iter()`` continue at the position stored in a state.
 
         The number and kind of workers, `batch_size` and the number of ranks may differ: the current
         ranks share the rest of the epoch. A manager created without a seed uses the state's seed.
@@ -661,7 +661,7 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         TypeError
-            `state` is not a state.
+            `state` is not a result of `state_dict`.
         ValueError
             The state has a different seed, order or version. The message names both values.
         OSError

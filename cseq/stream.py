@@ -98,7 +98,7 @@ class Streams:
 
     An exception takes its item's place. Its ``__cause__`` shows the worker's traceback and has the
     worker's number (``worker``). If `Producer.items` raises, the worker's stream ends until the
-    next `begin`. If a key's item raises, or an item cannot be pickled or decoded, nothing ends.
+    next `begin`. If a key's item raises, or an item fails to pickle or decode, the epoch continues.
 
     A dead worker is replaced. The new process starts the epoch from the same assignment and
     continues with the first item that was not received (`Producer.items`). Changes that `ask` made

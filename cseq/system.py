@@ -315,7 +315,7 @@ def oom_kills(root: Folder = ROOT) -> int | None:
 
 
 def check_available(nbytes: int) -> None:
-    """Raise MemoryError if fewer bytes are available, where Linux would kill a process instead.
+    """Raise MemoryError if fewer bytes are available, because Linux would kill a process instead.
 
     macOS does not report the available memory and would fill its disk. There, a request beyond the
     total memory is rejected.

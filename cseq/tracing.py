@@ -42,7 +42,7 @@ MADE_UP = 1 << 30
 RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1
 
-# A row of `_trace.TAKEN`.
+# A record of type `_trace.TAKEN`.
 Record = Any
 
 # This lock is held while a trace starts or stops.
@@ -89,7 +89,7 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
 
 
 class Trace:
-    """The context manager that `trace` returns. It records inside the ``with``."""
+    """The context manager that `trace` returns, which records inside the ``with``."""
 
     def __init__(
         self, path: str | os.PathLike[str], tickets: int = TICKETS, rank: int | None = None
