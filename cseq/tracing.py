@@ -35,7 +35,7 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# A quarter of a year in ns. `baseTimeNanoseconds` is a multiple of it, as in torch's profiler.
+# A quarter of a year in ns: as in torch's profiler, `baseTimeNanoseconds` is a multiple.
 QUARTER = 7_889_238 * 10**9
 # The thread id of a loop's row is MADE_UP plus the loop's thread id. Runner rows start at RUNNERS.
 MADE_UP = 1 << 30

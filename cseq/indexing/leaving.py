@@ -41,7 +41,7 @@ class Skipped(NamedTuple):
     error : str
         The type and text of the exception.
     indices : list
-        The samples that the loop does not receive: this sample, or those of the batch, if known.
+        The samples that the loop does not receive: this one or, if known, the whole batch's.
     """
 
     epoch: int | None

@@ -8,7 +8,7 @@ from pathlib import Path
 import cseq
 
 PACKAGE = Path(cseq.__file__).resolve().parent
-TRAILING = "trailing comments, % of all"
+TRAILING = "trailing comments"
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # For tools and for the table of docs/inside/ring.md: no English.
 DIRECTIVE = re.compile(r"(#|//|/\*)\s*(type:|noqa|pragma|fmt:|cython:|distutils:|mypy:|SYNC: |:)")
@@ -22,20 +22,6 @@ PATTERNS = {
     "that of": r"\bthat of\b",
     "those of": r"\bthose of\b",
     "X; None: Y": r"\bNone: ",
-}
-# Figures there were when each was last set: lower them when a count falls, never raise
-# them. The goal is 15 % of trailing comments and none of the patterns.
-BOUNDS = {
-    TRAILING: 0,
-    "so many/long/much": 0,
-    "also if/where/in/that/when": 0,
-    "in (the) place of": 0,
-    "anew": 0,
-    "for ever": 0,
-    "of it, at an end": 1,
-    "that of": 0,
-    "those of": 3,
-    "X; None: Y": 2,
 }
 
 
@@ -72,9 +58,8 @@ def joined(pieces):
 
 
 def offenders():
-    """Return file and line of each offender against each rule, and the count of all comments."""
-    found = {name: [] for name in BOUNDS}
-    count = 0
+    """Return files and lines by the rule that they break."""
+    found = {}
     for path in sorted(PACKAGE.rglob("*")):
         if path.suffix not in (".py", ".pyx", ".pxd", ".pyi", ".h"):
             continue
@@ -82,31 +67,20 @@ def offenders():
         english = header_english if path.suffix == ".h" else python_english
         pieces = [piece for piece in english(text) if not DIRECTIVE.match(piece[1])]
         name = path.relative_to(PACKAGE.parent).as_posix()
-        count += sum(comment for _, _, comment, _ in pieces)
-        found[TRAILING] += [f"{name}:{line}" for line, *_, trailing in pieces if trailing]
+        for line, *_, trailing in pieces:
+            if trailing:
+                found.setdefault(TRAILING, []).append(f"{name}:{line}")
         for line, prose in joined(pieces):
             for pattern, words in PATTERNS.items():
-                found[pattern] += [
-                    f"{name}:{line + prose.count(chr(10), 0, match.start())}"
-                    for match in re.finditer(words.replace(" ", r"\s+"), prose, re.IGNORECASE)
-                ]
-    return found, count
-
-
-def figures(found, count):
-    """Count what was found; trailing comments in percent, rounded up."""
-    there = {name: len(lines) for name, lines in found.items()}
-    return there | {TRAILING: -(-100 * there[TRAILING] // max(count, 1))}
+                for match in re.finditer(words.replace(" ", r"\s+"), prose, re.IGNORECASE):
+                    at = line + prose.count("\n", 0, match.start())
+                    found.setdefault(pattern, []).append(f"{name}:{at}")
+    return found
 
 
 def test_the_english_is_plain():
-    """Lower a bound when its count falls; `python tests/lint/test_words.py` prints them."""
-    found, count = offenders()
-    assert count > 0
-    there = figures(found, count)
-    above = [name for name in BOUNDS if there[name] > BOUNDS[name]]
-    lines = [f"{name}: {there[name]} > {BOUNDS[name]}: {' '.join(found[name])}" for name in above]
-    assert not above, "\n".join(lines)
+    """No comment stands behind code, and no phrase is there that shows a translation."""
+    assert offenders() == {}
 
 
 def test_what_is_searched_for_is_found():
@@ -121,9 +95,3 @@ def test_what_is_searched_for_is_found():
     ]
     header = list(header_english("/* a\n b */\nint x; // of it\n"))
     assert [(line, trailing) for line, *_, trailing in header] == [(1, False), (3, True)]
-
-
-if __name__ == "__main__":
-    found, count = offenders()
-    for name, lines in figures(found, count).items():
-        print(f"{name}: {lines} ({BOUNDS[name]})", *found[name], sep="\n    ")
