@@ -99,7 +99,7 @@ def _run(given: argparse.Namespace) -> str | None:
         _replace(given)
     elif given.rng or given.threads or given.report or given.trace:
         return (
-            "cseq run: --watch keeps torch's workers: give it without --rng, --threads, --report, "
+            "cseq run: --watch keeps torch's workers: pass it without --rng, --threads, --report, "
             "--trace"
         )
     else:

@@ -40,10 +40,10 @@ cdef enum:
 
 cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
     if isinstance(value, (bool, numpy.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r} is not an integer; give one in [0, {most}]")
+        raise TypeError(f"{name}={value!r} is not an integer; pass one in [0, {most}]")
     number = int(value.__index__())
     if not 0 <= number <= most:
-        raise ValueError(f"{name}={value!r} is out of range; give an integer in [0, {most}]")
+        raise ValueError(f"{name}={value!r} is out of range; pass an integer in [0, {most}]")
     return number
 
 

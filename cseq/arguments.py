@@ -126,7 +126,7 @@ def sizes_of(
     elif thread_type == "ray":
         raise ValueError(
             "num_workers='auto' with thread_type='ray': cseq cannot know how many workers "
-            "other machines can run; give num_workers=, a number"
+            "other machines can run; pass num_workers=, a number"
         )
     elif not auto[1]:
         # Workers beyond the number of batches would be idle.
@@ -141,7 +141,7 @@ def sizes_of(
 def is_auto(name: str, value: object) -> bool:
     """Return True if a number is 'auto'. Any other string is an error."""
     if isinstance(value, str) and value != AUTO:
-        raise TypeError(f"{name}={value!r} is not an integer; give one, or 'auto'")
+        raise TypeError(f"{name}={value!r} is not an integer; pass one, or 'auto'")
     return isinstance(value, str)
 
 
@@ -222,20 +222,20 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
         if value != WorkerOptions._field_defaults.get(name, True) and (given or not own):
-            to_do = "give it to the fleet" if own else "Ray starts these; see RayFleet"
+            to_do = "pass it to the fleet" if own else "Ray starts these; see RayFleet"
             raise TypeError(f"{name}={value!r} concerns a fleet's workers: {to_do}")
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
     """Check `worker`. Return the worker and its fleet, or None if there is no fleet."""
     if thread_type not in KINDS:
-        raise TypeError(f"thread_type={thread_type!r} is unknown; give one of {[*KINDS]}")
+        raise TypeError(f"thread_type={thread_type!r} is unknown; pass one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
         indexer.check_worker(worker)
         is_dataset = is_torchs(worker) and not isinstance(worker, type)
         return unasked(worker) if is_dataset else worker, None
     if thread_type != "ray":
-        raise TypeError(f"worker={worker!r} is a fleet: give it to a RaySequence")
+        raise TypeError(f"worker={worker!r} is a fleet: pass it to a RaySequence")
     return worker.worker, worker
 
 
@@ -244,7 +244,7 @@ def batch_size_of(batch_size: object, order: Order) -> int:
     if batch_size is None:
         raise TypeError(
             "batch_size=None is not an integer: the indexer always gets an array of indices; "
-            "give 1 for samples one by one"
+            "pass 1 for samples one by one"
         )
     most = MOST_BATCH if order.room == 1 else MOST_BATCH // (order.room + 1)
     size = integer("batch_size", batch_size, most=most)
@@ -271,7 +271,7 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
         if shuffle == "feistel":
             return Shuffled()
         if isinstance(shuffle, str):
-            raise ValueError(f"shuffle={shuffle!r} is unknown; give True, False or 'feistel'")
+            raise ValueError(f"shuffle={shuffle!r} is unknown; pass True, False or 'feistel'")
         return Shuffled(algorithm=ALGORITHMS[0]) if flag("shuffle", shuffle) else Sequential()
     if not isinstance(order, Order):
         if callable(getattr(order, "__iter__", None)):
@@ -279,9 +279,9 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
                 f"order={order!r} is not a cseq.Order; cseq.DataLoader takes samplers and batch "
                 "samplers of torch, and a subclass of cseq.Order becomes an order of your own"
             )
-        raise TypeError(f"order={order!r} is not a cseq.Order; give one, or None")
+        raise TypeError(f"order={order!r} is not a cseq.Order; pass one, or None")
     if shuffle is not True:
-        raise ValueError(f"shuffle={shuffle!r} beside order={order!r}; give one of them")
+        raise ValueError(f"shuffle={shuffle!r} beside order={order!r}; pass one of them")
     return order
 
 
@@ -314,7 +314,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
         return 0
     if number > workers:
         raise ValueError(
-            f"num_converters={number} exceeds num_workers={workers}; give at most as many, or None"
+            f"num_converters={number} exceeds num_workers={workers}; pass at most as many, or None"
         )
     return number
 
@@ -334,7 +334,7 @@ def samples_of(worker: object, order: Order) -> int:
         length = order.samples
     if length is None:
         raise TypeError(
-            f"dset_size is missing, and worker={worker!r} has no length; give the number of "
+            f"dset_size is missing, and worker={worker!r} has no length; pass the number of "
             "samples or an array of their indices, or make the worker with "
             "cseq.from_dataset(dataset)"
         )

@@ -37,31 +37,31 @@ MOST_VALUES = 2**32
 
 # Keywords, mostly from torch's DataLoader, that have a different name here or no equivalent.
 ELSEWHERE = {
-    "batch_sampler": "batches are cut from the order of the epoch: give batch_size, shuffle, "
+    "batch_sampler": "batches are cut from the order of the epoch: pass batch_size, shuffle, "
     "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
     "collate_fn": "the worker's __getitem__(indices) gets the indices of a whole batch and returns "
     "the batch: collate there",
     "device": "that is `out_type` here: 'cuda', 'cuda:1' or 'cpu'",
-    "dataset": "give `worker`, a class that makes an object with __getitem__(indices) -> batch, "
+    "dataset": "pass `worker`, a class that makes an object with __getitem__(indices) -> batch, "
     "and `dset_size`, the number of samples",
-    "generator": "give seed, an integer: generator.initial_seed()",
+    "generator": "pass seed, an integer: generator.initial_seed()",
     "in_order": "that is `ordered` here",
     "multiprocessing_context": "that is `start_method` here: 'forkserver', 'spawn' or 'fork'",
     "persistent_workers": "leave it out: workers stay from start() to finish()",
     "pin_memory": "leave it out: with out_type='cuda' batches arrive on the device",
     "pin_memory_device": "leave it out: with out_type='cuda:1' batches arrive on that device",
     "prefetch_factor": "that is `buffer` here: batches in flight or waiting, over all workers",
-    "sampler": "give shuffle, shard and seed; samples of your own choice go into dset_size, as an "
+    "sampler": "pass shuffle, shard and seed; samples of your own choice go into dset_size, as an "
     "array of indices",
     "thread_type": "the class says it; MSequence has that argument",
-    "worker_init_fn": "give a class as `worker`: its __init__ runs once in every worker",
+    "worker_init_fn": "pass a class as `worker`: its __init__ runs once in every worker",
     "workers": "that is `num_workers` here",
 }
 
 # The same keywords for datasets, whose samples cseq collates.
 OF_DATASET = ELSEWHERE | {
-    "collate": "give cseq.from_dataset(dataset, collate=...) as `worker`",
-    "collate_fn": "give cseq.from_dataset(dataset, collate=...) as `worker`",
+    "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
+    "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
 }
 
 
@@ -89,12 +89,12 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> i
         number = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{name}={value!r} is not an integer; give one of at least {least}"
+            f"{name}={value!r} is not an integer; pass one of at least {least}"
         ) from None
     if number < least:
-        raise ValueError(f"{name}={number} is below {least}; give an integer of at least {least}")
+        raise ValueError(f"{name}={number} is below {least}; pass an integer of at least {least}")
     if most is not None and number > most:
-        raise ValueError(f"{name}={number} is above {most}; give an integer of at most {most}")
+        raise ValueError(f"{name}={number} is above {most}; pass an integer of at most {most}")
     return number
 
 
@@ -105,18 +105,18 @@ def one_dimensional(name: str, given: Any, most: int = MOST_VALUES) -> NDArray[A
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is not an array: {error}") from error
     if values.ndim != 1:
-        raise ValueError(f"{name} has shape {values.shape}; give a list of one value per sample")
+        raise ValueError(f"{name} has shape {values.shape}; pass a list of one value per sample")
     if not len(values):
-        raise ValueError(f"{name} is empty; give at least one value, or leave an empty source out")
+        raise ValueError(f"{name} is empty; pass at least one value, or leave an empty source out")
     if len(values) > most:
-        raise ValueError(f"{name} has {len(values)} values; give at most {most}")
+        raise ValueError(f"{name} has {len(values)} values; pass at most {most}")
     return values
 
 
 def integers(
     name: str,
     given: Any,
-    remedy: str = "give integers of at least 0",
+    remedy: str = "pass integers of at least 0",
     most: int = MOST_VALUES,
 ) -> NDArray[np.integer[Any]]:
     """Return an argument as an integer array. An existing array is not copied."""
@@ -139,7 +139,7 @@ def choice(name: str, value: T, options: Sequence[object]) -> T:
     """Check that a value is one of the options."""
     if value not in options:
         listed = ", ".join(map(repr, options))
-        raise ValueError(f"{name}={value!r} is unknown; give one of {listed}")
+        raise ValueError(f"{name}={value!r} is unknown; pass one of {listed}")
     return value
 
 
@@ -148,9 +148,9 @@ def seconds(name: str, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name}={value!r} is not a number of seconds; give one above 0, or None")
+        raise TypeError(f"{name}={value!r} is not a number of seconds; pass one above 0, or None")
     if not value > 0 or math.isinf(value):
-        raise ValueError(f"{name}={value!r} is not above 0; give seconds, or None for no bound")
+        raise ValueError(f"{name}={value!r} is not positive; pass a number of seconds, or None for no limit")
     return float(value)
 
 
@@ -159,5 +159,5 @@ def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
     dims = tuple(map(operator.index, sizes))
     if min(dims, default=0) < 0:
-        raise ValueError(f"shape={shape!r} has a negative dimension; give integers of at least 0")
+        raise ValueError(f"shape={shape!r} has a negative dimension; pass integers of at least 0")
     return dims

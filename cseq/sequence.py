@@ -590,7 +590,7 @@ class MSequence(Manager, Generic[B_co]):
             job, run, place = self._job, self._run, self._place
             order = job.sampler.order
             if not isinstance(order, (Balanced, Mixture)):
-                raise TypeError(f"order={order!r} has no weights; give a cseq.Mixture")
+                raise TypeError(f"order={order!r} has no weights; pass a cseq.Mixture")
             for name, value, plain in (
                 ("ordered", job.ordered, True),
                 ("repeat", job.sampler.repeat, 1),

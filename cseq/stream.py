@@ -133,7 +133,7 @@ class Streams:
         rest()
         if not callable(producer):
             raise TypeError(
-                f"producer={producer!r} cannot be called; give producer(number, num_workers)"
+                f"producer={producer!r} cannot be called; pass producer(number, num_workers)"
             )
         early = choice("launch", launch, ("now", "begin")) == "now"
         workers = integer("num_workers", num_workers, most=MOST_WORKERS)
@@ -216,13 +216,13 @@ class Streams:
         """
         if len(assignments) != self.num_workers:
             raise ValueError(
-                f"{len(assignments)} assignments for {self.num_workers} workers; give one for each"
+                f"{len(assignments)} assignments for {self.num_workers} workers; pass one for each"
             )
         free = choice("assign", assign, ("turn", "free")) == "free"
         ordered = flag("ordered", ordered)
         first = integer("first", first, least=0, most=self.num_workers - 1)
         if keys is not None and not hasattr(keys, "__next__"):
-            raise TypeError(f"keys={keys!r} is not an iterator; give iter(keys)")
+            raise TypeError(f"keys={keys!r} is not an iterator; pass iter(keys)")
         run = self._ours()
         run.lock.refuse_mine()
         generation = run.interrupt()

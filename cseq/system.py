@@ -265,12 +265,12 @@ def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
         return _parse_size(value, name)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}: give bytes (an int), a size "
+            f"{name}={value!r} is a {type(value).__name__}: pass bytes (an int), a size "
             "such as '2GiB', or None"
         )
     limit = operator.index(value)
     if limit < 0:
-        raise ValueError(f"{name}={limit} is negative: give 0 or more bytes")
+        raise ValueError(f"{name}={limit} is negative: pass 0 or more bytes")
     return limit
 
 

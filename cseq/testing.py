@@ -64,7 +64,7 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     supervisor = supervisor_of(running)
     owners = supervisor.shared.owners
     if not 0 <= worker < owners:
-        raise ValueError(f"worker={worker} does not exist; give a number from 0 to {owners - 1}")
+        raise ValueError(f"worker={worker} does not exist; pass a number from 0 to {owners - 1}")
     child = supervisor.processes.get(worker)
     if child is None or child.ended.wait(0):
         return None
@@ -109,7 +109,7 @@ def supervisor_of(running: Any) -> Supervisor:
         run: Run[Any] | None = running._run
     except AttributeError:
         raise TypeError(
-            f"{type(running).__name__} has no workers; give an MPSequence, Streams, or the loader, "
+            f"{type(running).__name__} has no workers; pass an MPSequence, Streams, or the loader, "
             "dataset or reading service of an adapter"
         ) from None
     if run is None:

@@ -96,9 +96,9 @@ class Trace:
     ) -> None:
         name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
         if not isinstance(name, str):
-            raise TypeError(f"path={path!r} is not a str; give one that ends in .json or .json.gz")
+            raise TypeError(f"path={path!r} is not a str; pass one that ends in .json or .json.gz")
         if not re.search(r"\.json(\.gz)?$", name):
-            raise ValueError(f"path={name!r} ends in neither .json nor .json.gz; give such a name")
+            raise ValueError(f"path={name!r} ends in neither .json nor .json.gz; pass such a name")
         self.path = name
         self._rank = rank
         self._tickets = integer("tickets", tickets, most=MOST_TICKETS)

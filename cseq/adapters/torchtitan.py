@@ -100,7 +100,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
                 )
         if not callable(config.rows):
             raise TypeError(
-                f"rows={config.rows!r} is not callable; give a function that takes the length of a "
+                f"rows={config.rows!r} is not callable; pass a function that takes the length of a "
                 "row and returns a cseq.tokens.Rows"
             )
         self._is_flat = seq_len is None
@@ -110,7 +110,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             if size % length:
                 raise ValueError(
                     f"num_tokens_per_batch={size} is no multiple of max_context_length={length}; "
-                    "give training.num_tokens_per_microbatch_per_dp_rank whole rows"
+                    "pass training.num_tokens_per_microbatch_per_dp_rank whole rows"
                 )
             batch_size = size // length
         else:

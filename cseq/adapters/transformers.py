@@ -87,7 +87,7 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
         if not args.ignore_data_skip:
             raise ValueError(
                 "ignore_data_skip=False makes the Trainer skip batches that the state has left "
-                "out already; give TrainingArguments(ignore_data_skip=True)"
+                "out already; pass TrainingArguments(ignore_data_skip=True)"
             )
         batches: Stateful = kwargs["train_dataloader"]
         self.batches = batches

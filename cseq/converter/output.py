@@ -87,7 +87,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
         return _parse_name(re.sub(r"^cpu:\d+$", "cpu", str(out_type)), out_type)
     if callable(out_type):
         return "call", "cpu", out_type
-    raise TypeError(f"out_type is {out_type!r} ({type(out_type).__name__}): give {OUT_TYPES}")
+    raise TypeError(f"out_type is {out_type!r} ({type(out_type).__name__}): pass {OUT_TYPES}")
 
 
 def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
@@ -98,7 +98,7 @@ def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
         return "cpu", "cpu", None
     if match := re.fullmatch(r"cuda(:[0-9]+)?", name):
         return "cuda", f"cuda:{int(match[1][1:])}" if match[1] else "cuda", None
-    raise ValueError(f"out_type is {out_type!r}, which is not known: give {OUT_TYPES}")
+    raise ValueError(f"out_type is {out_type!r}, which is not known: pass {OUT_TYPES}")
 
 
 def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
@@ -119,7 +119,7 @@ def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
 
 
 _DTYPES = (
-    "give a type of numbers such as 'float32', 'int64' or 'bfloat16', None to keep types, or 'auto'"
+    "pass a type of numbers such as 'float32', 'int64' or 'bfloat16', None to keep types, or 'auto'"
 )
 
 
@@ -211,7 +211,7 @@ def _name_device(torch: ModuleType, device: str) -> str:
     if int(device.removeprefix("cuda:")) >= count:
         raise ValueError(
             f"out_type is {device!r}, but the CUDA devices here, {count} in number, are counted "
-            f"from 0: give 'cuda', or a number below {count}"
+            f"from 0: pass 'cuda', or a number below {count}"
         )
     return device
 

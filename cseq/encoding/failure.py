@@ -57,7 +57,7 @@ OPEN_THERE = (
 )
 
 DEBUG = (
-    "cseq: a debugger needs the terminal, which worker processes do not have: give num_workers=0, "
+    "cseq: a debugger needs the terminal, which worker processes do not have: pass num_workers=0, "
     "or start a manager by start_test()"
 )
 

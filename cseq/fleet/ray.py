@@ -126,7 +126,7 @@ class Agent:
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "
-                f"{trainer}: install the same versions on all nodes, or give runtime_env="
+                f"{trainer}: install the same versions on all nodes, or pass runtime_env="
             )
         self._payload = payload
         return os.getpid(), self._node
@@ -310,7 +310,7 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
     rooms = [int(cpus // (num_cpus or 1)) for cpus in cpu_counts if cpus >= (num_cpus or 1)]
     if not rooms and None in (nodes, num_workers):
         raise ValueError(
-            f"num_cpus={num_cpus:g}, but no node of the cluster has that many now: give nodes= and "
+            f"num_cpus={num_cpus:g}, but no node of the cluster has that many now: pass nodes= and "
             "num_workers= to make Ray wait for such nodes"
         )
     if nodes is None and num_workers is None:

@@ -91,7 +91,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     refuse_iterable(dataset, "dataset is")
     if not hasattr(kind, "__getitem__"):
         raise TypeError(
-            f"dataset is a {kind.__name__}, which gives no sample for an index; give an object "
+            f"dataset is a {kind.__name__}, which gives no sample for an index; pass an object "
             "with __getitem__(index) and __len__()"
         )
     if not hasattr(kind, "__len__"):
@@ -101,7 +101,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
         )
     if collate is not None and not callable(collate):
         raise TypeError(
-            f"collate={collate!r} cannot be called; give a function of a list of samples, or None"
+            f"collate={collate!r} cannot be called; pass a function of a list of samples, or None"
         )
     return DatasetIndexer(dataset, collate)
 
@@ -110,7 +110,7 @@ def refuse_class(dataset: object) -> None:
     """Raise TypeError for a class passed as a data set, unless the class has a length."""
     if isinstance(dataset, type) and not hasattr(type(dataset), "__len__"):
         name = dataset.__name__
-        raise TypeError(f"dataset is the class {name}; give an object, such as {name}()")
+        raise TypeError(f"dataset is the class {name}; pass an object, such as {name}()")
 
 
 def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
@@ -133,7 +133,7 @@ def refuse_iterable(dataset: object, subject: str) -> None:
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
             f"{subject} a {kind.__name__}, an IterableDataset, which gives no sample for an index; "
-            "use cseq.DataLoader for it, or give an object with __getitem__ and __len__()"
+            "use cseq.DataLoader for it, or pass an object with __getitem__ and __len__()"
         )
 
 
@@ -242,7 +242,7 @@ def default_collate(samples: Samples) -> Any:
     if isinstance(first, (tuple, list)):
         return _collate_sequences(samples)
     raise TypeError(
-        f"samples contain a {type(first).__name__}, which cannot be collated; give "
+        f"samples contain a {type(first).__name__}, which cannot be collated; pass "
         "from_dataset(dataset, collate=...) a function that makes a batch of a list of samples"
     )
 
@@ -413,6 +413,6 @@ def _check_shapes(arrays: Samples) -> None:
     shapes = {tuple(array.shape) for array in arrays}
     if len(shapes) > 1:
         raise ValueError(
-            f"samples differ in shape: {sorted(shapes)[:4]}; pad or crop them, or give "
+            f"samples differ in shape: {sorted(shapes)[:4]}; pad or crop them, or pass "
             "from_dataset(dataset, collate=...) a function that does"
         )

@@ -84,7 +84,7 @@ def check_worker(worker: object) -> None:
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
-            "indices; give numpy.asarray(worker) or cseq.from_dataset(worker), or a class whose "
+            "indices; pass numpy.asarray(worker) or cseq.from_dataset(worker), or a class whose "
             "__getitem__ takes the array"
         )
     _refuse_table(worker, "worker is")
@@ -93,7 +93,7 @@ def check_worker(worker: object) -> None:
         return
     if not callable(worker):
         raise TypeError(
-            f"worker={worker!r} can neither be called nor indexed; give a class (or another "
+            f"worker={worker!r} can neither be called nor indexed; pass a class (or another "
             "callable without arguments) that makes an object with __getitem__(indices)"
         )
     _refuse_arguments(worker)
@@ -109,7 +109,7 @@ def _refuse_arguments(worker: Callable[[], object]) -> None:
     except TypeError as error:
         raise TypeError(
             f"worker={worker!r} cannot be called without arguments ({error}): worker is a class or "
-            "object with __getitem__(indices) -> batch; for a class that takes arguments, give "
+            "object with __getitem__(indices) -> batch; for a class that takes arguments, pass "
             "functools.partial(…) or an object"
         ) from None
     except ValueError:
@@ -129,7 +129,7 @@ def _refuse_table(worker: object, subject: str) -> None:
     if rows is not None and kind.__name__ in ("DataFrame", "Series"):
         raise TypeError(
             f"{subject} a {library} {kind.__name__}, which returns no arrays of rows when it is "
-            f"indexed; give its .to_numpy(), or a class whose __getitem__(indices) returns arrays "
+            f"indexed; pass its .to_numpy(), or a class whose __getitem__(indices) returns arrays "
             f"made from its {rows}"
         )
 

@@ -51,7 +51,7 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
     (4, {'text': 'aa', 'label': 2}, 'aaa')
     """
     if isinstance(items, Mapping) or not isinstance(items, Iterable):
-        raise TypeError(f"items is a {type(items).__name__}; give a list, or another iterable")
+        raise TypeError(f"items is a {type(items).__name__}; pass a list, or another iterable")
     out, ends = io.BytesIO(), array("q", [0])
     pickler = _Pickler(out)
     for number, item in enumerate(items):

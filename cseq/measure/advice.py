@@ -420,7 +420,7 @@ def _converters(v: Window) -> Said:
 
 def _memory(v: Window) -> Said:
     seen = f"{v.copies} of {v.batches} batches were copied, since the loop holds too many"
-    limit = "" if v.is_stream else ", or give a larger memory_limit"
+    limit = "" if v.is_stream else ", or pass a larger memory_limit"
     return Said(seen, f"drop batches after their step{limit}")
 
 

@@ -95,7 +95,7 @@ class Histogram:
     def quantile(self, p: float) -> float:
         """Return the `p`-quantile in seconds for `p` in [0, 1], or 0 if there are no times."""
         if not 0 <= p <= 1:
-            raise ValueError(f"p={p!r} is not in [0, 1]; give 0.99 for the 99th percentile")
+            raise ValueError(f"p={p!r} is not in [0, 1]; pass 0.99 for the 99th percentile")
         if not self.count:
             return 0.0
         below, rank = self._buckets.cumsum(), p * self.count

@@ -293,7 +293,7 @@ class Stats:
         0.07
         """
         if earlier.batches > self.batches or earlier._first not in (0, self._first):
-            raise ValueError("`earlier` is of another run: give an earlier stats() of this run")
+            raise ValueError("`earlier` is of another run: pass an earlier stats() of this run")
         grown = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
         before, now = earlier.source_tokens, self.source_tokens
         grown["source_tokens"] = {name: now[name] - before.get(name, 0) for name in now}
@@ -441,7 +441,7 @@ def counting(manager: object) -> Counting:
     """Return the manager after checking that it has `stats`."""
     if not hasattr(manager, "stats"):
         raise TypeError(
-            f"manager={manager!r} has no stats(); give a manager of cseq or a cseq.DataLoader"
+            f"manager={manager!r} has no stats(); pass a manager of cseq or a cseq.DataLoader"
         )
     counts: Counting = manager
     return counts

@@ -95,7 +95,7 @@ def load(path: str, name: str) -> Callable[[], object]:
         raise ValueError(f"there is no file {path}")
     stem, ending = os.path.splitext(file)
     if ending != ".py" or "." in stem:
-        raise ValueError(f"{path} cannot be imported; give a file whose name is NAME.py")
+        raise ValueError(f"{path} cannot be imported; pass a file whose name is NAME.py")
     sys.path.insert(0, folder)
     module = importlib.import_module(stem)
     if os.path.realpath(getattr(module, "__file__", None) or "") != os.path.realpath(path):
@@ -256,7 +256,7 @@ def seconds_of(text: str) -> float:
                 if 0 < value <= 60:
                     return value
             break
-    raise ValueError(f"{text!r} is not a duration up to a minute; give 30ms, 0.5s or 800us")
+    raise ValueError(f"{text!r} is not a duration up to a minute; pass 30ms, 0.5s or 800us")
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:

@@ -92,14 +92,14 @@ class Balanced(Order):
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(order, Order):
-            raise TypeError(f"order={order!r} is not a cseq.Order; give one")
+            raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
         # This raises TypeError if the order does not know the work of its units.
         order.measured(0)
         self.order, self.step = order, integer("step", step, 1, MOST_STEP)
         quarter = self.step // math.gcd(self.step, 4)
         self.together = integer("together", quarter if together is None else together, 1, self.step)
         if self.step % self.together:
-            raise ValueError(f"together={together} does not divide step={step}; give one that does")
+            raise ValueError(f"together={together} does not divide step={step}; pass one that does")
         self._over, self._cache = choice("over", over, (*STEPS, "epoch")), cache_of(cache)
         self._window = self.step * STEPS.get(over, max(1, order.units // self.step))
         self.samples, self.units, self.room = order.samples, order.units, order.room
@@ -121,7 +121,7 @@ class Balanced(Order):
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
         """Return an order whose mixture continues with other weights, starting between windows."""
         if not hasattr(self.order, "reweighed"):
-            raise TypeError(f"order={self!r} has no weights; give a Balanced of a cseq.Mixture")
+            raise TypeError(f"order={self!r} has no weights; pass a Balanced of a cseq.Mixture")
         order = self.order.reweighed(weights, seed, epoch, consumed)
         return self._of(order, consumed, is_same=False)
 
@@ -155,7 +155,7 @@ class Balanced(Order):
             if self.step % together:
                 warn(
                     "step=%d is no multiple of a global batch of %d rows: a batch of two steps "
-                    "is not dealt by work; give another step, or batch_size",
+                    "is not dealt by work; pass another step, or batch_size",
                     self.step,
                     together,
                 )

@@ -127,7 +127,7 @@ class Order:
         if self.samples != samples:
             raise ValueError(
                 f"order={self!r} covers {self.samples} samples, the data has {samples}; make an "
-                "order for this data, or give dset_size"
+                "order for this data, or pass dset_size"
             )
         return self
 
@@ -170,7 +170,7 @@ class Order:
             If the order does not know the work of its units.
         """
         raise TypeError(
-            f"order={self!r} does not know the work of its units; give Packed, Concatenated, or a "
+            f"order={self!r} does not know the work of its units; pass Packed, Concatenated, or a "
             "Mixture or Resized of them"
         )
 
@@ -245,7 +245,7 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
         if lengths is None and (order.room > 1 or len(indices) != count):
             raise ValueError(
                 f"read() of {order!r} returned {len(indices)} indices for {count} units and no "
-                "sizes; give the size of each unit"
+                "sizes; pass the size of each unit"
             )
         unit_sizes = np.ones(count, np.int64) if lengths is None else np.asarray(lengths, np.int64)
         fits = (
@@ -254,7 +254,7 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
         if not fits or indices.shape != (unit_sizes.sum(),):
             raise ValueError(
                 f"read() of {order!r} returned sizes {unit_sizes} for {count} units with indices "
-                f"of shape {indices.shape}; give one for each unit, in [1, {order.room}]"
+                f"of shape {indices.shape}; pass one for each unit, in [1, {order.room}]"
             )
         samples.append(indices)
         sizes.append(unit_sizes)

@@ -71,7 +71,7 @@ class Blocks(Samples):
             self.sizes = sizes = integers("rows", rows).astype(np.int64)
             if sizes.min() < 0 or not sizes.any():
                 raise ValueError(
-                    f"rows[{sizes.argmin()}]={sizes.min()}: give at least 0 samples a block, and "
+                    f"rows[{sizes.argmin()}]={sizes.min()}: pass at least 0 samples a block, and "
                     "one block that has some"
                 )
             total = int(sizes.sum())
@@ -87,7 +87,7 @@ class Blocks(Samples):
         self.lanes = integer("lanes", lanes, 1, self.window)
         if self.window % self.lanes:
             raise ValueError(
-                f"lanes={lanes} does not divide window={window}; give a window of "
+                f"lanes={lanes} does not divide window={window}; pass a window of "
                 f"{-(-self.window // self.lanes) * self.lanes} blocks, or another number of lanes"
             )
         if self.sizes is not None:

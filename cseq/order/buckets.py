@@ -169,7 +169,7 @@ class Buckets(Recipes):
 
 def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
-        raise ValueError(f"ratio={ratio!r} is not a number of at least 1; give one such as 1.1")
+        raise ValueError(f"ratio={ratio!r} is not a number of at least 1; pass one such as 1.1")
     bounds = [shortest]
     while bounds[-1] < longest:
         bounds.append(min(max(bounds[-1] + 1, int(bounds[-1] * ratio)), longest))
@@ -189,7 +189,7 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
     if bounds[-1] > budget:
         raise ValueError(
             f"boundaries has {bounds[-1]}, to which samples of {longest} would be padded, above "
-            f"budget={budget}; give a bound from {longest} to {budget}"
+            f"budget={budget}; pass a bound from {longest} to {budget}"
         )
     return np.array(bounds)
 
@@ -198,5 +198,5 @@ def _size(sizes: int | Mapping[Any, int], label: object) -> int:
     if not isinstance(sizes, Mapping):
         return integer("sizes", sizes, 1, MOST_SAMPLES)
     if label not in sizes:
-        raise ValueError(f"sizes has no {label!r}, which is a label; give one for each label")
+        raise ValueError(f"sizes has no {label!r}, which is a label; pass one for each label")
     return integer(f"sizes[{label!r}]", sizes[label], 1, MOST_SAMPLES)

@@ -37,7 +37,7 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
     if not order.name or order.samples is None or min(order.samples, order.units, order.room) < 1:
         raise ValueError(
             f"{shown} has name={order.name!r}, samples={order.samples!r}, units={order.units!r}, "
-            f"room={order.room!r}; give a name, and numbers of at least 1"
+            f"room={order.room!r}; pass a name, and numbers of at least 1"
         )
     facts = order.facts()
     if json.loads(json.dumps(facts)) != facts:

@@ -45,7 +45,7 @@ def make(
 
 def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     """Check the version and keys of a state, and return the facts of its order."""
-    version, remedy = state.get("version"), "give what state_dict() returned"
+    version, remedy = state.get("version"), "pass what state_dict() returned"
     if version not in (1, 2, VERSION):
         raise ValueError(
             f"the state has version={version!r}, this cseq reads 1 to {VERSION}; load it with the "
@@ -82,7 +82,7 @@ def load(
         another seed and `any_seed` is not set, or if one of its numbers is out of range.
     """
     if not isinstance(state, dict):
-        raise TypeError(f"state={state!r}: give the dict that state_dict() returned")
+        raise TypeError(f"state={state!r}: pass the dict that state_dict() returned")
     facts = _facts_in(state)
     seed = integer("seed", state["seed"], 0, MOST_SEED)
     epoch = integer("epoch", state["epoch"], 0, MOST_SEED)
@@ -126,5 +126,5 @@ def tokens_of(state: dict[str, Any]) -> Counter[str]:
         return Counter({name: integer(name, n, 0) for name, n in json.loads(given).items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"the state has tokens={given!r}; give what state_dict() returned"
+            f"the state has tokens={given!r}; pass what state_dict() returned"
         ) from error

@@ -93,7 +93,7 @@ class Lengths:
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
-        remedy = "give integers of at least 1, such as numpy.ceil(lengths).astype(int)"
+        remedy = "pass integers of at least 1, such as numpy.ceil(lengths).astype(int)"
         self.values = integers("lengths", lengths, remedy)
         self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
@@ -111,7 +111,7 @@ class Lengths:
                 if not drop:
                     raise ValueError(
                         f"lengths[{start + int(chunk.argmax())}]={high} exceeds budget={budget}; "
-                        "cut this sample, give a larger budget, or leave such samples out with "
+                        "cut this sample, pass a larger budget, or leave such samples out with "
                         "too_long='drop'"
                     )
                 kept = chunk[chunk <= budget]
@@ -122,7 +122,7 @@ class Lengths:
             self.total += float(kept.sum(dtype=np.float64))
         if self.dropped == self.samples:
             raise ValueError(
-                f"all {self.samples} lengths exceed budget={budget}; give a larger one"
+                f"all {self.samples} lengths exceed budget={budget}; pass a larger one"
             )
         self.fingerprint = fingerprint(self.values)
 
@@ -137,7 +137,7 @@ class Lengths:
         )
         if max(samples, tokens) > LITTLE:
             warnings.warn(
-                f"too_long='drop', budget={self.budget}: {said}; cut them, or give a larger budget",
+                f"too_long='drop', budget={self.budget}: {said}; cut them, or pass a larger budget",
                 stacklevel=3,
             )
         return said
@@ -168,7 +168,7 @@ class Labels:
         given = one_dimensional("labels", labels)
         if given.dtype.kind not in "iubUS" or (given.dtype == np.uint64 and given.max() >= 2**63):
             raise TypeError(
-                f"labels has values of type {given.dtype}, such as {given[0]!r}; give integers "
+                f"labels has values of type {given.dtype}, such as {given[0]!r}; pass integers "
                 "below 2**63, or strings"
             )
         self.values, inverse = np.unique(given, return_inverse=True)

@@ -78,7 +78,7 @@ class Concatenated(CachedOrder):
         if not self.units:
             raise ValueError(
                 f"row={row} is longer than all documents together, which have {self.samples} "
-                "tokens; give a shorter row, or more documents"
+                "tokens; pass a shorter row, or more documents"
             )
         self.room, self.tokens = int(arrays["room"][0]), float(self.row)
         if rest := self.samples % self.row:

@@ -70,7 +70,7 @@ class Groups(Order):
         if self.chosen > self.classes.count:
             raise ValueError(
                 f"classes={self.chosen} exceeds the {self.classes.count} classes that labels has; "
-                "give at most as many"
+                "pass at most as many"
             )
         self.per_class = integer("samples", samples, 1, MOST_ROOM // self.chosen)
         smallest = int(self.classes.sizes.argmin())
@@ -78,7 +78,7 @@ class Groups(Order):
         if self.classes.sizes[smallest] < self.per_class and not repeat_small:
             raise ValueError(
                 f"labels has {self.classes.sizes[smallest]} samples of class "
-                f"{checked.values[smallest].item()!r}, fewer than samples={self.per_class}; give "
+                f"{checked.values[smallest].item()!r}, fewer than samples={self.per_class}; pass "
                 "fewer, leave the class out, or repeat its samples with repeat_small=True"
             )
         self.samples = len(self.classes.table)

@@ -140,7 +140,7 @@ class Mixture(Composed):
             if order.tokens is None:
                 raise TypeError(
                     f"weights_of='tokens': sources[{name!r}]={order!r} does not know the tokens of "
-                    "its units; give Packed, Concatenated, or a Resized or Balanced of them"
+                    "its units; pass Packed, Concatenated, or a Resized or Balanced of them"
                 )
         means = [order.tokens or 1.0 for order in self.sources.values()]
         rates = [weight * (max(means) / mean) for weight, mean in zip(weights, means, strict=True)]
@@ -163,14 +163,14 @@ class Mixture(Composed):
             name = [*self.sources][int((shares.before(most) < units).argmax())]
             raise ValueError(
                 f"stop={stop!r} makes an epoch of more than {MOST_SAMPLES} units, because of "
-                f"source {name!r}; give epoch_size, or other weights"
+                f"source {name!r}; pass epoch_size, or other weights"
             )
         blocks = bisect.bisect_left(range(most), 1, key=is_over) - (stop == "first")
         if not blocks:
             s = int((shares.before(1) > units).argmax())
             raise ValueError(
                 f"source {[*self.sources][s]!r} has {units[s]} units, and {shares.before(1)[s]} in "
-                f"the first block of {shares.block}: no block ends before its pass; give a smaller "
+                f"the first block of {shares.block}: no block ends before its pass; pass a smaller "
                 "block, stop='all', or epoch_size"
             )
         return blocks * shares.block
@@ -217,7 +217,7 @@ class Mixture(Composed):
         if consumed > self.units:
             raise ValueError(
                 f"the state is at unit {consumed} of an epoch, and epochs of this mixture have "
-                f"{self.units} units; give epoch_size={facts['units']}"
+                f"{self.units} units; pass epoch_size={facts['units']}"
             )
         taken = before.taken_before(seed, epoch * facts["units"] + consumed)
         order = copy.copy(self)
@@ -347,7 +347,7 @@ class Resized(Composed):
 
     def __init__(self, order: Order, epoch_size: int) -> None:
         if not isinstance(order, Order):
-            raise TypeError(f"order={order!r} is not a cseq.Order; give one")
+            raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
         size = integer("epoch_size", epoch_size, 1, MOST_SAMPLES)
         self.order, self._size, self.sources = order, size, {"": order}
         self.samples, self.room, self.is_batch = order.samples, order.room, order.is_batch
@@ -396,7 +396,7 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
         return _Plan(names, _phases(weights, names), block, since, taken), source_facts
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
-            f"the state of a Mixture is damaged: {error}; give what state_dict() returned"
+            f"the state of a Mixture is damaged: {error}; pass what state_dict() returned"
         ) from error
 
 
@@ -469,16 +469,16 @@ def _phases(
     phases = [(0, weights)] if isinstance(weights, Mapping) else weights
     if not isinstance(phases, (list, tuple)) or not phases:
         raise TypeError(
-            f"weights={phases!r}: give a dict of names and numbers, or a list of (unit, dict)"
+            f"weights={phases!r}: pass a dict of names and numbers, or a list of (unit, dict)"
         )
     checked: list[tuple[int, list[float]]] = []
     for phase in phases:
         if not isinstance(phase, (list, tuple)) or len(phase) != 2 or not hasattr(phase[1], "keys"):
-            raise TypeError(f"weights has {phase!r}; give (unit, dict of names and numbers)")
+            raise TypeError(f"weights has {phase!r}; pass (unit, dict of names and numbers)")
         unit = integer("the unit in weights", phase[0], 0, 2**63)
         if unit <= checked[-1][0] if checked else unit:
             raise ValueError(
-                f"weights has the unit {unit} at place {len(checked)}; give 0 first, and then "
+                f"weights has the unit {unit} at place {len(checked)}; pass 0 first, and then "
                 "larger ones"
             )
         checked.append((unit, _weights(phase[1], names)))
@@ -492,16 +492,16 @@ def _weights(weights: Weights, names: list[str]) -> list[float]:
         if name not in sources:
             raise ValueError(f"weights has {name!r}, which is not a source; there are {names}")
         if name not in weights:
-            raise ValueError(f"weights has no {name!r}; give its share, or 0 to leave it out")
+            raise ValueError(f"weights has no {name!r}; pass its share, or 0 to leave it out")
         weight = weights[name]
         if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, Real):
-            raise TypeError(f"weights[{name!r}]={weight!r} is not a number; give one of at least 0")
+            raise TypeError(f"weights[{name!r}]={weight!r} is not a number; pass one of at least 0")
         if not 0 <= weight < math.inf:
-            raise ValueError(f"weights[{name!r}]={weight!r}; give a finite number of at least 0")
+            raise ValueError(f"weights[{name!r}]={weight!r}; pass a finite number of at least 0")
     plain = [
         int(weight) if isinstance(weight, (int, np.integer)) else float(weight)
         for weight in map(weights.__getitem__, names)
     ]
     if not any(plain):
-        raise ValueError(f"all weights are 0: {dict(weights)}; give one above 0 at least")
+        raise ValueError(f"all weights are 0: {dict(weights)}; pass at least one above 0")
     return plain

@@ -98,7 +98,7 @@ class Packed(Recipes, CachedOrder):
         rooms, most = budget // quantum, MOST_COUNTED if too_long == "split" else MOST_ROOMS
         if rooms > most:
             raise ValueError(
-                f"budget={budget} is {rooms} times quantum={quantum}; give a quantum of at least "
+                f"budget={budget} is {rooms} times quantum={quantum}; pass a quantum of at least "
                 f"{-(-budget // most)}"
             )
         if cache is not None and too_long != "split":

@@ -97,14 +97,14 @@ def check_shard(shard: object) -> Shard | None:
         return ALONE
     if isinstance(shard, str):
         if shard != "auto":
-            raise ValueError(f"shard={shard!r} is unknown; give {FORMS}")
+            raise ValueError(f"shard={shard!r} is unknown; pass {FORMS}")
         return None
     group: Any = shard
     rank: int
     if callable(getattr(shard, "get_coordinate", None)):
         if group.ndim != 1:
             raise ValueError(
-                f"shard={shard!r} has {group.ndim} dimensions; give what divides the batches, as "
+                f"shard={shard!r} has {group.ndim} dimensions; pass what divides the batches, as "
                 f"one: {_remedy(group.mesh_dim_names or ())}"
             )
         rank, ranks = (group.get_coordinate() or [-1])[0], int(group.size())
@@ -113,18 +113,18 @@ def check_shard(shard: object) -> Shard | None:
     elif shard is getattr(getattr(_torch(), "GroupMember", None), "NON_GROUP_MEMBER", ALONE):
         rank, ranks = -1, 0
     elif not isinstance(shard, (tuple, list)) or len(shard) != 2:
-        raise TypeError(f"shard={shard!r} is not a pair; give {FORMS}")
+        raise TypeError(f"shard={shard!r} is not a pair; pass {FORMS}")
     else:
         rank, ranks = integer("shard[0]", shard[0], least=0), integer("shard[1]", shard[1])
         if rank >= ranks:
             raise ValueError(
                 f"shard={shard!r}: rank {rank} is not below {ranks}, the number of ranks; ranks "
-                f"count from 0, so give a rank of at most {ranks - 1}"
+                f"count from 0, so pass a rank of at most {ranks - 1}"
             )
     if rank < 0:
         raise ValueError(
             f"shard={shard!r} is a group or mesh that this process is not in: it has no part of "
-            "its batches; make the loader on the ranks of the group only, or give another one"
+            "its batches; make the loader on the ranks of the group only, or pass another one"
         )
     return Shard(rank, ranks, "the argument shard")
 
@@ -147,7 +147,7 @@ def resolve() -> Shard:
         listed = ", ".join(f"{name}={size}" for name, size in shared)
         raise ValueError(
             f"shard='auto' finds a mesh of ranks with {listed}: ranks that share a model need the "
-            f"same batches; give what divides them, {_remedy(name for name, _ in shared)}, or "
+            f"same batches; pass what divides them, {_remedy(name for name, _ in shared)}, or "
             "shard=torch.distributed.group.WORLD if each rank needs batches of its own"
         )
     return find_shard()
@@ -201,7 +201,7 @@ def agree(earlier: Shard | None) -> Shard:
     if now.source and now[:2] != earlier[:2]:
         raise ValueError(
             f"shard='auto' was resolved to {earlier}, and is now {now}: make the process group "
-            "before the manager is started and before its len() is asked, or give "
+            "before the manager is started and before its len() is asked, or pass "
             "shard=(rank, world_size)"
         )
     return earlier
@@ -270,12 +270,12 @@ def _launched() -> Shard | None:
         except ValueError as error:
             raise ValueError(
                 f"shard='auto' finds {names[0]}={rank!r} and {names[1]}={size!r} in the "
-                "environment; set them as torchrun does, or give shard=(rank, world_size)"
+                "environment; set them as torchrun does, or pass shard=(rank, world_size)"
             ) from error
     if said.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"shard='auto' finds WORLD_SIZE={said['WORLD_SIZE']!r} in the environment, but no "
-            "rank; set RANK as torchrun does, make the process group first, or give "
+            "rank; set RANK as torchrun does, make the process group first, or pass "
             "shard=(rank, world_size)"
         )
     return None

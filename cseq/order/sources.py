@@ -78,22 +78,22 @@ class Composed(Order):
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
     """Check that `sources` maps names to orders with the same kind of units."""
     if not hasattr(sources, "keys") or not sources:
-        raise TypeError(f"sources={sources!r}: give a dict of names and orders, one at least")
+        raise TypeError(f"sources={sources!r}: pass a dict of names and orders, one at least")
     orders = dict(sources)
     if len(orders) > MOST_SOURCES:
-        raise ValueError(f"sources has {len(orders)} orders; give {MOST_SOURCES} at most")
+        raise ValueError(f"sources has {len(orders)} orders; pass {MOST_SOURCES} at most")
     first = next(iter(orders.values()))
     for name, order in orders.items():
         if not isinstance(name, str):
-            raise TypeError(f"sources has the name {name!r}; give strings: states have them")
+            raise TypeError(f"sources has the name {name!r}; pass strings: states have them")
         if not isinstance(order, Order):
-            raise TypeError(f"sources[{name!r}]={order!r} is not a cseq.Order; give one")
+            raise TypeError(f"sources[{name!r}]={order!r} is not a cseq.Order; pass one")
         if order.samples is None:
             raise ValueError(f"sources[{name!r}]={order!r}: give it the number of its samples")
         if kind(order) != kind(first):
             raise ValueError(
                 f"the units of sources[{name!r}] are {kind(order)}, but sources"
-                f"[{next(iter(orders))!r}] has {kind(first)}; give orders with units of one kind"
+                f"[{next(iter(orders))!r}] has {kind(first)}; pass orders with units of one kind"
             )
     return orders
 

@@ -73,14 +73,14 @@ def tables(
                 raise
             arrays = _load(path, name)
             if arrays is None:
-                raise OSError(f"cache: {path} was written, and is damaged; give another folder")
+                raise OSError(f"cache: {path} was written, and is damaged; pass another folder")
     return arrays
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
     """Check the `cache` argument of an order, and return its absolute path or None."""
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
-        raise TypeError(f"cache={cache!r} is not a path; give a folder of this machine, or None")
+        raise TypeError(f"cache={cache!r} is not a path; pass a folder of this machine, or None")
     return None if cache is None else os.path.abspath(cache)
 
 
@@ -171,7 +171,7 @@ def _claimed(path: str) -> Iterator[int | None]:
     try:
         fd = locked(path)
     except OSError as error:
-        said = f"{error.strerror}: cache= needs locks (flock); give a folder of a local disk"
+        said = f"{error.strerror}: cache= needs locks (flock); pass a folder of a local disk"
         raise OSError(error.errno, said, path) from None
     try:
         yield fd

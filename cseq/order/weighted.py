@@ -74,7 +74,7 @@ class Weighted(Order):
         array = one_dimensional("weights", weights)
         if array.dtype.kind not in "iufb":
             raise TypeError(
-                f"weights has values of type {array.dtype}, such as {array[0]!r}; give real numbers"
+                f"weights has values of type {array.dtype}, such as {array[0]!r}; pass real numbers"
             )
         array = array.astype(np.float64, copy=False)
         self.samples = len(array)
@@ -198,12 +198,12 @@ def integers_of(
         bad = np.flatnonzero(~((piece >= 0) & (piece < math.inf)))
         if len(bad):
             raise ValueError(
-                f"weights has {piece[bad[0]]} for sample {start + bad[0]}; give finite numbers of "
+                f"weights has {piece[bad[0]]} for sample {start + bad[0]}; pass finite numbers of "
                 "at least 0"
             )
         most = max(most, float(piece.max()))
     if not most:
-        raise ValueError(f"all of the {len(weights)} weights are 0; give one above 0 at least")
+        raise ValueError(f"all of the {len(weights)} weights are 0; pass at least one above 0")
     # Scale the largest weight to [0.5, 1). The total may have an error of about 10**-6.
     scale = -math.frexp(most)[1]
     total = sum(float(np.ldexp(piece, scale).sum()) for _, piece in pieces)

@@ -87,9 +87,9 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
-        raise TypeError(f"path={path!r} is not a str; give a name such as 'loader.html'")
+        raise TypeError(f"path={path!r} is not a str; pass a name such as 'loader.html'")
     if title is not None and not isinstance(title, str):
-        raise TypeError(f"title={title!r} is not a str; give the page's heading")
+        raise TypeError(f"title={title!r} is not a str; pass the page's heading")
     content = page(parts, title)
     with whole(name) as file:
         file.write(content)

@@ -115,7 +115,7 @@ def cached(
         raise OSError("cseq.cached needs fcntl's locks, which Windows does not have")
     for name in ("__getitem__", "__len__"):
         if not hasattr(make, name):
-            raise TypeError(f"make={make!r} has no {name}; give a data set, with [index] and len()")
+            raise TypeError(f"make={make!r} has no {name}; pass a data set, with [index] and len()")
     about = {
         "format": FORMAT,
         "samples": integer("len(make)", len(make)),
@@ -200,7 +200,7 @@ class Cached(Generic[T_co]):
             raise ValueError(
                 f"make[{number}] is not the sample that the cache has: "
                 "what it returns must not depend on random numbers, which belong behind the cache; "
-                f"if make has changed, give another version, or remove {self._folder}"
+                f"if make has changed, pass another version, or remove {self._folder}"
             )
 
 
@@ -261,7 +261,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
     if b"_make_skeleton_class" in pickled:
         raise ValueError(
             f"make={make!r} is of a class in a function, or has one, whose pickle differs from "
-            "process to process; define it in a module, or give version="
+            "process to process; define it in a module, or pass version="
         )
     data = hashlib.sha256(pickled)
     for buffer in buffers:

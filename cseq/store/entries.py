@@ -82,7 +82,7 @@ class Entries(Folder):
         if self.limit <= self.overhead:
             raise ValueError(
                 f"limit={self.limit} is too small: the index of {about['samples']} samples takes "
-                f"{self.overhead} bytes; give room for it and the samples"
+                f"{self.overhead} bytes; pass room for it and the samples"
             )
         super().__init__(path, about, is_kept=is_kept)
 
@@ -152,7 +152,7 @@ class Entries(Folder):
         if nbytes > room:
             raise ValueError(
                 f"limit={self.limit} is too small: sample {number} alone takes {nbytes} bytes, and "
-                f"the index {self.overhead}; give a larger limit"
+                f"the index {self.overhead}; pass a larger limit"
             )
         with self._own, self._locked(ROOM):
             start = int(self._words[USED])
@@ -168,7 +168,7 @@ class Entries(Folder):
                 raise
             log.warning(
                 "no room to keep a sample in %s (%s), of which %d of at most %d bytes are taken: "
-                "it is made again in each epoch; give a smaller limit, or another folder",
+                "it is made again in each epoch; pass a smaller limit, or another folder",
                 self.path, error.strerror, self.nbytes, self.limit,
             )  # fmt: skip
         self._note(MADE if self._starts[number] else REFUSED)

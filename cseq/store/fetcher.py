@@ -199,7 +199,7 @@ class Fetcher:
         for new in there.values():
             raise ValueError(
                 f"shard {self.remote.describe(new)} is not in the index of cache={self.folder!r}: "
-                "give another folder, or remove this one"
+                "pass another folder, or remove this one"
             )
 
     # -- shards
@@ -283,7 +283,7 @@ class Fetcher:
             if nbytes > limit:
                 raise ValueError(
                     f"limit={limit} is too small: shard {number} takes {nbytes} bytes in "
-                    f"cache={self.folder!r}; give a larger limit"
+                    f"cache={self.folder!r}; pass a larger limit"
                 )
             self._make_room(number, (), is_needed=True)
             os.replace(part, path)
@@ -293,7 +293,7 @@ class Fetcher:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(
                     f"{error.strerror}: no room for a shard in cache={self.folder!r}, which has "
-                    f"{self.held} of at most {limit} bytes; make room, or give a smaller limit or "
+                    f"{self.held} of at most {limit} bytes; make room, or pass a smaller limit or "
                     "another folder"
                 ) from error
             raise

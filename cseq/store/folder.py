@@ -101,7 +101,7 @@ class Folder:
             if theirs.get(name) != about.get(name):
                 raise ValueError(
                     f"{self.argument}={self.path!r} has samples with {name}={theirs.get(name)!r}, "
-                    f"and here it is {about.get(name)!r}; give another folder, or remove this one"
+                    f"and here it is {about.get(name)!r}; pass another folder, or remove this one"
                     f"{self.remedy}"
                 )
 

@@ -46,7 +46,7 @@ def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
     """Split URLs into a folder and the object names or a pattern."""
     given = urls if isinstance(urls, (list, tuple)) else [urls]
     if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
-        raise TypeError(f"urls={urls!r}: give a URL or a path, or a list of these")
+        raise TypeError(f"urls={urls!r}: pass a URL or a path, or a list of these")
     full = [_absolute(os.fspath(url), in_store=in_store) for url in given]
     if len(full) == 1:
         start = min((full[0].find(sign) for sign in "*?[" if sign in full[0]), default=-1)
@@ -80,7 +80,7 @@ def changed(named: str, before: Object, now: Object | None) -> ValueError:
     else:
         what = f"has the tag {now.tag}, and had {before.tag}"
     return ValueError(
-        f"shard {named} has changed since its index was made: it {what}; if that is meant, give "
+        f"shard {named} has changed since its index was made: it {what}; if that is meant, pass "
         "another cache=, or remove that folder"
     )
 
@@ -142,7 +142,7 @@ class Remote:
         except self._errors as error:
             if self.place.root.startswith("http"):
                 raise ValueError(
-                    f"urls={self.place.root!r} lists nothing ({_first_line(error)}); give "
+                    f"urls={self.place.root!r} lists nothing ({_first_line(error)}); pass "
                     "a list of the URLs of all shards"
                 ) from error
             raise

@@ -126,7 +126,7 @@ class Shards(Reader):
         largest = int(self.nbytes.max())
         if largest > most:
             raise ValueError(
-                f"limit={most} is too small: a shard takes {largest} bytes; give a larger one"
+                f"limit={most} is too small: a shard takes {largest} bytes; pass a larger one"
             )
 
     def __reduce__(self) -> Any:
@@ -195,7 +195,7 @@ class Shards(Reader):
             raise ValueError(
                 f"limit={self.limit} is too small for window={window}: two windows, and "
                 f"ahead={self.ahead} shards that are fetched, take up to {largest.sum()} bytes; "
-                "give such a limit, or a smaller window or ahead"
+                "pass such a limit, or a smaller window or ahead"
             )
         return order
 
@@ -219,7 +219,7 @@ class Shards(Reader):
     def _batch(self, indices: NDArray[Any]) -> Any:
         """Return a batch; wait for shards that are not in the cache."""
         if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
-            raise TypeError(f"indices={indices!r}: give one-dimensional integers")
+            raise TypeError(f"indices={indices!r}: pass one-dimensional integers")
         total = len(self)
         where = np.where(indices < 0, indices + total, indices).astype(np.int64)
         if len(where) and not 0 <= where.min() <= where.max() < total:
@@ -241,7 +241,7 @@ class Shards(Reader):
             if nbytes > self.limit:
                 raise ValueError(
                     f"limit={self.limit} is too small: the {len(shards)} shards of this batch take "
-                    f"{nbytes} bytes; give a larger limit, or read in the order of order()"
+                    f"{nbytes} bytes; pass a larger limit, or read in the order of order()"
                 )
         while missing := [number for number in shards if number not in mapped]:
             self._map_there(self._ask("need", missing), mapped)

@@ -57,20 +57,20 @@ class Arrow(Corpus):
         if isinstance(paths, (list, tuple)):
             data = [os.path.abspath(os.fspath(path)) for path in paths]
             if not data:
-                raise ValueError("data=[]: give one Parquet file at least")
+                raise ValueError("data=[]: pass at least one Parquet file")
             name = name or os.path.basename(data[0]).partition(".")[0]
         name = name or column
         self.given = {"data": data, "column": column, "mask": mask, "name": name}
         if isinstance(data, list):
             table = read_all(data, [column] if mask is None else [column, mask])
         elif getattr(data, "_indices", None) is not None:
-            remedy = "give what its flatten_indices() returns"
+            remedy = "pass what its flatten_indices() returns"
             raise damaged(name, None, "the data set is a selection, or shuffled", remedy)
         else:
             table = getattr(getattr(data, "data", None), "table", data)
         if not isinstance(table, pa.Table):
             raise TypeError(
-                f"data={data!r}: give a pyarrow.Table, a datasets.Dataset or Parquet files"
+                f"data={data!r}: pass a pyarrow.Table, a datasets.Dataset or Parquet files"
             )
         lengths, parts = lists(table, column, name)
         masks = None
@@ -79,10 +79,10 @@ class Arrow(Corpus):
             if not (self.is_copy or np.array_equal(lengths, others)):
                 k = int((lengths != others).argmax())
                 said = f"row {k} has {lengths[k]} values of {column!r} and {others[k]} of {mask!r}"
-                raise damaged(name, None, said, "give a mask as long as the tokens")
+                raise damaged(name, None, said, "pass a mask as long as the tokens")
             if not (self.is_copy or any(part.any() for part in masks)):
                 said = f"{mask!r} is 0 everywhere, so that a loss counts no token"
-                raise damaged(name, None, said, "give another column, or leave mask out")
+                raise damaged(name, None, said, "pass another column, or leave mask out")
             if [*map(len, parts)] != [*map(len, masks)]:
                 masks = np.split(np.concatenate(masks), np.cumsum([*map(len, parts)])[:-1])
         self.lay(name, lengths, parts, masks)
@@ -112,7 +112,7 @@ def read(path: str, columns: list[str]) -> Any:
         # The system's own errors, such as a missing file, have an errno and name the file.
         if getattr(error, "errno", None) is not None:
             raise
-        remedy = "give a Parquet file, or write this one again"
+        remedy = "pass a Parquet file, or write this one again"
         raise damaged(path, None, " ".join(str(error).split()), remedy) from None
 
 
@@ -127,13 +127,13 @@ def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArra
     import pyarrow as pa
 
     if column not in table.column_names:
-        remedy = f"give one of {table.column_names}"
+        remedy = f"pass one of {table.column_names}"
         raise damaged(name, None, f"there is no column {column!r}", remedy)
     kind = table.schema.field(column).type
     of = getattr(kind, "value_type", kind)
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list or not (pa.types.is_integer(of) or pa.types.is_boolean(of)):
-        raise damaged(name, None, f"{column!r} is of {kind}", "give a column of lists of integers")
+        raise damaged(name, None, f"{column!r} is of {kind}", "pass a column of lists of integers")
     lengths, parts, row = [np.empty(0, np.int64)], [], 0
     for chunk in table.column(column).chunks:
         if not len(chunk):

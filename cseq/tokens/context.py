@@ -49,7 +49,7 @@ def split_context(
     """
     place = None if shard is None else shards.check_shard(shard)
     if place is None:
-        raise ValueError(f"shard={shard!r} is no place; give mesh['cp'] or (rank, world_size)")
+        raise ValueError(f"shard={shard!r} is no place; pass mesh['cp'] or (rank, world_size)")
     pieces = place.world_size * (2 if flag("balanced", balanced) else 1)
     own = [place.rank, pieces - 1 - place.rank] if balanced else [place.rank]
     cut = dict(batch)

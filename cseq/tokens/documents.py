@@ -131,11 +131,11 @@ class Given(Corpus):
         lengths, name = np.asarray(documents.lengths), documents.name
         if lengths.shape != (len(documents),) or lengths.dtype.kind not in "iu":
             raise ValueError(
-                f"{name} has {len(documents)} documents and lengths={lengths!r}; give an integer "
+                f"{name} has {len(documents)} documents and lengths={lengths!r}; pass an integer "
                 "for each document"
             )
         if (k := first(len(lengths), lambda a, b: lengths[a:b] < 0)) is not None:
-            raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; give at least 0")
+            raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; pass at least 0")
         self.lay(name, lengths, [range(int(lengths.sum(dtype=np.int64)))])
 
     def read(
@@ -164,7 +164,7 @@ def corpus_of(source: Any) -> Corpus:
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):
         if not hasattr(source, name):
             raise TypeError(
-                f"sources has {source!r}, which has no {name}; give tokens.Megatron, tokens.Flat, "
+                f"sources has {source!r}, which has no {name}; pass tokens.Megatron, tokens.Flat, "
                 "tokens.Arrow, or an object like tokens.Documents"
             )
     return Given(source)
@@ -184,7 +184,7 @@ def data_type(dtype: Any) -> np.dtype[Any]:
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
-        raise TypeError(f"dtype={dtype!r} is no type of numpy; give one such as 'uint16'") from None
+        raise TypeError(f"dtype={dtype!r} is no type of numpy; pass one such as 'uint16'") from None
     return kind
 
 

@@ -145,13 +145,13 @@ class Rows:
     ) -> None:
         named = sources if isinstance(sources, Mapping) else {"": sources}
         if not named:
-            raise ValueError("sources={}: give one source at least")
+            raise ValueError("sources={}: pass at least one source")
         corpora = [corpus_of(source) for source in named.values()]
         self.names = [*named] if isinstance(sources, Mapping) else [corpora[0].name]
         self.row = integer("row", row, 2, MOST_ROW)
         self.flat = flag("flat", flat)
         if isinstance(keys, str) or not keys:
-            raise ValueError(f"keys={keys!r}: give a list of one key at least")
+            raise ValueError(f"keys={keys!r}: pass a list of at least one key")
         self.keys = tuple(choice("keys", key, ALL) for key in keys)
         self._dtype = data_type(dtype)
         self._pad = integer("pad", pad, 0)
@@ -165,9 +165,9 @@ class Rows:
         choice("packing", packing, ("best-fit", "concatenate"))
         choice("balance", balance, ("step", "window", "epoch"))
         if weights is None and epoch_size is not None:
-            raise ValueError(f"epoch_size={epoch_size} without weights; give weights, too")
+            raise ValueError(f"epoch_size={epoch_size} without weights; pass weights, too")
         if step is None and balance != "step":
-            raise ValueError(f"balance={balance!r} without step; give step, too")
+            raise ValueError(f"balance={balance!r} without step; pass step, too")
         self._mixed = None if weights is None else (weights, weights_of, epoch_size)
         self._packs, self._cache = packing == "best-fit", cache
         self._dealt = step, balance
@@ -193,7 +193,7 @@ class Rows:
         """Check that the tokens fit the type and that at least one can be predicted."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
             raise TypeError(
-                f"dtype={self._dtype} with pad={self._pad}; give 'int64' or 'int32', and a token "
+                f"dtype={self._dtype} with pad={self._pad}; pass 'int64' or 'int32', and a token "
                 "that it holds"
             )
         for corpus in corpora:
@@ -203,7 +203,7 @@ class Rows:
             kind = np.result_type(*{part.dtype for part in parts})
             if not np.can_cast(kind, self._dtype):
                 fits = np.can_cast(kind, np.int64)
-                remedy = "give dtype='int64'" if fits else "write the tokens in a smaller type"
+                remedy = "pass dtype='int64'" if fits else "write the tokens in a smaller type"
                 raise TypeError(
                     f"{corpus.name} has tokens of type {kind}, which dtype={self._dtype} cannot "
                     f"hold; {remedy}"
@@ -211,7 +211,7 @@ class Rows:
         if "labels" in self.keys and max(int(corpus.lengths.max()) for corpus in corpora) < 2:
             raise ValueError(
                 "no document has 2 tokens, so that no token has a next one: a loss has nothing to "
-                "predict; give longer documents"
+                "predict; pass longer documents"
             )
 
     def __repr__(self) -> str:

@@ -131,7 +131,7 @@ def test_test_mode_has_no_sizes():
 @pytest.mark.parametrize("name", ["num_workers", "buffer"])
 def test_other_words_are_errors(make, name):
     """They name the argument, the value and what to give."""
-    with pytest.raises(TypeError, match=f"{name}='fast' is not an integer; give one, or 'auto'"):
+    with pytest.raises(TypeError, match=f"{name}='fast' is not an integer; pass one, or 'auto'"):
         make(Augmented, 10, out_type="null", **{name: "fast"})
 
 

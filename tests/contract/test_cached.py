@@ -203,7 +203,7 @@ def test_a_sample_larger_than_the_limit_is_an_error():
 @pytest.mark.parametrize(
     ("make", "limit", "error", "match"),
     [
-        (7, "1 MB", TypeError, r"make=7 has no __getitem__; give a data set"),
+        (7, "1 MB", TypeError, r"make=7 has no __getitem__; pass a data set"),
         (Decoded(0), "1 MB", ValueError, r"len\(make\)=0 is below 1"),
         (Decoded(), "many", ValueError, r"limit='many' is not a size"),
         (Decoded(log=sys.stdout), "1 MB", TypeError, r"make\.log"),  # type: ignore[arg-type]
@@ -369,7 +369,7 @@ def test_changed_code_does_not_read_old_samples(run_anew, tmp_path):
     run_anew(SCRIPT, str(tmp_path / "cache"))
     changed = run_anew(SCRIPT.replace("index)\n\n", "index + 1)\n\n"), str(tmp_path / "cache"))
     assert changed.returncode == 1
-    assert "give another folder, or remove this one. With version=" in changed.stderr
+    assert "pass another folder, or remove this one. With version=" in changed.stderr
 
 
 def test_shared_memory_is_gone_with_the_last_process(run_anew):
@@ -443,7 +443,7 @@ def test_a_class_in_a_function_needs_a_version():
     class Local(Decoded):
         pass
 
-    with pytest.raises(ValueError, match=r"define it in a module, or give version="):
+    with pytest.raises(ValueError, match=r"define it in a module, or pass version="):
         cseq.cached(Local(), "2 MB")
     assert len(cseq.cached(Local(), "2 MB", version="1")) == 20
 

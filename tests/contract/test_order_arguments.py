@@ -36,10 +36,10 @@ def test_what_is_no_array(make, name):
     """An argument that is an array has one dimension, and values of a type that it can have."""
     options = {"too_long": "split"} if make is cseq.Packed else {}
     for given, said in (
-        ([], "is empty; give at least one value"),
-        ([[3, 4]], r"has shape \(1, 2\); give a list of one value"),
+        ([], "is empty; pass at least one value"),
+        ([[3, 4]], r"has shape \(1, 2\); pass a list of one value"),
         ([[3], [4, 5]], "is not an array"),
-        ([None], "has values of type object, such as None; give"),
+        ([None], "has values of type object, such as None; pass"),
     ):
         if make is cseq.Blocks and given == [[3], [4, 5]]:
             continue
@@ -52,13 +52,13 @@ def test_what_is_no_array(make, name):
 @pytest.mark.parametrize(
     ("lengths", "error", "said"),
     [
-        (5, ValueError, r"lengths has shape \(\); give"),
-        ([3, -4, 5], ValueError, r"lengths\[1\]=-4 is below 1; .* give"),
+        (5, ValueError, r"lengths has shape \(\); pass"),
+        ([3, -4, 5], ValueError, r"lengths\[1\]=-4 is below 1; leave this sample out"),
         ([3] * 70_000 + [0], ValueError, r"lengths\[70000\]=0 is below 1"),
-        ([3.0, math.nan], TypeError, "lengths has values of type float64, such as .*; give"),
+        ([3.0, math.nan], TypeError, "lengths has values of type float64, such as .*; pass"),
         ([True], TypeError, "lengths has values of type bool"),
         (["3"], TypeError, "lengths has values of type <U1"),
-        ([3] * 70_000 + [101], ValueError, r"lengths\[70000\]=101 exceeds budget=100; .* give"),
+        ([3] * 70_000 + [101], ValueError, r"lengths\[70000\]=101 exceeds budget=100; .* pass"),
         (np.array([2**64 - 1], np.uint64), ValueError, "exceeds budget=100"),
     ],
 )
@@ -71,8 +71,8 @@ def test_bad_lengths(kind, lengths, error, said):
 @pytest.mark.parametrize(
     ("make", "given", "error", "said"),
     [
-        (cseq.Shuffled, {"samples": 0}, ValueError, "samples=0: give one at least, or leave an em"),
-        (cseq.Sequential, {"samples": 0}, ValueError, "samples=0: give one at least"),
+        (cseq.Shuffled, {"samples": 0}, ValueError, "samples=0: pass at least one, or leave an em"),
+        (cseq.Sequential, {"samples": 0}, ValueError, "samples=0: pass at least one"),
         (cseq.Buckets, {"budget": 0}, ValueError, "budget=0"),
         (cseq.Buckets, {"budget": HUGE}, ValueError, f"budget={HUGE} is above"),
         (cseq.Buckets, {"together": HUGE}, ValueError, f"together={HUGE} is above"),
@@ -100,7 +100,7 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Packed, {"budget": 0}, ValueError, "budget=0"),
         (cseq.Packed, {"quantum": 0}, ValueError, "quantum=0"),
         (cseq.Packed, {"quantum": 101}, ValueError, "quantum=101 is above 100"),
-        (cseq.Packed, {"budget": 2**40}, ValueError, "give a quantum of at least 8192"),
+        (cseq.Packed, {"budget": 2**40}, ValueError, "pass a quantum of at least 8192"),
         (cseq.Packed, {"too_long": None}, ValueError, "too_long=None"),
         (cseq.Concatenated, {"row": 8}, ValueError, "row=8 is longer than all .*, which have 7 t"),
         (cseq.Concatenated, {"lengths": [0]}, ValueError, "row=2 is longer"),
@@ -122,11 +122,11 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Groups, {"samples": 2**32}, ValueError, "samples=4294967296 is above"),
         (cseq.Groups, {"epoch_size": 0}, ValueError, "epoch_size=0"),
         (cseq.Groups, {"repeat_small": 1}, TypeError, "repeat_small=1"),
-        (cseq.Weighted, {"weights": [1, -2]}, ValueError, "has -2.0 for sample 1; give finite"),
+        (cseq.Weighted, {"weights": [1, -2]}, ValueError, "has -2.0 for sample 1; pass finite"),
         (cseq.Weighted, {"weights": [math.nan, 1]}, ValueError, "weights has nan for sample 0"),
         (cseq.Weighted, {"weights": [1, math.inf]}, ValueError, "weights has inf for sample 1"),
-        (cseq.Weighted, {"weights": [0, 0.0]}, ValueError, "all of the 2 weights are 0; give one"),
-        (cseq.Weighted, {"weights": ["1"]}, TypeError, "weights has values of type <U1.*give real"),
+        (cseq.Weighted, {"weights": [0, 0.0]}, ValueError, "all of the 2 weights are 0; pass at least one"),
+        (cseq.Weighted, {"weights": ["1"]}, TypeError, "weights has values of type <U1.*pass real"),
         (cseq.Weighted, {"size": 0}, ValueError, "size=0"),
         (cseq.Weighted, {"replacement": 1}, TypeError, "replacement=1"),
         (cseq.Weighted.balanced, {"labels": [0.5]}, TypeError, "labels has values of type float64"),
@@ -140,11 +140,11 @@ def test_bad_lengths(kind, lengths, error, said):
             ValueError,
             "window=1048577 is above 1",
         ),
-        (cseq.Blocks, {"lanes": 3}, ValueError, "lanes=3 does not divide window=8; give a window"),
+        (cseq.Blocks, {"lanes": 3}, ValueError, "lanes=3 does not divide window=8; pass a window"),
         (cseq.Blocks, {"lanes": 9}, ValueError, "lanes=9 is above 8"),
         (cseq.Blocks, {"rows": 2.5}, TypeError, r"rows=2\.5"),
-        (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1: give at least 0"),
-        (cseq.Blocks, {"rows": [0, 0]}, ValueError, r"rows\[0\]=0: give at least 0 samples a b"),
+        (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1: pass at least 0"),
+        (cseq.Blocks, {"rows": [0, 0]}, ValueError, r"rows\[0\]=0: pass at least 0 samples a b"),
         (cseq.Blocks, {"rows": [1.5]}, TypeError, "rows has values of type float64"),
         (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "samples=8, but rows has 7"),
         (cseq.Blocks, {"rows": [3, 4], "lanes": 2}, ValueError, "lanes=2: blocks of unequal sizes"),
@@ -168,7 +168,7 @@ def test_bad_arguments(make, given, error, said):
     [
         ({"lengths": [0, 0]}, "all lengths are 0"),
         ({"lengths": [1, -2]}, r"lengths\[1\]=-2"),
-        ({"budget": 2**25}, "give a quantum of at least 2"),
+        ({"budget": 2**25}, "pass a quantum of at least 2"),
     ],
 )
 def test_bad_documents(options, said):
@@ -180,18 +180,18 @@ def test_bad_documents(options, said):
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"a": 1}, r"weights has no 'b'; give its share, or 0"),
+        ({"a": 1}, r"weights has no 'b'; pass its share, or 0"),
         ({"a": 1, "b": 1, "c": 1}, r"weights has 'c', which is not a source; there are \['a', "),
-        ({"a": -1, "b": 1}, r"weights\['a'\]=-1; give a finite number of at least 0"),
-        ({"a": 1, "b": math.nan}, r"weights\['b'\]=nan; give"),
-        ({"a": 1, "b": math.inf}, r"weights\['b'\]=inf; give"),
+        ({"a": -1, "b": 1}, r"weights\['a'\]=-1; pass a finite number of at least 0"),
+        ({"a": 1, "b": math.nan}, r"weights\['b'\]=nan; pass"),
+        ({"a": 1, "b": math.inf}, r"weights\['b'\]=inf; pass"),
         ({"a": "1", "b": 1}, r"weights\['a'\]='1' is not a number"),
         ({"a": 0, "b": 0}, r"all weights are 0"),
-        (5, r"weights=5: give a dict"),
-        ([], r"weights=\[\]: give a dict"),
-        ([(5, {"a": 1, "b": 1})], r"weights has the unit 5 at place 0; give 0 first"),
+        (5, r"weights=5: pass a dict"),
+        ([], r"weights=\[\]: pass a dict"),
+        ([(5, {"a": 1, "b": 1})], r"weights has the unit 5 at place 0; pass 0 first"),
         ([(0, {"a": 1, "b": 1}), (0, {"a": 1, "b": 1})], r"weights has the unit 0 at place 1"),
-        ([{"a": 1, "b": 1}], r"weights has \{'a': 1, 'b': 1\}; give \(unit, dict"),
+        ([{"a": 1, "b": 1}], r"weights has \{'a': 1, 'b': 1\}; pass \(unit, dict"),
     ],
 )
 def test_bad_weights_of_sources(weights, says):
@@ -200,15 +200,15 @@ def test_bad_weights_of_sources(weights, says):
         cseq.Mixture(TWO, weights)
 
 
-ROWS = r"sources\['b'\] are rows of samples, but sources.* has samples; give"
+ROWS = r"sources\['b'\] are rows of samples, but sources.* has samples; pass"
 
 
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"sources": {}}, TypeError, r"sources=\{\}: give a dict"),
+        ({"sources": {}}, TypeError, r"sources=\{\}: pass a dict"),
         ({"sources": {"a": 5}}, TypeError, r"sources\['a'\]=5 is not a cseq.Order"),
-        ({"sources": {1: TWO["a"]}}, TypeError, "sources has the name 1; give strings"),
+        ({"sources": {1: TWO["a"]}}, TypeError, "sources has the name 1; pass strings"),
         ({"sources": {"a": cseq.Shuffled()}}, ValueError, r"sources\['a'\]=.*give it the number"),
         ({"sources": TWO | {"b": Rows(9)}}, ValueError, ROWS),
         ({"sources": TWO | {"b": Rows(9, is_batch=True)}}, ValueError, "'b.* are batches, but"),

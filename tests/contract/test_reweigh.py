@@ -145,7 +145,7 @@ def test_before_the_start_and_between_two():
 @pytest.mark.parametrize(
     ("options", "weights", "text"),
     [
-        ({"order": cseq.Shuffled(111)}, {}, "has no weights; give a cseq.Mixture"),
+        ({"order": cseq.Shuffled(111)}, {}, "has no weights; pass a cseq.Mixture"),
         ({"ordered": False}, {"a": 1, "b": 1, "c": 1}, "ordered=False"),
         ({"repeat": 2}, {"a": 1, "b": 1, "c": 1}, "repeat=2"),
         ({}, {"a": 1}, "weights has no 'b'"),

@@ -138,7 +138,7 @@ def test_a_generator_for_a_seed():
 
 def test_no_batch_size():
     """batch_size=None says what single samples are here."""
-    with pytest.raises(TypeError, match=r"batch_size=None.*give 1"):
+    with pytest.raises(TypeError, match=r"batch_size=None.*pass 1"):
         make_small(batch_size=None)
 
 
@@ -280,7 +280,7 @@ def test_bad_arguments(name, value, kind):
 def test_a_collate_function_beside_a_data_set(keyword):
     """It is an argument of `from_dataset`."""
     options = {keyword: list}
-    with pytest.raises(TypeError, match=r"give cseq.from_dataset\(dataset, collate=...\)"):
+    with pytest.raises(TypeError, match=r"pass cseq.from_dataset\(dataset, collate=...\)"):
         cseq.MPSequence(cseq.from_dataset([1, 2]), **options)
 
 

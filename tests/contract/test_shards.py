@@ -194,7 +194,7 @@ def test_a_folder_of_other_shards_is_refused(folder, tmp_path):
     """A cache folder that has shards of another place is an error that names both."""
     cache = tmp_path / "cache"
     kept = store.Npy(folder, cache=cache, limit="1 MB")
-    with pytest.raises(ValueError, match=r"cache='.*' has samples with urls=.*give another folder"):
+    with pytest.raises(ValueError, match=r"cache='.*' has samples with urls=.*pass another folder"):
         store.Npy(f"{folder}/00[1-3].npy", cache=cache, limit="1 MB")
     assert len(kept) == SAMPLES
 
@@ -273,11 +273,11 @@ def test_what_a_window_needs_must_fit(folder, tmp_path):
 @pytest.mark.parametrize(
     ("urls", "options", "error", "match"),
     [
-        (7, {}, TypeError, r"urls=7: give a URL or a path, or a list of these"),
-        ([], {}, TypeError, r"urls=\[\]: give"),
+        (7, {}, TypeError, r"urls=7: pass a URL or a path, or a list of these"),
+        ([], {}, TypeError, r"urls=\[\]: pass"),
         ("…", {"ahead": 0}, ValueError, r"ahead=0 is below 1"),
         ("…", {"limit": "many"}, ValueError, r"limit='many' is not a size"),
-        ("…", {"timeout": -1}, ValueError, r"timeout=-1 is not above 0"),
+        ("…", {"timeout": -1}, ValueError, r"timeout=-1 is not positive"),
         ("/none/of/it/", {}, OSError, r"/none/of/it"),
         ("…/*.tar", {}, ValueError, r"none of the 8 objects there is such a shard"),
     ],

@@ -86,7 +86,7 @@ def test_data_sets(tmp_path):
     whole, copy, part, said = in_another_process(DATA_SET, *given)
     assert whole == copy == DOCUMENTS
     assert part == [DOCUMENTS[3], DOCUMENTS[0]]
-    assert "selection, or shuffled; give what its flatten_indices() returns" in said
+    assert "selection, or shuffled; pass what its flatten_indices() returns" in said
 
 
 @pytest.mark.parametrize("of", ["int8", "bool_", "int64"])
@@ -113,8 +113,8 @@ def test_a_mask_column(of):
 
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    ({"ids": DOCUMENTS}, {}, r"there is no column 'input_ids'; give one of \['ids'\]"),
-    ({"input_ids": [1, 2]}, {}, "'input_ids' is of int64; give a column of lists of integers"),
+    ({"ids": DOCUMENTS}, {}, r"there is no column 'input_ids'; pass one of \['ids'\]"),
+    ({"input_ids": [1, 2]}, {}, "'input_ids' is of int64; pass a column of lists of integers"),
     ({"input_ids": [[1.5]]}, {}, "'input_ids' is of list<.*double>"),
     ({"input_ids": [[1], [], None]}, {}, "'input_ids' has a null in row 2; leave it out"),
     ({"input_ids": [[1], [], [2, None]]}, {}, "'input_ids' has a null in row 2; leave it out"),
@@ -143,7 +143,7 @@ def test_what_is_no_table(tmp_path):
     for damaged in (whole[:8] + bytes(32) + whole[40:], whole[:-50]):
         paths[3].write_bytes(damaged)
         with pytest.raises(
-            ValueError, match=r"d\.parquet.*; give a Parquet file, or write this one"
+            ValueError, match=r"d\.parquet.*; pass a Parquet file, or write this one"
         ):
             tokens.Arrow(paths[3])
     with pytest.raises(ValueError, match=r"b\.parquet: it has 'input_ids' of list.*int32.* and "):
@@ -152,7 +152,7 @@ def test_what_is_no_table(tmp_path):
         tokens.Arrow([paths[0], paths[2]])
     with pytest.raises(FileNotFoundError, match=r"e\.parquet"):
         tokens.Arrow(tmp_path / "e.parquet")
-    with pytest.raises(TypeError, match=r"data=7: give a pyarrow\.Table"):
+    with pytest.raises(TypeError, match=r"data=7: pass a pyarrow\.Table"):
         tokens.Arrow(7)
-    with pytest.raises(ValueError, match=r"data=\[\]: give one Parquet file"):
+    with pytest.raises(ValueError, match=r"data=\[\]: pass at least one Parquet file"):
         tokens.Arrow([])

@@ -230,8 +230,8 @@ def test_sources_without_tokens(tmp_path):
 
 
 FLAT: list[tuple[str, dict[str, Any], str]] = [
-    ("a.npy", {}, "a.npy: give either offsets or end"),
-    ("a.npy", {"offsets": [0, 8], "end": 0}, "a.npy: give either offsets or end"),
+    ("a.npy", {}, "a.npy: pass either offsets or end"),
+    ("a.npy", {"offsets": [0, 8], "end": 0}, "a.npy: pass either offsets or end"),
     ("a.npy", {"offsets": [0, 3, 2, 8]}, r"offsets\[2\]=2 is below offsets\[1\]=3"),
     ("a.npy", {"offsets": [1, 8]}, r"offsets\[0\]=1 is not 0"),
     ("a.npy", {"offsets": [0, 3]}, r"offsets\[-1\]=3, but there are 8 tokens"),
@@ -241,8 +241,8 @@ FLAT: list[tuple[str, dict[str, Any], str]] = [
     ("a.npy", {"end": 2**16}, "end=65536 is above 65535"),
     ("a.npy", {"end": -1}, "end=-1 is below 0"),
     ("a.npy", {"end": 0, "dtype": "uint32"}, "a.npy at byte 0: its tokens are uint16, not uint32"),
-    ("a.npy", {"end": 9}, "a.npy: none of its 8 tokens of uint16 is end=9; give the token that"),
-    ("a.bin", {"end": 0}, "a.bin: give dtype"),
+    ("a.npy", {"end": 9}, "a.npy: none of its 8 tokens of uint16 is end=9; pass the token that"),
+    ("a.bin", {"end": 0}, "a.bin: pass dtype"),
     ("a.bin", {"end": 0, "dtype": "uint99"}, "dtype='uint99' is no type of numpy"),
     ("empty.npy", {"end": 0}, "empty.npy at byte 0: .*; write it again with numpy.save"),
     ("a.bin", {"end": 0, "dtype": "uint32"}, "a.bin at byte 12: it ends within a token of 4 bytes"),
@@ -270,7 +270,7 @@ def test_a_damaged_flat_file(tmp_path, monkeypatch, name, given, said):
 def test_a_cache_that_is_no_folder(tmp_path):
     """The error names the file that could not be made, and `cache`."""
     write_flat(tmp_path / "a.bin", DOCUMENTS)
-    with pytest.raises(OSError, match=r"give cache=.*a\.bin"):
+    with pytest.raises(OSError, match=r"pass cache=.*a\.bin"):
         tokens.Flat(tmp_path / "a.bin", "uint16", end=0, cache=tmp_path / "a.bin")
 
 

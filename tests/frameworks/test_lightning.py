@@ -125,7 +125,7 @@ def test_a_loader_that_does_not_count(folder):
     """What has no figures is refused, and so is a manager in place of a function."""
     from cseq.adapters.lightning import DataModule, Monitor
 
-    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); give a manager"):
+    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a manager"):
         Monitor([])
     with pytest.raises(ValueError, match="every=0 is below 1"):
         Monitor(every=0)

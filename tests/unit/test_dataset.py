@@ -206,7 +206,7 @@ class NoLength:
 def test_no_data_set():
     """What gives no samples by index, or has no length, is refused at once."""
     for dataset, text in (
-        (Squares, "give an object, such as"),
+        (Squares, "pass an object, such as"),
         (iter([1]), "__getitem__"),
         (NoLength(), "__len__"),
     ):

@@ -94,7 +94,7 @@ def cseq_loader(**options):
 
 def test_what_does_not_count_is_refused():
     """At once, with the remedy."""
-    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); give a manager of cseq"):
+    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a manager of cseq"):
         cseq.Stats.every(1, [])
     with pytest.raises(ValueError, match="n=0 is below 1"):
         cseq.Stats.every(0, Read(None))

@@ -27,7 +27,7 @@ from cseq.stage import INDEXER
 )  # fmt: skip
 def test_no_workers(worker):
     """What can be neither called nor indexed by an array is a TypeError that says what to give."""
-    with pytest.raises(TypeError, match=r"^worker.*give"):
+    with pytest.raises(TypeError, match=r"^worker.*pass"):
         indexer.check_worker(worker)
 
 

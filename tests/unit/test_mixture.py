@@ -328,7 +328,7 @@ def test_states_that_do_not_belong():
         order.resumed(cseq.Shuffled(5).facts(), 1, 0, 0)
     with pytest.warns(UserWarning, match="the sources math have less than one unit"):
         small = cseq.Mixture(shuffled(SIZES), OLD, block=32, epoch_size=10)
-    with pytest.raises(ValueError, match=r"unit 50 of an epoch.*have 10 units; give epoch_size=90"):
+    with pytest.raises(ValueError, match=r"unit 50 of an epoch.*have 10 units; pass epoch_size=90"):
         small.resumed(order.facts(), 1, 0, 50)
 
 

@@ -189,7 +189,7 @@ def test_an_item_that_cannot_be_pickled_is_named():
 @pytest.mark.parametrize("items", [{"a": 1}, 5, None])
 def test_what_has_no_order_is_refused(items):
     """A mapping would lose its values."""
-    with pytest.raises(TypeError, match=f"items is a {type(items).__name__}; give a list"):
+    with pytest.raises(TypeError, match=f"items is a {type(items).__name__}; pass a list"):
         cseq.packed(items)
 
 

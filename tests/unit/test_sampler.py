@@ -94,7 +94,7 @@ def test_an_epoch_without_batches_is_said(caplog):
     (message,) = caplog.messages
     assert message == (
         "an epoch has no batch: drop_last=True leaves out all 7 samples, since a batch of all "
-        "ranks has 8; give a smaller batch_size, or drop_last=False"
+        "ranks has 8; pass a smaller batch_size, or drop_last=False"
     )
 
 
@@ -139,10 +139,10 @@ class Endless:
 @pytest.mark.parametrize(
     ("given_", "text"),
     [
-        (Endless(), r"dset_size is a Endless; give its length"),
+        (Endless(), r"dset_size is a Endless; pass its length"),
         ([Endless()], "dset_size is a list"),
-        ({1, 2}, "dset_size is a set; give"),
-        ({1: 2}, "dset_size is a dict; give"),
+        ({1, 2}, "dset_size is a set; pass"),
+        ({1: 2}, "dset_size is a dict; pass"),
         ((k for k in range(3)), "dset_size is a generator.*fromiter"),
         (iter([1, 2]), "dset_size is a list_iterator"),
     ],

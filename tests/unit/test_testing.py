@@ -216,10 +216,10 @@ def test_an_order_is_checked():
             own(facts=lambda self: {"name": self.name, "rows": (1, 2)}),
             "come back from JSON",
         ),
-        (own(room=1), r"give one for each unit, in \[1, 1\]"),
+        (own(room=1), r"pass one for each unit, in \[1, 1\]"),
         (
             own(read=lambda *asked: (Own.read(*asked)[0], None)),
-            "no sizes; give the size",
+            "no sizes; pass the size",
         ),
     ],
 )

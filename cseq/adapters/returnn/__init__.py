@@ -151,8 +151,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     ) -> None:
         self._streams: Streams | None = None
         super().__init__(**kwargs)
-        assert num_workers > 0, f"num_workers={num_workers!r}; give at least 1"
-        assert buffer_size > 0, f"buffer_size={buffer_size!r}; give at least 1"
+        assert num_workers > 0, f"num_workers={num_workers!r}; pass at least 1"
+        assert buffer_size > 0, f"buffer_size={buffer_size!r}; pass at least 1"
         if sharding_method not in SHARDING_METHODS:
             raise ValueError(
                 f"invalid sharding_method {sharding_method!r}, must be seq_order or dedicated"

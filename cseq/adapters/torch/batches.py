@@ -70,7 +70,7 @@ class BatchSampler:
         pad: bool = True,
     ) -> None:
         if not isinstance(order, Order):
-            raise TypeError(f"order={order!r} is not a cseq.Order; give one")
+            raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
         # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: the seed was drawn, or
@@ -168,7 +168,7 @@ class BatchSampler:
         if seed != own and divider is None:
             log.warning(
                 "order=%r has rank 0's seed here, too, not torch.initial_seed()=%d: unless a "
-                "framework divides its batches, all ranks read the same ones; give batch_sampler="
+                "framework divides its batches, all ranks read the same ones; pass batch_sampler="
                 "BatchSampler(order, seed=..., shard='auto') of cseq.adapters.torch",
                 order,
                 own,
@@ -203,7 +203,7 @@ def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, An
     name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))
     if name not in ("sampler", "batch_sampler"):
         raise TypeError(
-            f"{name}={order!r} of a DataLoader: give it as sampler=, or as batch_sampler= where it "
+            f"{name}={order!r} of a DataLoader: pass it as sampler=, or as batch_sampler= where it "
             "has batches of its own"
         )
     dataset = given.get("dataset")
@@ -211,7 +211,7 @@ def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, An
         what = "no data set" if dataset is None else f"dataset={dataset!r}, an IterableDataset"
         raise TypeError(
             f"{name}={order!r} beside {what}: an order needs a data set that is read by index; "
-            "give dataset= with __getitem__(index) and __len__()"
+            "pass dataset= with __getitem__(index) and __len__()"
         )
     order = order.over(len(dataset))
     del given[name]
@@ -220,17 +220,17 @@ def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, An
     for other in ("shuffle", "sampler", "batch_sampler"):
         value = given.pop(other, None)
         if value is not None and value is not False:
-            raise ValueError(f"{other}={value!r} beside {name}={order!r}; give one of them")
+            raise ValueError(f"{other}={value!r} beside {name}={order!r}; pass one of them")
     if name == "batch_sampler":
         if not order.is_batch and order.room == 1:
             raise ValueError(
-                f"batch_sampler={order!r} has single samples; give sampler= and a batch_size"
+                f"batch_sampler={order!r} has single samples; pass sampler= and a batch_size"
             )
         return given | {name: BatchSampler(order, seed=seed)}
     if order.is_batch or order.room > 1:
-        raise ValueError(f"sampler={order!r} has batches of its own; give batch_sampler=")
+        raise ValueError(f"sampler={order!r} has batches of its own; pass batch_sampler=")
     size, drop_last = given.pop("batch_size", 1), given.pop("drop_last", False)
     if size is None:
-        raise ValueError(f"batch_size=None beside sampler={order!r}; give a number")
+        raise ValueError(f"batch_size=None beside sampler={order!r}; pass a number")
     batches = BatchSampler(order, size, seed=seed, drop_last=drop_last)
     return given | {"batch_sampler": batches}

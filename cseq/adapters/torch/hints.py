@@ -26,7 +26,7 @@ def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     if drops and not any(counts) and not hasattr(sampler, "state_after"):
         warn(
             f"an epoch of dataset={name} has no batch: with drop_last=True, there are fewer "
-            f"samples than batch_size={size}; give a smaller batch_size, or drop_last=False"
+            f"samples than batch_size={size}; pass a smaller batch_size, or drop_last=False"
         )
     try:
         samples = len(dataset)

@@ -128,13 +128,13 @@ class LoaderIterator(names.Workers):
         if self._in_threads and self._is_iterable:
             raise ValueError(
                 f"dataset={dataset} is an IterableDataset, and threads do not divide one: "
-                "get_worker_info() is None in them; give num_workers=1, or "
+                "get_worker_info() is None in them; pass num_workers=1, or "
                 "worker_method='multiprocessing'"
             )
         if self._shares_state:
             raise ValueError(
                 f"dataset={dataset} has a state, and threads share the data set: its state is not "
-                "one worker's; give num_workers=1, worker_method='multiprocessing', or "
+                "one worker's; pass num_workers=1, worker_method='multiprocessing', or "
                 "snapshot_every_n_steps=0"
             )
 

@@ -50,12 +50,12 @@ SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
 ELSEWHERE = {
     "buffer": "that is `prefetch_factor` here: batches for each worker",
     "collate": "that is `collate_fn` here",
-    "device": "batches are made on the CPU: give pin_memory=True, and move them in the loop",
-    "order": "give it as sampler=, or as batch_sampler= where it has batches of its own",
-    "out_type": "batches are made on the CPU: give pin_memory=True, and move them in the loop",
-    "seed": "give generator=torch.Generator().manual_seed(seed); with rng='batch', what the data "
+    "device": "batches are made on the CPU: pass pin_memory=True, and move them in the loop",
+    "order": "pass it as sampler=, or as batch_sampler= where it has batches of its own",
+    "out_type": "batches are made on the CPU: pass pin_memory=True, and move them in the loop",
+    "seed": "pass generator=torch.Generator().manual_seed(seed); with rng='batch', what the data "
     "set draws does not depend on the workers, either",
-    "shard": "give a sampler with this rank's indices, such as torch's DistributedSampler",
+    "shard": "pass a sampler with this rank's indices, such as torch's DistributedSampler",
     "start_method": "that is `multiprocessing_context` here",
 }
 
@@ -177,7 +177,7 @@ class DataLoader(Torchs[T_co]):
                 raise unexpected(type(self).__name__, name, KNOWN, ELSEWHERE)
             if kwargs.get("num_workers") == "auto":
                 raise ValueError(
-                    "num_workers='auto' is for MPSequence and MTSequence; give a number: advice() "
+                    "num_workers='auto' is for MPSequence and MTSequence; pass a number: advice() "
                     "says which, after an epoch"
                 )
             if any(isinstance(argument, Order) for argument in (*args, *kwargs.values())):
@@ -191,7 +191,7 @@ class DataLoader(Torchs[T_co]):
             if worker_method == "thread" and self.multiprocessing_context is not None:
                 raise ValueError(
                     "multiprocessing_context says how processes are started, and "
-                    "worker_method='thread' starts no process: give one of the two"
+                    "worker_method='thread' starts no process: pass one of the two"
                 )
             every = type(self).snapshot_every_n_steps
             if snapshot_every_n_steps is not None:
@@ -429,7 +429,7 @@ class DataLoader(Torchs[T_co]):
         tensor([2, 3]) tensor([4, 5])
         """
         if not isinstance(state_dict, dict):
-            raise TypeError(f"state_dict={state_dict!r}: give the dict that state_dict() returned")
+            raise TypeError(f"state_dict={state_dict!r}: pass the dict that state_dict() returned")
         loaded = copy.deepcopy(state_dict)
         resume = self._resume(loaded, strict=flag("strict", strict))
         own: Any = None if resume is None else resume["sampler"].get("sampler")
@@ -442,7 +442,7 @@ class DataLoader(Torchs[T_co]):
         if saved not in (None, rng):
             log.warning(
                 "the state was taken with rng=%r, and this loader has rng=%r: what the data set "
-                "draws at random is not what it would have drawn; give the same rng",
+                "draws at random is not what it would have drawn; pass the same rng",
                 saved,
                 rng,
             )

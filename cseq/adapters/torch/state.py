@@ -222,7 +222,7 @@ def _lifted(state: State) -> State:
             is_fine = False
         if not is_fine:
             raise ValueError(
-                f"the state is malformed, with {name}={reprlib.repr(lifted.get(name))}; give what "
+                f"the state is malformed, with {name}={reprlib.repr(lifted.get(name))}; pass what "
                 "state_dict() of a DataLoader returned"
             )
     return lifted

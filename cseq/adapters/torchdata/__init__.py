@@ -183,7 +183,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
                 if self.max_restarts:
                     raise ValueError(
                         f"max_restarts={self.max_restarts} with a sharding_round_robin_dispatch: "
-                        "what was dispatched to a worker that dies is gone; give 0"
+                        "what was dispatched to a worker that dies is gone; pass 0"
                     )
                 datapipe = replaced(datapipe, dispatched, _DummyIterDataPipe())
                 make = partial(Dispatcher, dispatched)
@@ -355,7 +355,7 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
     if state["position"] is not None and state["num_workers"] != num_workers:
         raise ValueError(
             f"this state is within an epoch of num_workers={state['num_workers']}, not "
-            f"{num_workers}, and the order of items depends on it; give the same number"
+            f"{num_workers}, and the order of items depends on it; pass the same number"
         )
 
 

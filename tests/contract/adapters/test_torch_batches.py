@@ -248,8 +248,8 @@ def test_a_state_of_another_order():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch_sampler": cseq.Shuffled(9)}, "single samples; give sampler="),
-        ({"sampler": Pairs(9)}, "batches of its own; give batch_sampler="),
+        ({"batch_sampler": cseq.Shuffled(9)}, "single samples; pass sampler="),
+        ({"sampler": Pairs(9)}, "batches of its own; pass batch_sampler="),
         ({"sampler": cseq.Shuffled(), "shuffle": True}, "shuffle=True beside sampler="),
         ({"sampler": cseq.Shuffled(), "batch_sampler": [[0]]}, r"batch_sampler=\[\[0\]\] beside"),
         ({"batch_sampler": Pairs(9), "sampler": [0]}, r"sampler=\[0\] beside batch_sampler="),
@@ -262,7 +262,7 @@ def test_what_is_refused(options, text):
     """With the argument, its value, and what to do."""
     with pytest.raises(ValueError, match=text):
         DataLoader(list(range(9)), **options)
-    with pytest.raises(TypeError, match=r"argument 'order': give it as sampler="):
+    with pytest.raises(TypeError, match=r"argument 'order': pass it as sampler="):
         DataLoader(list(range(9)), order=cseq.Shuffled())  # type: ignore[call-arg]
 
 

@@ -348,7 +348,7 @@ def test_unknown_keywords(wrong, told):
 
 def test_a_class_in_place_of_a_data_set():
     """It is refused at once, by either way of giving it; one that has samples itself is not."""
-    told = r"dataset is the class Plain; give an object, such as Plain\(\)"
+    told = r"dataset is the class Plain; pass an object, such as Plain\(\)"
     with pytest.raises(TypeError, match=told):
         cseq.DataLoader(Plain, num_workers=1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=told):

@@ -279,7 +279,7 @@ def test_states_of_another_order(options, text):
 @pytest.mark.parametrize(
     ("state", "error", "text"),
     [
-        *((state, TypeError, "give the dict that state_dict") for state in (None, 3, [1])),
+        *((state, TypeError, "pass the dict that state_dict") for state in (None, 3, [1])),
         ({"_snapshot": {}}, ValueError, "torchdata's StatefulDataLoader, .* finish its epoch"),
         ({"fetcher_state": None}, ValueError, "torchdata's StatefulDataLoader, "),
         (

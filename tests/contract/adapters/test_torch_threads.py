@@ -282,7 +282,7 @@ def test_what_threads_cannot_share_is_refused():
     with pytest.raises(ValueError, match=r"dataset=Streaming is an IterableDataset.*num_workers=1"):
         iter(threads(Streaming()))
     assert flat(threads(Streaming(), num_workers=1)) == [*range(8)]
-    with pytest.raises(ValueError, match=r"dataset=Stateful has a state.*give num_workers=1"):
+    with pytest.raises(ValueError, match=r"dataset=Stateful has a state.*pass num_workers=1"):
         iter(cseq.StatefulDataLoader(Stateful(4), num_workers=2, worker_method="thread"))
     loader = cseq.StatefulDataLoader(Stateful(4), num_workers=1, worker_method="thread")
     assert flat(loader) == [0, 1, 2, 3]

@@ -151,7 +151,7 @@ def test_what_is_wrong_is_named(config, contract, make_rows):
         with pytest.raises((TypeError, ValueError), match=match):
             titan.build(config(**options), contract, ROW, 2)
 
-    wrong(r"rows=None is not callable; give a function that takes the length", rows=None)
+    wrong(r"rows=None is not callable; pass a function that takes the length", rows=None)
     wrong(r"dataloader.dataset='c4': .* leave it out", dataset="c4")
     wrong(r"dataloader.dataset_path='c4': .* leave it out", dataset_path="c4")
     wrong(r"seed=-1", seed=-1)
@@ -176,7 +176,7 @@ def test_keys_of_rows_do_not_matter(config, contract, make_rows):
 @pytest.mark.parametrize("contract", ["newer"])
 def test_a_batch_is_whole_rows(config, contract):
     """A number of tokens that no number of rows has is refused."""
-    with pytest.raises(ValueError, match=r"num_tokens_per_batch=40 is no multiple of .*=16; give"):
+    with pytest.raises(ValueError, match=r"num_tokens_per_batch=40 is no multiple of .*=16; pass"):
         config().build(dp_rank=0, dp_world_size=1, max_context_length=16, num_tokens_per_batch=40)
     with pytest.raises(TypeError, match="max_context_length=None"):
         config().build(dp_rank=0, dp_world_size=1)

@@ -70,6 +70,6 @@ def test_an_epoch_without_batches(caplog, kind):
     loader = DataLoader(data, 16, drop_last=True, num_workers=workers, **options)
     assert [sum(1 for _ in loader) for _ in range(2)] == [0, 0]
     [line] = caplog.messages
-    assert re.match("an epoch .*has no batch: .*; give a smaller batch_size, or drop_last=F", line)
+    assert re.match("an epoch .*has no batch: .*; pass a smaller batch_size, or drop_last=F", line)
     assert [*DataLoader([])] == []
     assert len(caplog.messages) == 1
