@@ -1,8 +1,8 @@
-"""Stage 2: convert the arrays of a batch to tensors on the CPU or a CUDA device.
+"""Stage 2: convert a batch's arrays to tensors on the CPU or a CUDA device.
 
-The result depends only on ``out_type`` and ``dtype``, bit for bit, whichever pool runs the
-conversion. numpy casts all arrays, and torch casts tensors on the CPU. torch is imported when a
-converter is created, never with these modules.
+Results are bit-for-bit identical in all pools, because they depend only on ``out_type`` and
+``dtype``. numpy casts all arrays, and torch casts CPU tensors. torch is imported when a converter
+is created, not when these modules are imported.
 
 ::
 
@@ -11,12 +11,12 @@ converter is created, never with these modules.
                                             │ in a thread:   convert ─► Transfer ─► receive
                                             └ in a process:  export  ─► pickle   ─► Imports
 
-``output``      the meaning of ``out_type`` and ``dtype`` on this machine
+``output``      resolution of ``out_type`` and ``dtype`` for this machine
 ``host``        synchronous conversion
-``lane``        a queue of copies to a device: a CUDA stream
+``lane``        a queue of copies to a device, which is a CUDA stream
 ``cuda``        asynchronous conversion, on a lane
 ``export``      tensors in a converter process, fetched by the trainer
-``page_locks``  slots that CUDA copies from directly
+``page_locks``  page-locked slots that CUDA can copy from directly
 """
 
 from __future__ import annotations

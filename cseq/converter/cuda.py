@@ -1,4 +1,4 @@
-"""Asynchronous conversion: copy batches while the device works."""
+"""Asynchronous conversion, which copies batches while the device computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """A batch on its way to the device. Only `receive` uses it."""
+    """A batch that is being copied to the device. Only `receive` uses this class."""
 
     batch: Batch
     event: Event
@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
 
 
 def receive(result: Transfer | Batch) -> Batch:
-    """Return the batch of a converter thread's `Transfer`; return any other object unchanged.
+    """Return the batch from a converter thread's `Transfer`, or any other object unchanged.
 
     The consumer's current stream waits for the copies; the host does not.
     """
@@ -39,7 +39,7 @@ class CudaConverter:
     """Copies batches to a device on its own stream, in one thread.
 
     Page-locked memory (see `PageLocks`) is copied directly. Other memory is staged in page-locked
-    memory from torch's pool. The output must be resolved and use CUDA.
+    memory from torch's pool. The output must be resolved and must use CUDA.
     """
 
     def __init__(self, output: Output) -> None:
@@ -47,9 +47,9 @@ class CudaConverter:
         self._lane = Lane(output.device)
 
     def convert(self, batch: Batch) -> Transfer:
-        """Start copying a batch; its memory is kept until the copies are done.
+        """Start copying a batch, and keep its memory alive until the copies finish.
 
-        Copies that have started continue after an error.
+        If an error occurs, copies that have already started continue.
         """
         self.reap()
         sources: list[Tensor] = []
@@ -66,29 +66,29 @@ class CudaConverter:
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> bytes:
-        """Convert and `pack` a batch in a process; the batch may be overwritten afterwards."""
+        """Convert and `pack` a batch in a converter process. The batch may then be overwritten."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
-        # The consumer in the other process waits for this lane, which made the copies.
+        # Pack on the lane that made the copies, because the consuming process waits for that lane.
         with self._lane.active():
             return pack(transfer.batch)
 
     def reap(self, *, wait: bool = False) -> None:
-        """Release memory whose copies are done; with `wait`, wait for all copies.
+        """Release memory whose copies have finished. If `wait` is set, wait for all copies first.
 
-        Call this even when no ticket arrives; otherwise, an idle converter would keep a slot.
+        Call this even when no tickets arrive. Otherwise, an idle converter would hold a slot.
         """
         self._lane.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait until all copies are done; in a process, call this after `Imports.close`."""
+        """Wait for all copies to finish. In a converter process, `Imports.close` must come first."""
         self.reap(wait=True)
         self._lane.collect()
         remove_counts()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
-        """Send an array or a CPU tensor to the device; return any other leaf unchanged."""
+        """Copy an array or a CPU tensor to the device. Return any other leaf unchanged."""
         tensor = self._host.lay(leaf, self._make) if is_array(leaf) else leaf
         if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
             return leaf
@@ -104,7 +104,7 @@ class CudaConverter:
         return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or a copy with the wanted type that the device can read."""
+        """Return the tensor, or a copy that has the required type and that the device can read."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

@@ -1,8 +1,8 @@
-"""Batches in the CUDA memory of converter processes, fetched by the trainer.
+"""Transfer of batches from the CUDA memory of converter processes to the trainer.
 
-A converter pickles a batch with torch's reductions, which replace a device tensor with the name of
-its memory. torch's reference count keeps this memory until the name has been opened and the tensor
-dropped. Each pickle is therefore read once, and its tensors are cloned immediately.
+A converter pickles a batch with torch's reductions, which replace each device tensor with a handle
+to its memory. torch's reference count keeps the memory alive until the handle has been opened and
+the tensor dropped. Each pickle is therefore read only once, and its tensors are cloned immediately.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ logger = logging.getLogger("cseq")
 
 
 class Lost(RuntimeError):
-    """The batch was in the memory of a process that has exited."""
+    """Raised when a batch can no longer be fetched from a converter process."""
 
 
 class Exported:
-    """Pickles a tensor as the call that opens its memory in another process."""
+    """A wrapper whose pickle is a call that opens the tensor's memory in another process."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -50,7 +50,7 @@ class Exported:
 
 
 def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
-    """Open the memory of another process; raise `Lost` if the process has exited."""
+    """Open another process's memory. Raise `Lost` if this fails, for example after an exit."""
     try:
         return rebuild(*arguments)
     except Exception as error:
@@ -58,7 +58,7 @@ def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Ten
 
 
 def pack(batch: Batch) -> bytes:
-    """Pickle a batch on the stream that copied it."""
+    """Pickle a batch. The current stream must be the one that copied the batch."""
     torch = importlib.import_module("torch")
 
     def leaf(value: Any) -> object:
@@ -69,20 +69,20 @@ def pack(batch: Batch) -> bytes:
 
 
 def remove_counts() -> None:
-    """Remove torch's reference-count files, which unfetched batches leave behind."""
+    """Remove the reference-count files that torch leaves behind for unfetched batches."""
     for path in glob.glob(f"/dev/shm/torch_{os.getpid()}_*"):
         os.unlink(path)
 
 
 class Imports(SlotReader):
-    """The trainer's end of the slots that converter processes write to, for one thread.
+    """The trainer side of the slots that converter processes write to, for use by one thread.
 
-    Every tensor is copied on the device from the converter's memory to the trainer's, so the user's
-    batch does not depend on another process.
+    The device copies every tensor from the converter's memory to the trainer's, so the user's batch
+    does not depend on another process.
 
-    The slot still holds the indexer's batch, and the cell its record. If the converted batch is
-    gone or an exception interrupts the fetch, `decode` converts the indexer's batch here and
-    increments `lost`. The output must be resolved and use CUDA.
+    The slot still holds the indexer's batch, and the cell still holds that batch's record. If the
+    converted batch is lost or an exception interrupts the fetch, `decode` converts the indexer's
+    batch itself and increments `lost`. The output must be resolved and must use CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
@@ -90,21 +90,21 @@ class Imports(SlotReader):
         self._ring = ring
         self._convert = convert
         self._torch = importlib.import_module("torch")
-        # When torch releases the other process's memory, the host waits for the current stream. On
-        # a separate lane, it waits for one short copy instead of the training step.
+        # When torch releases another process's memory, the host waits for the current stream. With
+        # a separate lane, the host waits for one short copy instead of the training step.
         self._lane = Lane(output.device)
-        # The token of each cell when its pickle was last read.
+        # Each cell's token at the time its pickle was last read.
         self._read = [0] * ring.capacity
         self.lost = 0
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Create the decoder, which frees the slots."""
+        """Create a decoder. The decoder also frees the slots."""
         return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Fetch the batch, or convert it here.
+        """Fetch the batch, or convert it in this process if the converted batch is lost.
 
-        Only the error's text is logged, because a log record with the error would keep the slot.
+        Only the error's text is logged, because a reference to the error would keep the slot busy.
         """
         try:
             return self._fetch(cell, slot, capacity, record)
@@ -140,7 +140,7 @@ class Imports(SlotReader):
         return batch
 
     def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Unpickle a converter's batch; raise `Lost` if its pickle was already read."""
+        """Unpickle a converter's batch. Raise `Lost` if the pickle has already been read."""
         packed: Any = super().decode(cell, slot, capacity, record)
         token = self._ring.token(cell)
         if self._read[cell] == token:
@@ -149,7 +149,7 @@ class Imports(SlotReader):
         return pickle.loads(packed)
 
     def cancel(self, cell: int) -> None:
-        """Return a cancelled batch's memory to its converter, unless the converter is gone."""
+        """Return a cancelled batch's memory to its converter, unless the converter has exited."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if stage == CONVERTER and status == BATCH:
             with self._lane.active():
@@ -159,6 +159,6 @@ class Imports(SlotReader):
                     logger.debug("discarded: %s", str(error))
 
     def close(self) -> None:
-        """Release all memory of other processes."""
+        """Release all memory that belongs to other processes."""
         with self._lane.active():
             self._lane.reap(wait=True)

@@ -1,4 +1,4 @@
-"""Synchronous conversion of arrays and CPU tensors, in the caller."""
+"""Synchronous conversion of arrays and CPU tensors in the calling thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_array(leaf: object) -> TypeGuard[Array]:
-    """Return True if a tensor can replace the leaf: an array, except a masked array."""
+    """Return True if a tensor can replace the leaf, which must be an unmasked array."""
     return type(leaf) is np.ndarray or (
         isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
     )
@@ -31,9 +31,9 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
     """Return the type to which an array of `dtype` is cast.
 
-    Numbers are cast to `cast`; other values keep their type, in native byte order. Among types that
-    numpy considers equal, the result is the one that torch knows. Return None for types that torch
-    lacks (text, dates, records).
+    Numbers are cast to `cast`. Other values keep their type but use native byte order. If numpy
+    considers several types equal, return the one that torch supports. Return None for types that
+    torch does not support (text, dates, records).
     """
     if dtype.kind not in "biufc":
         return None
@@ -49,9 +49,9 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
 def is_usable(array: Array, target: Dtype) -> bool:
     """Return True if a tensor can share the array's memory.
 
-    The array must be writable, because a tensor cannot be marked read-only, and a write into a
-    read-only mapped file (for example) kills the process. It must have no gaps, as in a slot, so
-    that the strides of a batch do not depend on the pool.
+    The array must be writable, because a tensor cannot be marked read-only and writing to a
+    read-only mapped file, for example, kills the process. Its elements must have no gaps between
+    them, as in a slot. Otherwise, a batch's strides would depend on the pool.
     """
     return array.dtype == target and array.flags.behaved and flat_of(array) is not None
 
@@ -67,18 +67,18 @@ class Host:
         self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
 
     def leaf(self, leaf: object) -> object:
-        """Convert an array or a CPU tensor; return any other leaf of a batch unchanged."""
+        """Convert an array or a CPU tensor. Return any other leaf unchanged."""
         if is_array(leaf):
             return self.array(leaf)
         return self.tensor(leaf) if isinstance(leaf, self.torch.Tensor) else leaf
 
     def array(self, array: Array) -> Array | Tensor:
-        """Convert an array, even to a type that only torch can cast to."""
+        """Convert an array. The target type may be one that only torch supports."""
         laid: Any = self.lay(array)
         return laid if self.late is None or laid is array else self.tensor(laid)
 
     def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:
-        """Create a tensor on the array's own memory if possible, else on a copy (`recast`)."""
+        """Create a tensor that shares the array's memory, or owns a copy (`recast`) if necessary."""
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
@@ -89,13 +89,13 @@ class Host:
         return self.from_numpy(array)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Cast a CPU tensor; complex and quantised tensors keep their type, like complex arrays."""
+        """Cast a CPU tensor. Like complex arrays, complex and quantised tensors keep their type."""
         if not self.casts(tensor) or tensor.dtype == self.wanted:
             return tensor
         return tensor.to(self.wanted, copy=True)
 
     def casts(self, tensor: Tensor) -> bool:
-        """Return True if the output's type applies to a tensor."""
+        """Return True if a tensor is to be cast to the output's type."""
         return (
             self.wanted is not None
             and tensor.device.type == "cpu"
@@ -104,10 +104,10 @@ class Host:
 
 
 class Converter:
-    """Converts synchronously in the caller: inline, in a thread, or in the trainer after decoding.
+    """Converts batches in the calling thread: inline, in a pool, or in the trainer after decoding.
 
     `convert` returns a batch with the same nesting and converted arrays. Tensors share the arrays'
-    memory where possible. torch is imported here if the resolved output has tensors.
+    memory where possible. The constructor imports torch if the resolved output has tensors.
     """
 
     __slots__ = ("convert", "output")
@@ -117,9 +117,9 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return the function that converts new arrays of a type, or CPU tensors (dtype=None).
+        """Return the function that converts new arrays of `dtype`, or CPU tensors if it is None.
 
-        Return None if they need no conversion.
+        Return None if no conversion is needed.
         """
         output = self.output
         if output.kind != "cpu":
@@ -173,7 +173,7 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 
 
 def _make_cpu(output: Output) -> Convert:
-    """Create the conversion to CPU tensors. A usable array costs little more than from_numpy."""
+    """Create the conversion to CPU tensors. It adds little to from_numpy for usable arrays."""
     host, ready = Host(output), output.dtype
     from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 

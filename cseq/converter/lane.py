@@ -1,4 +1,4 @@
-"""A queue of copies to a device, and the memory that they still read."""
+"""A queue of copies to a device, which keeps their source memory alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cseq.converter import Event, Tensor
 
 
-# The strided tensors that make up a sparse tensor. Only strided tensors record streams.
+# Methods that return a sparse tensor's strided parts. Only strided tensors can record streams.
 PARTS = {
     "sparse_coo": ("_indices", "_values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -29,9 +29,9 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 class Lane:
-    """A CUDA stream for copies to a device, concurrent with the device's other work."""
+    """A CUDA stream that copies data to a device while the device does other work."""
 
-    # True if copied memory must be page-locked. A test lane sets it to False.
+    # Whether memory must be page-locked before it is copied. A test lane sets this to False.
     pins = True
 
     def __init__(self, device: str) -> None:
@@ -46,7 +46,7 @@ class Lane:
         return context
 
     def can_fetch(self, tensor: Tensor) -> bool:
-        """Return True if the memory is page-locked, by torch's pool or by `PageLocks`."""
+        """Return True if torch's pool or `PageLocks` has page-locked the tensor's memory."""
         return bool(tensor.is_pinned())
 
     def send(self, tensor: Tensor) -> Tensor:
@@ -54,9 +54,9 @@ class Lane:
         return tensor.to(self._device, non_blocking=True)
 
     def record(self, read: list[Tensor]) -> Event:
-        """Record an event; a host thread that waits for it sleeps rather than spins.
+        """Record an event. A host thread that waits for this event sleeps instead of spinning.
 
-        The tensors in `read`, and the arrays that they share, are kept until the event occurs.
+        The tensors in `read` and the arrays whose memory they share stay alive until the event.
         """
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -65,10 +65,10 @@ class Lane:
         return event
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
-        """Make the current stream wait, and tell torch's allocator that it uses the tensors.
+        """Make the current stream wait for the event, and mark the tensors as used by that stream.
 
-        Otherwise, this lane's next copies could overwrite the memory of a tensor that the user has
-        dropped while the user's kernels still read it.
+        Without the mark, the lane's next copies could overwrite a tensor that the user has dropped
+        but that the user's kernels are still reading.
         """
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)
@@ -77,11 +77,11 @@ class Lane:
                 part.record_stream(current)
 
     def collect(self) -> None:
-        """Free memory of this process that other processes no longer use."""
+        """Free this process's memory that other processes no longer use."""
         self._torch.cuda.ipc_collect()
 
     def reap(self, *, wait: bool = False) -> None:
-        """Release memory that is no longer read; with `wait`, wait for all copies."""
+        """Release memory that is no longer read. If `wait` is set, wait for all copies first."""
         while self._read:
             if wait:
                 self._read[0][0].synchronize()

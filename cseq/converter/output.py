@@ -1,4 +1,4 @@
-"""The output of a conversion: out_type and dtype, resolved for this machine."""
+"""The conversion's output, as specified by out_type and dtype and resolved for this machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callabl
 
 
 class Output(NamedTuple):
-    """The form of a converted batch, from validated ``out_type`` and ``dtype``.
+    """The form of converted batches, derived from validated ``out_type`` and ``dtype``.
 
     Attributes
     ----------
     kind : 'cuda', 'cpu', 'array', 'null' or 'call'
-        Tensors on a CUDA device, tensors on the CPU, arrays (without torch), the batch as the
-        indexer returned it, or the result of `function` for every array.
+        Respectively: tensors on a CUDA device, CPU tensors, arrays (if torch is not installed), the
+        batch as the indexer returned it, or the result of `function` for every array.
     device : str
         ``'cuda'`` (the current device), ``'cuda:1'``, or ``'cpu'``.
     function : callable or None
@@ -40,7 +40,7 @@ class Output(NamedTuple):
     dtype : numpy.dtype or None
         The type to which numpy casts numeric arrays, or None to keep each array's type.
     torch_dtype : str or None
-        A type that numpy lacks (``'bfloat16'``), to which torch casts on the CPU.
+        A type that numpy does not support (``'bfloat16'``). torch casts to this type on the CPU.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
     @property
     def use_cuda(self) -> bool:
-        """True if converters are in use or, before `resolve`, requested."""
+        """Whether converters are in use or, before `resolve`, whether they were requested."""
         return self.kind == "cuda"
 
 
@@ -82,7 +82,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
         return "cpu", "cpu", None
     if isinstance(out_type, str):
         return _parse_name(out_type, out_type)
-    # Check this before callables, because a torch.device is callable (as a decorator).
+    # Check this before callables, because a torch.device is also callable (as a decorator).
     if _is_torch(out_type, "device"):
         return _parse_name(re.sub(r"^cpu:\d+$", "cpu", str(out_type)), out_type)
     if callable(out_type):
@@ -129,7 +129,7 @@ def _is_torch(value: object, name: str) -> bool:
 
 
 def for_test(output: Output, test_mode: str) -> Output:
-    """Return the output of ``start_test(test_mode)``.
+    """Return the output that ``start_test(test_mode)`` uses.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def cast_dtype(output: Output) -> Dtype | None:
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Return a warning if arrays that look like labels will become floats, else None.
+    """Return a warning if arrays that look like labels will become floats, or else None.
 
     Labels are integer arrays next to other arrays, except images (multidimensional ``uint8``).
     """
@@ -178,15 +178,15 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
 
 
 def resolve(output: Output) -> Output:
-    """Adapt an output to this machine and number the CUDA device; import torch if needed.
+    """Adapt an output to this machine, and number the CUDA device. Import torch if needed.
 
     Without CUDA, ``'cuda'`` becomes ``'cpu'``. Without torch, tensors become arrays with the same
-    values. The logger ``'cseq'`` reports this once. This does not initialise CUDA.
+    values. The logger ``'cseq'`` reports this once. The function does not initialise CUDA.
 
     Raises
     ------
     ValueError
-        CUDA is available, but has no device with this number.
+        CUDA is available but has no device with this number.
     """
     if output.kind not in ("cuda", "cpu"):
         return output
@@ -203,9 +203,9 @@ def resolve(output: Output) -> Output:
 
 
 def _name_device(torch: ModuleType, device: str) -> str:
-    """Return the device with its number, because each thread has its own current device."""
+    """Return a numbered device name, because each thread has its own current device."""
     if device == "cuda":
-        # Asking for the current device initialises CUDA; before that, it can only be the first.
+        # Querying the current device initialises CUDA. Before that, device 0 is the current one.
         return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"
     count = torch.cuda.device_count()
     if int(device.removeprefix("cuda:")) >= count:
@@ -217,7 +217,7 @@ def _name_device(torch: ModuleType, device: str) -> str:
 
 
 def _find_torch() -> ModuleType | None:
-    """Import torch, or return None if it is not installed. A broken torch raises."""
+    """Import torch, or return None if it is not installed. Errors from a broken torch propagate."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Page-locked mappings of the arena, which CUDA copies from directly."""
+"""Page-locked arena mappings that CUDA can copy from directly."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ logger = logging.getLogger("cseq")
 class PageLocks:
     """The arena mappings that this process has page-locked so that CUDA can copy from them.
 
-    A mapping is kept until it is unregistered. Otherwise, CUDA would continue to copy from the old
-    pages after the address is mapped again.
+    Each mapping is kept until it is unregistered. Otherwise, CUDA would still copy from the old
+    pages after the address had been mapped again.
     """
 
     # Page-lock memory for all CUDA contexts, not only for the current device.
@@ -30,7 +30,7 @@ class PageLocks:
         self._locked: dict[int, Memory] = {}
 
     def register(self, memory: Memory) -> bool:
-        """Page-lock a mapping once; return False on failure, which only costs speed."""
+        """Page-lock a mapping once. Return False on failure, which only reduces speed."""
         if memory.address in self._locked:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
@@ -44,7 +44,7 @@ class PageLocks:
         return True
 
     def unregister(self, memory: Memory) -> None:
-        """Unlock a mapping before it is dropped; all copies from it must have finished."""
+        """Unlock a mapping before it is dropped. All copies from this memory must have finished."""
         if self._locked.pop(memory.address, None) is None:
             return
         status = self._call("cudaHostUnregister", memory.address)
@@ -57,7 +57,7 @@ class PageLocks:
             self.unregister(memory)
 
     def _call(self, name: str, *arguments: int) -> int:
-        """Call a CUDA runtime function on this device; return its status, 0 for success."""
+        """Call a CUDA runtime function on this device, and return its status (0 for success)."""
         with self._torch.cuda.device(self._device):
             status = int(getattr(self._torch.cuda.cudart(), name)(*arguments))
             if status:
