@@ -82,7 +82,7 @@ class CudaConverter:
         self._lane.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait for all copies to finish. In a converter process, `Imports.close` must come first."""
+        """Wait for all copies to finish. For a process, call `Imports.close` first."""
         self.reap(wait=True)
         self._lane.collect()
         remove_counts()

@@ -78,7 +78,7 @@ class Host:
         return laid if self.late is None or laid is array else self.tensor(laid)
 
     def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:
-        """Create a tensor that shares the array's memory, or owns a copy (`recast`) if necessary."""
+        """Create a tensor that shares the array's memory, or a copy (`recast`) if necessary."""
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
