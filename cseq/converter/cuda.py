@@ -82,7 +82,7 @@ class CudaConverter:
         self._lane.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait for all copies to finish. For a process, call `Imports.close` first."""
+        """Wait for all copies to finish. With processes, close the trainer's `Imports` first."""
         self.reap(wait=True)
         self._lane.collect()
         remove_counts()

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Permutations that orders are based on, and readers of orders written in Python."""
+"""Permutations used by orders, and readers for orders written in Python."""
 
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -16,16 +16,16 @@ from cseq.check import integers
 
 cnp.import_array()
 
-# The number of values that are converted at a time.
+# The number of values to convert at a time.
 CHUNK = 1 << 16
-# The purposes of random words. Those below 6 are in cseq_shuffle.h and context.py, 6 is feistel-v1.
+# Purposes of random words. Those below 6 are in cseq_shuffle.h and context.py; 6 is feistel-v1.
 BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
 
 def fingerprint(array):
-    """Return a 64-bit hash of the values of a one-dimensional array of integers or floats.
+    """Return a 64-bit hash of the values in a one-dimensional integer or float array.
 
-    The fingerprint does not depend on the integer type, the float type or the memory layout. See
+    The hash does not depend on the integer type, the float type or the memory layout. See
     docs/inside/orders.md.
     """
     values = numpy.asarray(array)
@@ -38,10 +38,10 @@ def fingerprint(array):
 
 
 def digest(array):
-    """Return a 64-bit hash of integers like `fingerprint`, but in a third of the time.
+    """Return a 64-bit hash of integers. It takes a third of the time of `fingerprint`.
 
     Four chains are computed in parallel, with value k in chain k mod 4. The length is folded into
-    the first chain, and then the chains into each other.
+    the first chain, and the chains are then folded into one another.
     """
     values = numpy.asarray(array)
     cdef uint64_t z[4]
@@ -64,14 +64,14 @@ def digest(array):
 
 
 def shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key):
-    """Return 0 … n-1 in fisher-yates-v1 order by (seed, epoch, purpose, key): uint32 or int64."""
+    """Return 0 … n-1 in fisher-yates-v1 order by (seed, epoch, purpose, key) as uint32 or int64."""
     cdef uint64_t words[4]
     cseq_derive_keyed(seed, epoch, purpose, key, words, 4)
     return shuffled(n, words)
 
 
 def seed_of(uint64_t seed, str name not None):
-    """Return the seed of a mixture's source: word 0 of (seed, 0, `SOURCE`, word of its name)."""
+    """Return a mixture source's seed, which is word 0 of (seed, 0, `SOURCE`, word of its name)."""
     cdef uint64_t word, key = 0
     cdef unsigned char byte
     for byte in name.encode():
@@ -82,7 +82,7 @@ def seed_of(uint64_t seed, str name not None):
 
 def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
-    """Return random numbers below `below`, one for each position in a stream of random words."""
+    """Return one random number below `below` for each position in a stream of random words."""
     cdef Py_ssize_t k, count = positions.size
     cdef const int64_t* position = int64s(positions)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
@@ -96,12 +96,12 @@ def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_
 
 
 def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray factors not None):
-    """Split counts for `Shares` of cseq/order/shares.py; return False if 64 bits do not suffice.
+    """Split counts for `Shares` in cseq/order/shares.py. Return False if 64 bits do not suffice.
 
-    Each node has four indices into `counts`. The left child (the third) gets the rounded fraction
-    `factors[k, 0]` / 2**64 of the first; the right child (the fourth) gets the remainder of the
-    second. The factor is rounded up. For counts above `factors[k, 1]`, a result just at an integer
-    may therefore be one too large.
+    Each node has four indices into `counts`. The left child (third index) gets the first count
+    times `factors[k, 0]` / 2**64, rounded. The right child (fourth index) gets the remainder of the
+    second count. Because the factor is rounded up, products of counts above `factors[k, 1]` may be
+    rounded up wrongly.
     """
     cdef const int64_t* node = int64s(nodes)
     cdef const uint64_t* factor = <const uint64_t*>cnp.PyArray_DATA(factors)
@@ -125,8 +125,8 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
 cdef class Permutation:
     """A permutation of 0 … n-1 for (seed, epoch, purpose, key): `perm` in docs/inside/orders.md.
 
-    With at least `FEISTEL_LEAST` elements, it needs no memory. With fewer elements, it is a table
-    of 4 bytes per element, created in linear time.
+    A permutation of at least `FEISTEL_LEAST` elements needs no memory. A smaller permutation is a
+    table of 4 bytes per element, which is created in linear time.
     """
 
     # The table of elements, or None if they are computed.
@@ -144,7 +144,7 @@ cdef class Permutation:
             cseq_feistel_init(&self.network, n, words)
 
     def at(self, positions not None):
-        """Return an array of the elements at `positions`, which are int64 and below n."""
+        """Return an array of the elements at `positions`, which must be int64 and below n."""
         if self.table is not None:
             return self.table[positions]
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.network.n:
@@ -158,7 +158,7 @@ cdef class Permutation:
 cdef enum:
     # The number of documents between two stored sums.
     BLOCK = 64
-    # The number of reads by which random accesses are prefetched.
+    # How many reads ahead random accesses are prefetched.
     EARLY = 8
 
 cdef int64_t MOST_TOKENS = <int64_t>1 << 48
@@ -166,30 +166,30 @@ cdef int64_t MOST_TOKENS = <int64_t>1 << 48
 
 @cython.final
 cdef class DocumentEnds:
-    """The positions of contiguous documents, in 8 bytes per 64 documents.
+    """The positions of contiguous documents, stored in 8 bytes per 64 documents.
 
     Position 0 is the first document's first token. Lengths are read on demand and must not change.
 
     Parameters
     ----------
     lengths : array of int
-        The tokens of each document, at least 0, with a total below 2**48. May be a memory map.
+        Each document's token count (at least 0, below 2**48 in total). May be a memory map.
     unit : int
         Count whole units of this many tokens in each document, instead of tokens.
     ends : array of int64, optional
-        The `ends` attribute of an equal instance. The lengths are then neither checked nor summed.
+        The `ends` attribute of an equal instance. If given, lengths are not checked or summed.
 
     Attributes
     ----------
     total : int
         The number of tokens in all documents.
     ends : array of int64
-        The end of every 64th document and of the last document.
+        The end positions of every 64th document and of the last document.
     """
 
     cdef readonly cnp.ndarray lengths, ends
     cdef readonly int64_t total
-    # A contiguous array for C, of signed values of `kind` bytes or unsigned values of -kind bytes.
+    # A contiguous array for C. Its values have `kind` bytes, or -kind bytes if they are unsigned.
     cdef cnp.ndarray values
     cdef const char* data
     cdef const int64_t* sums
@@ -231,7 +231,7 @@ cdef class DocumentEnds:
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
-        """Return the length of a document, whose address may be unaligned."""
+        """Return a document's length, whose memory address may be unaligned."""
         cdef int64_t value = 0
         cdef uint32_t word
         cdef uint16_t half
@@ -249,7 +249,7 @@ cdef class DocumentEnds:
         return value if self.unit == 1 else value // self.unit
 
     def starts(self, cnp.ndarray documents not None):
-        """Return the position of the first token of each given document."""
+        """Return the position of each document's first token."""
         cdef Py_ssize_t n, count = len(documents)
         cdef const int64_t* given = int64s(documents)
         cdef int64_t k, begin, size = abs(self.kind)
@@ -274,7 +274,7 @@ cdef class DocumentEnds:
         return made
 
     def find(self, cnp.ndarray positions not None):
-        """Return the non-empty document at each position below `total`, and its start."""
+        """Return the non-empty document at each position below `total`, and where it starts."""
         _, documents, inside, _ = locate([self], numpy.array([0, self.total]), positions)
         return documents, positions - inside
 
@@ -296,11 +296,11 @@ cdef class DocumentEnds:
 
 
 def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray positions not None):
-    """Find positions in the documents of several contiguous sources.
+    """Find the document at each position in several contiguous sources.
 
-    `sources` contains the `DocumentEnds` of each source, `firsts` the start of each source and the
-    end of the last one. For each position, return the source number, the document, and the number
-    of the document's tokens before the position and from the position onwards.
+    `sources` contains each source's `DocumentEnds`. `firsts` contains each source's start and the
+    last source's end. For each position, return the source number, the document, the number of the
+    document's tokens before the position, and the number from the position onwards.
     """
     cdef Py_ssize_t k, s = 0, count = len(positions)
     cdef const int64_t* first = int64s(firsts)
@@ -331,9 +331,9 @@ cdef enum:
 
 def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray positions not None,
           uint64_t seed, uint64_t epoch, uint64_t purpose):
-    """Return, for each size, key and position, the element there in the key's order of 0 … size-1.
+    """Return the element at each position in the order of 0 … size-1 for the given size and key.
 
-    The order is fisher-yates-v1 below `BRIEFEST` elements, otherwise feistel-v1. Nothing is cached.
+    The order is fisher-yates-v1 below `BRIEFEST` elements, or else feistel-v1. Nothing is cached.
     """
     cdef Py_ssize_t k, i, j, count = len(positions)
     cdef const int64_t* size = int64s(sizes)
@@ -368,8 +368,8 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
          Py_ssize_t size):
     """Assign each row to the rank with the least work so far; return each row's rank and turn.
 
-    Each rank gets `size` rows from each of `count` batches. `batches` contains the batch of each
-    row. The works must be in descending order. Among equal ranks, the first one is chosen.
+    Each rank gets `size` rows from each of `count` batches. `batches` contains each row's batch.
+    `works` must be in descending order. If ranks have equal work, the first one gets the row.
     """
     cdef Py_ssize_t k, r, best, batch, rows = len(works)
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
@@ -402,7 +402,7 @@ cdef enum:
     CHILDREN = 16
 
 
-# The entries of a level, in rows. A parent node has a child in each row: node 0 has entry `turn`.
+# A level's entries, arranged in rows with one child of each parent. Node 0's child is entry `turn`.
 cdef struct Rows:
     uint64_t count
     uint64_t nodes
@@ -411,7 +411,7 @@ cdef struct Rows:
 
 
 cdef Rows rows_of(uint64_t entries, uint64_t level):
-    """Return the rows of the entries below a level."""
+    """Return the rows that contain the entries below a level."""
     cdef Rows rows
     cdef uint64_t words[CHILDREN]
     cdef uint64_t j, low
@@ -426,7 +426,7 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Arrange 8-byte values with a node's children in each row, and 0 for missing children."""
+    """Arrange 8-byte values with one node's children in each row. Missing children are 0."""
     cdef cnp.ndarray given = numpy.ascontiguousarray(values)
     cdef Rows rows = rows_of(given.size, level)
     cdef cnp.ndarray nodes = numpy.empty((rows.nodes, rows.count), given.dtype)
@@ -444,17 +444,17 @@ def laid(values, uint64_t level=1):
 
 @cython.final
 cdef class Tree:
-    """Samples on a line, each as long as its mass, reordered every epoch (docs/inside/orders.md).
+    """Samples on a line, reordered every epoch. Their lengths are their masses (see orders.md).
 
     Parameters
     ----------
     masses : array of uint64
-        The masses of the samples, in the layout of `laid`. Their sum is below 2**63.
+        The sample masses in the layout that `laid` creates. Their sum is below 2**63.
     samples : int
         The number of samples.
     """
 
-    # The masses of each level, and pointers to them. There are at most 16**12 = 2**48 samples.
+    # Each level's masses, and pointers to the arrays. There are at most 16**12 = 2**48 samples.
     cdef readonly list levels
     cdef uint64_t* masses[12]
     cdef Rows rows[12]
@@ -475,7 +475,7 @@ cdef class Tree:
         return Tree, (self.levels[0], self.rows[0].start[self.rows[0].count])
 
     def samples_at(self, numbers, uint64_t seed, uint64_t epoch):
-        """Return the samples at the given numbers on an epoch's line, as an int64 array."""
+        """Return an int64 array of the samples at the given points on an epoch's line."""
         cdef cnp.ndarray left = numpy.array(numbers, numpy.uint64)
         cdef cnp.ndarray nodes = numpy.zeros(left.size, numpy.int64)
         cdef uint64_t* lefts = <uint64_t*>cnp.PyArray_DATA(left)
@@ -505,7 +505,7 @@ cdef class Tree:
                         if rest < mass[child]:
                             break
                         rest -= mass[child]
-                        # The last child in the list fills the gap.
+                        # Fill the gap with the last child in the list.
                         remaining -= 1
                         order ^= (order >> 4 * remaining & 15 ^ child) << bits
                     length = rows.start[child + 1] - rows.start[child]
@@ -515,33 +515,33 @@ cdef class Tree:
         return nodes
 
 
-# The approximate number of samples that are read at a time.
+# The approximate number of samples to read at a time.
 AHEAD = 1 << 14
 
 
 @cython.final
 cdef class ArrayReader(Reader):
-    """A reader of an order computed with arrays, where many units cost little more than one.
+    """A reader for orders computed with arrays, where many units cost little more than one.
 
-    When batches are read in sequence, about `ahead` samples are read ahead. All cached values are
-    replaced between two calls of Python code, which allows signal handlers to read or raise.
+    When batches are read in sequence, about `ahead` samples are read ahead. No Python code runs
+    while cached values are being replaced, so signal handlers may read or raise.
 
     Parameters
     ----------
     order : Order or Reader
         The order whose units are read.
     read : callable
-        ``read(epoch, units)`` → the samples of any units, and the unit sizes or None if all are 1.
+        ``read(epoch, units)`` → the samples in any units, and the unit sizes or None if all are 1.
     share : callable, optional
-        ``share(epoch, first, together, start, count)`` → the units of the global batch
-        [first, first + together) for a rank, instead of [start, start + count).
+        ``share(epoch, first, together, start, count)`` → the units in the global batch
+        [first, first + together) that a rank gets instead of [start, start + count).
     """
 
     cdef readonly object call, share
     cdef readonly uint64_t ahead
     cdef object samples_kept, sizes_kept
-    # The cache has `batches` of `count` units each. The first is [start, start + count), or the
-    # share of the global batch that starts at `first`. Each next batch is `together` units further.
+    # The cache holds `batches` batches of `count` units each. The first is [start, start + count),
+    # or a share of the global batch that starts at `first`. Batches are `together` units apart.
     cdef uint64_t epoch, first, together, start, count, batches
     # The mean number of samples per unit in the cache.
     cdef double mean
@@ -601,7 +601,7 @@ cdef class ArrayReader(Reader):
 
 
 def gather(Reader reader not None, uint64_t epoch, units not None):
-    """Return the int64 samples of any units, and the size of each unit or None if all are 1."""
+    """Return the int64 samples in any units, and each unit's size or None if all are 1."""
     cdef Py_ssize_t start = 0, end, count = len(units)
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)

@@ -1,4 +1,4 @@
-"""The sources of an epoch's tickets."""
+"""Ticket sources."""
 
 from libc.stdint cimport uint32_t, uint64_t
 

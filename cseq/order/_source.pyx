@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The sources of an epoch's tickets, which request samples in an order."""
+"""Ticket sources, which request an epoch's samples in order."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -25,33 +25,33 @@ cdef uint64_t READ_AHEAD = 128
 
 
 cdef class Source:
-    """A source of an epoch's tickets: the content, ring and number of units of the next ticket.
+    """A ticket source, which determines each ticket's content, ring and number of units.
 
-    A `Feed` posts the tickets. Positions in an epoch are measured in units, which are samples that
-    all ranks have consumed, or items.
+    A `Feed` posts the tickets. Positions in an epoch count units, which are items or the samples
+    that all ranks have consumed.
     """
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        """Return whether the ticket that is due after `taken` tickets needs no more preparation."""
+        """Return True if the ticket due after `taken` tickets needs no more preparation."""
         return True
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Do one step of preparation. It may run any code, and is repeated if interrupted."""
+        """Do one preparation step, which may run any code. An interrupted step is repeated."""
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
-        """Return the ring number for the next ticket, or -1 if none is prepared or has room."""
+        """Return the next ticket's ring number, or -1 if no ticket is prepared or has room."""
         return -1
 
     cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        """Post the next ticket in a free cell of its ring, and return its number of units."""
+        """Post the next ticket in a free cell of its ring. Return the ticket's number of units."""
         return 0
 
     cdef void end(self, Py_ssize_t ring_number) noexcept:
         """Stop posting tickets to a ring."""
 
     cdef bint is_over(self) noexcept:
-        """Return whether no more tickets follow."""
+        """Return True if no more tickets follow."""
         return True
 
     cpdef int finish(self) except -1:
@@ -61,28 +61,28 @@ cdef class Source:
 
 @cython.final
 cdef class OrderSource(Source):
-    """The batches of one epoch or several consecutive epochs, made of units of an order.
+    """The batches for one or more consecutive epochs, made of an order's units.
 
     Parameters
     ----------
     reader : Reader
     epoch : int
     cut, later : dict
-        The `sampler.Cut` of the epoch, and of each of the `more` epochs that follow.
+        The `sampler.Cut` for the epoch, and for each of the `more` epochs that follow.
     """
 
     cdef readonly Reader reader
-    # The cuts of the current epoch and of the `more` epochs that follow.
+    # The cut for the current epoch, and the cut for each of the `more` epochs that follow.
     cdef Cut cut, later
     cdef uint64_t more
-    # The number of posted batches, the units of the short batch, the maximum units of a batch.
+    # The number of posted batches, the short batch's units, and the maximum units per batch.
     cdef uint64_t posted, rest, most
-    # The samples read for batches `posted` to `prepared`, and the sizes of their units.
+    # The samples read for batches `posted` to `prepared`, and their unit sizes.
     cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read
     cdef int64_t* sizes_read
-    # The sizes of all units read, or NULL if each unit is a single sample.
+    # The sizes of all units that were read, or NULL if each unit is a single sample.
     cdef int64_t* sizes
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, Cut cut, Cut later, uint64_t more):
@@ -109,7 +109,7 @@ cdef class OrderSource(Source):
         return self.cut.part_start
 
     cdef int64_t read_samples(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
-        """Write the samples of a batch. The tail wraps around to the start of the epoch."""
+        """Write a batch's samples. The tail wraps around to the start of the epoch."""
         cdef uint64_t start = self.position_of(batch)
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
@@ -127,7 +127,7 @@ cdef class OrderSource(Source):
         return written
 
     def samples(self, uint64_t batch):
-        """Return the samples of a batch and the sizes of its units as new int64 arrays."""
+        """Return a batch's samples and unit sizes as new int64 arrays."""
         if batch >= self.cut.batches:
             raise IndexError(f"batch {batch} is not one of {self.cut.batches}")
         sizes = numpy.ones(self.cut.size if batch < self.cut.full else self.cut.part, numpy.int64)
@@ -140,7 +140,7 @@ cdef class OrderSource(Source):
         return self.posted < self.prepared or self.is_over()
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Read the samples of the next ticket, and of further tickets while they are few."""
+        """Read samples for the next ticket, and for further tickets while there are few samples."""
         cdef uint64_t room = self.reader.room
         cdef uint64_t count = 1, read, words, size
         cdef int64_t* out
@@ -155,7 +155,7 @@ cdef class OrderSource(Source):
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
         out = self.samples_read = <int64_t*>self.data.data
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
-        # The batches of a single rank are contiguous.
+        # With a single rank, batches are contiguous.
         if self.posted < self.cut.full and room == 1 and self.cut.stride == size:
             count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
             self.reader.read(self.epoch, self.position_of(self.posted), count * size, out, NULL)

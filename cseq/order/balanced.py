@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.order.tables import New, Tables
 
-# A message with the same numbers is logged once.
+# Log a message only once for the same numbers.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# The number of rows cached, at 4 bytes each plus their work unless a window is an epoch.
+# The number of cached rows. A row takes 4 bytes, plus its work unless a window is an epoch.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
-# Every row of a step is compared with all ranks.
+# Balancing compares every row of a step with all ranks.
 MOST_STEP = 2**15
 
 
 class Balanced(Order):
     """The rows of another order, in steps with nearly equal work on all ranks.
 
-    The work of a row is its attention cost: the sum of the squared lengths of its pieces. Each rank
-    computes the work of all ranks, without communication. The rows of a step and their grouping do
-    not depend on the number of ranks; only the assignment of rows to ranks does.
+    A row's work is its attention cost, which is the sum of its squared piece lengths. Each rank
+    computes the work of all ranks without communication. Only the assignment of rows to ranks
+    depends on the number of ranks. The rows in a step and their grouping do not.
 
     Parameters
     ----------
@@ -58,15 +58,15 @@ class Balanced(Order):
     step : int
         The number of rows in an optimizer step, over all ranks and microbatches, at most 2**15.
     over : 'step', 'window' or 'epoch'
-        'step' distributes the rows of each step among ranks. 'window' exchanges rows between 16
-        steps, and 'epoch' between all steps, to group rows with more similar work. Each step still
-        contains groups of rows with much work and groups with little.
+        'step' distributes each step's rows among ranks. To group rows with more similar work,
+        'window' exchanges rows among 16 steps and 'epoch' among all steps. Each step still contains
+        groups of rows with a lot of work and groups with little work.
     together : int, optional
         The number of consecutive rows with similar work. The number of ranks should divide it. The
-        default is ``step // gcd(step, 4)``, which is a quarter of a step if possible.
+        default is ``step // gcd(step, 4)``, a quarter of a step if possible.
     cache : path, optional
-        A local folder for over='epoch'. Processes on this machine then share one table of 4 bytes
-        per row of an epoch instead of holding a copy each.
+        A local folder for over='epoch'. All processes on this machine then share one table, with 4
+        bytes per row in an epoch, instead of each holding a copy.
 
     Notes
     -----
@@ -93,7 +93,7 @@ class Balanced(Order):
     ) -> None:
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
-        # This raises TypeError if the order does not know the work of its units.
+        # This raises TypeError if the order cannot compute how much work each unit takes.
         order.measured(0)
         self.order, self.step = order, integer("step", step, 1, MOST_STEP)
         quarter = self.step // math.gcd(self.step, 4)
@@ -126,7 +126,7 @@ class Balanced(Order):
         return self._of(order, consumed, is_same=False)
 
     def _of(self, order: Order, consumed: int, *, is_same: bool) -> Self:
-        """Return this order over another one that may differ from a position onwards."""
+        """Return this order with another inner order, which may differ from a position onwards."""
         if order is self.order:
             return self
         if not is_same and consumed % self._window and consumed < self.units:
@@ -141,7 +141,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # Keep as many windows as are read ahead.
+        # Cache as many windows as are read ahead.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -181,7 +181,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """Return the rows for units. If `is_sum`, the order within whole windows is irrelevant."""
+        """Return the units' rows. If `is_sum` is set, order within whole windows is irrelevant."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -192,7 +192,7 @@ class Balanced(Order):
         return rows
 
     def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> Tables:
-        """Return the row at each position of a window, and the work of each row if it is kept."""
+        """Return the row at each position in a window, and each row's work if it is cached."""
         name, folder = "", None
         if self._over == "epoch" and number == 0 and self._cache is not None:
             facts = np.frombuffer(json.dumps(self.facts()).encode(), np.uint8)
@@ -201,7 +201,7 @@ class Balanced(Order):
         return tables(folder, name, make, epoch)
 
     def _sort(self, seed: int, works: Works, epoch: int, number: int, new: New) -> None:
-        """Reorder the rows of a window, and write them to new arrays."""
+        """Reorder a window's rows, and write them to new arrays."""
         first = number * self._window
         rows = np.arange(first, min(first + self._window, self.units))
         work = works(epoch, rows)
@@ -212,7 +212,7 @@ class Balanced(Order):
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)
-            # Each step gets one group of each level of work, from the highest to the lowest.
+            # Each step gets one group from each work level, highest first.
             for k in range(groups):
                 key = number * groups + k
                 turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))
@@ -234,7 +234,7 @@ class Balanced(Order):
         together: int,
         size: int,
     ) -> Ints:
-        """Return the units of each rank in each global batch of a step, starting at a phase."""
+        """Return each rank's units in each of a step's global batches, starting at a phase."""
         number, at = divmod(step * self.step + phase, self._window)
         batches, ranks = (self.step - phase) // together, together // size
         span, kept = slice(at, at + batches * together), window(epoch, number)
