@@ -1,7 +1,7 @@
 """A pool: a crew, its tickets, and the feed that connects both to the loop.
 
-One thread at a time calls a pool. Other threads wake that thread with `notify_all`. `Crew.check`
-raises their errors in the calling thread if a worker cannot be created or dies too often.
+Only one thread at a time calls a pool. Other threads wake that thread with `notify_all`. If a
+worker cannot be created or dies too often, `Crew.check` raises the error in the calling thread.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# Minimum seconds between two log lines of advice: at the end of an epoch, and within an epoch.
+# The minimum number of seconds between log lines with advice: at the end of an epoch, within one.
 LONG, OFTEN = 20.0, 600.0
-# Advice is logged above the first fraction of waiting time, as a warning above the second.
+# The fractions of waiting time above which advice is logged, and logged as a warning.
 LOGGED, WARNED = 0.05, 0.2
 
 
 class Pool(Generic[K]):
-    """A crew, its tickets, and the feed.
+    """A crew, its tickets and its feed.
 
-    The constructor starts nothing, because a signal handler may raise before there is a `Run` that
-    closes the pool.
+    The constructor starts nothing, because a signal handler may raise before a `Run` exists that
+    can close the pool.
 
     Attributes
     ----------
     run : RunState
-        The current generation, and the lock for calls of this pool.
+        The current generation, and the lock that guards calls to this pool.
     takes_turns : bool
         Whether the workers are threads that share a GIL.
     logged_causes : set of str
-        The causes of waiting already logged. All pools of a manager share the set.
+        The causes of waiting that have been logged. All pools of a manager share this set.
     is_hurried : bool
         Whether `close` waits at most `HURRY` seconds for a busy runner.
     """
@@ -90,16 +90,16 @@ class Pool(Generic[K]):
         return self.crew.supervisor
 
     def open(self) -> None:
-        """Start the runners. After an interruption, `close` stops them."""
+        """Start the runners. If this call is interrupted, `close` stops them."""
         self.tickets.open()
 
     def notify_all(self) -> None:
-        """Wake a call that waits in another thread, so that it checks the run's generation."""
+        """Wake a call waiting in another thread, so that it checks the run's generation."""
         self.rings[0].notify_all()
 
     def close(self) -> None:
-        """Stop everything that was started, in bounded time. May be called twice."""
-        # An inline crew has no other thread that ends the tickets in the ring.
+        """Stop everything the pool started, within a bounded time. May be called twice."""
+        # An inline crew has no other thread to end the tickets in the ring.
         if self.crew.is_inline:
             self.lanes.leave_traces()
             self.feed.end()
@@ -107,10 +107,10 @@ class Pool(Generic[K]):
         self.tickets.close()
 
     def _check(self, awaited: Awaited | None) -> None:
-        """Raise errors from workers and other threads, and WorkerTimeout for slow tickets.
+        """Raise any error from workers or other threads, and WorkerTimeout for slow tickets.
 
         `awaited` lists the awaited tickets if they differ from the feed's. With
-        on_timeout='restart', a slow worker is restarted instead of raising WorkerTimeout.
+        on_timeout='restart', slow workers are restarted and no WorkerTimeout is raised.
         """
         crew, options = self.crew, self.tickets.options
         crew.check()
@@ -165,7 +165,7 @@ class Pool(Generic[K]):
         self._advise(OFTEN)
 
     def _advance(self) -> bool | None:
-        """Post tickets. Return True if the next one is ready, else None."""
+        """Post tickets. Return True if the next ticket is ready, else None."""
         ready = self.feed.advance()
         if ready is None:
             self._advise(LONG)
@@ -173,7 +173,7 @@ class Pool(Generic[K]):
         return ready or None
 
     def _advise(self, seconds: float) -> None:
-        """Log why the loop waited, at most every `seconds` and once per cause."""
+        """Log why the loop waited, at most once per cause and once every `seconds` seconds."""
         if now_ns() - self._advised_ns < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
             return
         before, self._advised_stats, self._advised_ns = self._advised_stats, self.stats(), now_ns()
@@ -189,7 +189,7 @@ class Pool(Generic[K]):
     def await_for(
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
     ) -> T:
-        """Sleep until `look` returns a result; `awaited` lists tickets other than the feed's."""
+        """Sleep until `look` returns a result; `awaited` replaces the feed's list of tickets."""
         feed, began = self.feed, now_ns()
         self.tickets.note_wait()
         while True:
@@ -205,7 +205,7 @@ class Pool(Generic[K]):
             feed.wait(notices, awaited)
 
     def stats(self) -> Stats:
-        """Return the pool's counts and times so far, even if its feed no longer exists."""
+        """Return the pool's statistics so far, even if its feed no longer exists."""
         return self.crew.stats(
             past=self._history.rows,
             skips=self.feed.skips if self._skips else 0,

@@ -30,7 +30,7 @@ class Remade(NamedTuple):
     Attributes
     ----------
     batch : object
-        The batch as the loop receives it.
+        The batch in the form that the loop receives.
     indices : numpy.ndarray
         The samples of the batch, int64, shape (samples,).
     seconds : float
@@ -43,12 +43,12 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return the batches of an epoch from `batch` on, and the number of units before `batch`.
+    """Return an epoch's batches starting at `batch`, and the number of units before `batch`.
 
     Parameters
     ----------
     batch : int
-        The batch number in the epoch, as shown in messages.
+        The batch number within the epoch, as shown in messages.
     consumed : int
         The number of units consumed before the epoch was resumed.
 

@@ -1,7 +1,7 @@
-"""How 'auto' chooses the number of workers and the buffer: it follows the advice.
+"""How 'auto' follows the advice to set the number of workers and the buffer size.
 
-A `Tuner` depends only on the sequence of windows that it receives. A `Controller` passes it the
-windows of a pool and resizes the pool::
+A `Tuner` depends only on the sequence of windows that it receives. A `Controller` passes a pool's
+windows to its tuner and resizes the pool::
 
     feed ──ten times a second──► Controller ──Window──► Tuner ──► advise
                                      │ resize              ▲ Decision
@@ -26,11 +26,11 @@ __all__ = ["Controller", "Decision", "Tuner", "log_change"]
 
 log = logging.getLogger("cseq")
 
-# The shortest window in seconds, and the longest, reached after windows without a change.
+# The shortest and longest windows in seconds. Windows grow longer while nothing changes.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
-# After `QUICK` changes, windows also become longer. When workers are added, the buffer holds
-# `AHEAD` batches per worker: half of them are ready when sleeping workers are woken.
+# After `QUICK` changes, windows also grow longer. When workers are added, the buffer holds `AHEAD`
+# batches per worker, half of which are ready when sleeping workers are woken.
 QUICK, AHEAD = 3, 3
 # A change was useless if new rate / old rate is below the first value, harmful if below the second.
 BETTER, WORSE = 1.05, 0.95
@@ -47,12 +47,12 @@ class Decision(NamedTuple):
 
 
 class Tuner:
-    """Decides from successive windows, without a clock.
+    """Makes decisions from successive windows, without a clock.
 
     The number of workers is set to the advised number at once. The buffer is set to the advised
-    size if that is larger. A change of the number of workers that did harm is reverted. After more
-    workers or a larger buffer proved useless, the tuner stops increasing them while batch and step
-    times stay about the same. The changes therefore terminate.
+    size if that is larger. A harmful change to the number of workers is reverted. Once additional
+    workers or a larger buffer have proved useless, the tuner stops increasing them while batch and
+    step times stay about the same. The changes therefore stop eventually.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class Tuner:
         return decision
 
     def _judge(self, v: Window, size: Size) -> Decision | None:
-        """Learn from the last change. Revert a harmful change of the number of workers."""
+        """Learn from the last change. Revert a harmful change to the number of workers."""
         ratio = v.index / v.step if v.step > 0 else 1e9
         trial, self._trial = self._trial, None
         if trial is None:

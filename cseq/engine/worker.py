@@ -1,4 +1,4 @@
-"""The life cycle of a worker in a process or thread: construction, work, disposal.
+"""A worker's life cycle in a process or thread: construction, work, disposal.
 
 ::
 
@@ -76,14 +76,14 @@ def serve(
     copied: bool,
     convert: Callable[[Any], object] | None = None,
 ) -> None:
-    """Answer the tickets of a ring until the ring is closed to this worker.
+    """Answer tickets from a ring until the ring is closed to this worker.
 
     Parameters
     ----------
     read_object : callable
         Returns the user's object.
     starting : context manager
-        A context in which the indexer or producer is made.
+        A context in which the indexer or producer is created.
     tell : callable
         A function that receives warning texts.
     copied : bool
@@ -119,7 +119,7 @@ def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
 def convert(
     source: Source, function: Callable[[Any], object], batch_writer: BatchWriter, runner: Runner
 ) -> None:
-    """Convert the batch of a converter's ticket with `function` and publish the result."""
+    """Apply `function` to the batch in a converter's ticket, and publish the result."""
     try:
         record = batch_writer.write(runner, function(source.fetch(runner)))
         batch_writer.publish(runner, record)

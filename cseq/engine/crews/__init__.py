@@ -1,1 +1,1 @@
-"""The runners of tickets: worker processes, threads, or the training thread."""
+"""Crews process tickets in processes, in threads, or in the training thread."""

@@ -1,4 +1,4 @@
-"""The base class of all crews, and the file name of their rings."""
+"""The base class for crews, and the file name for a crew's rings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return the name that a pool's ring file has in `/proc`: the values that `top` shows."""
+    """Return the name that a pool's ring file has in `/proc`; it encodes what `top` shows."""
     facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
@@ -53,32 +53,32 @@ class Staff(Protocol):
         """Raise WorkerTimeout or restart the worker if a ticket takes too long."""
 
     def is_ready(self, runner_number: int) -> bool:
-        """Return True if a worker has made its indexer or producer."""
+        """Return True if a worker has created its indexer or producer."""
 
 
 class Crew:
-    """The runners of a pool, and the rings that they share with the loop.
+    """A pool's runners, and the rings that they share with the training loop.
 
-    The constructor makes `rings`, `reader` and `lanes`. It starts nothing, because a signal handler
-    may raise before there is a `Run` that closes the crew. The pool then calls `resize` (batches
-    only: the initial number of workers), `prepare` and `launch`, in this order. It calls
-    `begin_epoch` for each epoch, `check` and `check_time` whenever the loop waits, and `resize`
-    between two batches. It may call `close` at any time after the constructor.
+    The constructor creates `rings`, `reader` and `lanes`, but starts nothing, because a signal
+    handler may raise before a `Run` exists that can close the crew. The pool then calls `resize`
+    (only for batches, with the initial number of workers), `prepare` and `launch`, in that order.
+    It calls `begin_epoch` for each epoch, `check` and `check_time` whenever the loop waits, and
+    `resize` between batches. It may call `close` at any time after construction.
 
     Each worker runs `engine.worker.serve` with the task that `Tickets.task` returns. The crew must
-    support the `WorkerOptions` of its tickets unless `arguments.refuse` rejects them. The crew
-    itself handles deaths: it replaces the worker and counts the death in `Tickets.deaths`.
+    support the `WorkerOptions` of its tickets unless `arguments.refuse` rejects them. Crews handle
+    worker deaths themselves: they replace the worker and count the death in `Tickets.deaths`.
 
     Attributes
     ----------
     rings, make_next, on_cancel
         See `Feed`. `make_next` is None unless the training thread makes the batches.
     convert, leaf_for
-        See `Decoder`. They are None if workers or converters deliver final batches.
+        See `Decoder`. Both are None if workers or converters deliver final batches.
     reader : BatchReader
-        Decodes finished batches on the trainer side; it has `decoder`, `decode` and `error`.
+        Decodes finished batches on the trainer side with `decoder`, `decode` and `error`.
     lanes : Lanes
-        The kind of the runners and the number of workers, for traces.
+        The runner kind and the number of workers, for traces.
     staff : Staff, optional
         The supervised workers.
     supervisor : Supervisor, optional
@@ -117,7 +117,7 @@ class Crew:
         return Converter(output)
 
     def prepare(self, worker: object, name: str = "worker") -> None:
-        """Set the user's worker object, which messages call `name`."""
+        """Set the user's worker object, called `name` in messages."""
 
     def launch(self) -> None:
         """Start the workers that are not running yet; call this after `prepare`."""
@@ -129,11 +129,11 @@ class Crew:
         """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many workers fit in memory, up to `num_workers`; `present` are running."""
+        """Return how many of `num_workers` workers fit in memory when `present` already run."""
         return num_workers
 
     def check(self) -> None:
-        """Raise errors from workers and from other threads."""
+        """Raise any error from workers or other threads."""
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
         """Raise WorkerTimeout or restart the worker if a ticket takes too long."""
@@ -141,7 +141,7 @@ class Crew:
             self.staff.check_time(working, timeout, restart=restart)
 
     def is_ready(self, runner_number: int) -> bool:
-        """Return True if a worker has made its indexer or producer."""
+        """Return True if a worker has created its indexer or producer."""
         return self.staff is None or self.staff.is_ready(runner_number)
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:  # noqa: ARG002
@@ -153,13 +153,13 @@ class Crew:
         raise NotImplementedError
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key that the ticket in a cell refers to. Thread-safe."""
+        """Return the key requested by the ticket in a cell. Thread-safe."""
         raise NotImplementedError
 
     def stats(self, **counted: Any) -> Stats:
-        """Return counts and times, including those passed in `counted`."""
+        """Return the pool's statistics, including the values passed in `counted`."""
         return Stats.read(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
-        """Stop everything that was started, in bounded time. May be called twice."""
+        """Stop everything the crew started, within a bounded time. May be called twice."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
 """Test mode: the training thread makes each batch itself.
 
-The ring has one cell, and its runner works on the training thread when the loop needs a batch.
+The ring has one cell. Its runner works on the training thread whenever the loop needs a batch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger("cseq")
 
 
 class InlineIndexing(indexer.Indexing):
-    """The indexing stage on the training thread."""
+    """An indexing stage that runs on the training thread."""
 
-    # If the user's code forks, the child has its own copy of the loop and continues with it.
+    # If the user's code forks, the child continues with its own copy of the loop.
     end_copy = staticmethod(lambda _: None)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish the current ticket with the indexer's exception; raise any other exception."""
+        """Publish an indexer's exception with the current ticket; raise any other exception."""
         if failure.ends_program(error):
             raise error
         if isinstance(error, RecursionError) and is_deep():
@@ -49,7 +49,7 @@ class InlineIndexing(indexer.Indexing):
 
 
 class InlineCrew(Crew):
-    """Makes batches in the same order with the same results, without processes or threads."""
+    """Makes the same batches in the same order as other crews, without processes or threads."""
 
     of = "MSequence"
     is_inline = True
@@ -84,7 +84,7 @@ class InlineCrew(Crew):
             self._build()
 
     def _build(self) -> None:
-        """Make the indexer with seeded global generators, as a worker process does."""
+        """Create the indexer after seeding the global generators, as a worker process does."""
         build = partial(indexer.build_seeded, self._worker, self._seeds, copied=False)
         try:
             made = call_here(build, self._batch_context, self._seeds)
@@ -97,7 +97,7 @@ class InlineCrew(Crew):
         indexer.FirstBatch(self._indexing, self._task.output, log.warning)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return the number of delivered batches and of skips."""
+        """Return the number of delivered batches and the number of skips."""
         batches = Meters.read_rings(self.rings).counts()["batches"]
         return Stats(batches=batches, skips=counted["skips"])
 

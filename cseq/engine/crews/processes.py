@@ -1,4 +1,4 @@
-"""Worker processes with rings and slots in shared memory; dead ones are replaced."""
+"""Worker processes with rings and slots in shared memory, and their restarts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["ProcessCrew"]
 
 
 class ProcessCrew(Crew):
-    """Worker processes. Converters are processes (`_imports`) or threads (`_group`)."""
+    """Worker processes, with converters in processes (`_imports`) or threads (`_group`)."""
 
     supervisor: Supervisor
     of = "MPSequence"
@@ -113,11 +113,11 @@ class ProcessCrew(Crew):
         )
 
     def launch(self) -> None:
-        """Start the processes; later calls do nothing."""
+        """Start the processes. Later calls do nothing."""
         self.supervisor.launch()
 
     def begin_epoch(self) -> None:
-        """Start an epoch; deaths are counted per epoch."""
+        """Start an epoch with a new death count."""
         self.supervisor.begin_epoch()
 
     def resize(self, num_workers: int) -> None:
@@ -125,7 +125,7 @@ class ProcessCrew(Crew):
         self.supervisor.resize(num_workers)
 
     def room_for(self, num_workers: int, present: int) -> int:
-        """Return how many workers fit in memory; new workers may use half of the free memory."""
+        """Return how many workers fit if new workers use at most half of the free memory."""
         free = available_memory()
         largest = max(private_memory(pid) for pid in self.supervisor.pids())
         if free is None or not largest:
@@ -134,7 +134,7 @@ class ProcessCrew(Crew):
         return min(num_workers, present + more)
 
     def check(self) -> None:
-        """Raise errors from processes and converter threads."""
+        """Raise any error from processes or converter threads."""
         self.supervisor.check()
         if self._group is not None:
             self._group.check()
@@ -146,7 +146,7 @@ class ProcessCrew(Crew):
     def write(self, value: object, name: str) -> Request:
         """Write a value for a worker into a slot.
 
-        A signal handler may call this method meanwhile; it then uses another encoder.
+        A signal handler may call this method during another call. It then uses another encoder.
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
@@ -159,7 +159,7 @@ class ProcessCrew(Crew):
         return request
 
     def _pickle(self, value: object, name: str) -> Pickled:
-        """Pickle a value for a worker; a worker forked from this process knows its classes."""
+        """Pickle a value for a worker; a forked worker already has this process's classes."""
         if self.supervisor.takes_objects:
             # If this fails, `dump` raises the exception again with an explanation.
             with contextlib.suppress(Exception):
@@ -168,14 +168,14 @@ class ProcessCrew(Crew):
         return dump(value, name=name)
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key that the ticket in a cell refers to. Thread-safe."""
+        """Return the key requested by the ticket in a cell. Thread-safe."""
         slot, capacity, *record = self.rings[ring_number].indices(cell)[CALLED].tolist()
-        # Do not map through the arena: the training thread may hold its lock.
+        # Map the slot directly, because the training thread may hold the arena's lock.
         offset = slot * self._arena.width
         return codec.decode(Mapping(self._arena.fd, offset, capacity, own=True), record)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return counts and times; repeated conversions count as retries."""
+        """Return the pool's statistics; repeated conversions count as retries."""
         deaths = self.supervisor.deaths
         lost = 0 if self._imports is None else self._imports.lost
         return super().stats(
@@ -186,9 +186,9 @@ class ProcessCrew(Crew):
         )
 
     def close(self, *, hurried: bool) -> None:
-        """Stop the workers, then free the memory that they used."""
+        """Stop the workers, then free their memory."""
         self.supervisor.closed = True
-        # Close imports first, since they may still read the memory of converter processes.
+        # Close the imports first, because they may still be reading converter processes' memory.
         if self._imports is not None:
             self._imports.close()
         self.supervisor.close(hurried=hurried)

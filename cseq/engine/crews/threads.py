@@ -46,12 +46,12 @@ MADE, WAITS = 0, -1
 
 
 class ThreadGroup:
-    """Threads that run one stage each, and the first exception raised in any of them.
+    """Threads that each run one stage, and the first exception raised in any of them.
 
     Attributes
     ----------
     begun : dict
-        For each runner number: the start time (`now_ns`) of indexer construction, MADE or WAITS.
+        Maps runner numbers to MADE, WAITS, or the start time (`now_ns`) of indexer construction.
     """
 
     def __init__(self, ring: Ring, instead: str = "") -> None:
@@ -63,13 +63,13 @@ class ThreadGroup:
         self.failure = failure.Failure()
 
     def add(self, name: str, target: Callable[[], None], runner_number: int) -> None:
-        """Add the thread of a runner; the thread exits when the ring is closed."""
+        """Add a runner's thread, which exits when the ring is closed."""
         self._threads.add(name, partial(self._guard, target, runner_number))
 
     def start_threads(self) -> None:
-        """Start the threads added since the last start."""
+        """Start the threads added since the previous call."""
         threads, self._threads = self._threads, Threads()
-        # Recorded before the start, so `join` waits for the threads if a signal handler raises.
+        # Record the threads first, so that `join` waits for them even if a signal handler raises.
         self._started.append(threads)
         threads.start()
 
@@ -82,16 +82,16 @@ class ThreadGroup:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Store the exception if it is the first one, and wake the loop."""
+        """Store the exception unless one is already stored, and wake the loop."""
         self.failure.note(error)
         self._ring.notify_all()
 
     def check(self) -> None:
-        """Raise the exception that ended a thread."""
+        """Raise the stored exception, if any."""
         self.failure.check()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Return True if a worker has made its indexer or producer."""
+        """Return True if a worker has created its indexer or producer."""
         return self.begun.get(runner_number) == MADE
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
@@ -107,7 +107,7 @@ class ThreadGroup:
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
-        """Wait for all threads up to a total of `seconds`, or `HURRY` seconds if `hurried`."""
+        """Wait for all threads up to `seconds` in total, or `HURRY` seconds if `hurried`."""
         deadline = time.monotonic() + (HURRY if hurried else seconds)
         stuck = []
         for threads in self._started:
@@ -141,7 +141,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
     from cseq.converter.cuda import CudaConverter
 
-    # A copy on all cores would slow down the indexers.
+    # Copying on all cores would slow down the indexers.
     torch.set_num_threads(1)
     converter = CudaConverter(output)
     try:
@@ -151,7 +151,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
 
 def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
-    """Make the rings for threads in one memory. Return them and the memory's file, or None."""
+    """Create the threads' rings in one memory block. Return the rings, and its file or None."""
     count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
     width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
@@ -169,7 +169,7 @@ def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | No
 
 
 def _file_for(size: int, name: str) -> Descriptor | None:
-    """Make an in-memory file, which lets other programs read the meters of a ring; Linux only."""
+    """Create an in-memory file that lets other programs read the rings' meters; Linux only."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -202,7 +202,7 @@ class ThreadCrew(Crew):
         self._unwarned = threading.Lock()
         # Guards `ThreadGroup.begun`, whose keys are the runners with a thread.
         self._lock = Lock()
-        # Held while an indexer is made: some libraries cannot open a data set in two threads.
+        # Held while creating an indexer: some libraries cannot open data sets concurrently.
         self._making = threading.Lock()
         if tickets.num_converters:
             from cseq.converter.cuda import receive
@@ -231,7 +231,7 @@ class ThreadCrew(Crew):
             self.launch()
 
     def check(self) -> None:
-        """Raise the exception that ended a thread."""
+        """Raise the first exception raised in a thread, if any."""
         self._group.check()
 
     def write(self, value: object, name: str) -> Request:  # noqa: ARG002
@@ -239,24 +239,24 @@ class ThreadCrew(Crew):
         return Request(None, value)
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key that the ticket in a cell refers to. Thread-safe."""
+        """Return the key requested by the ticket in a cell. Thread-safe."""
         _, key, _ = self.rings[ring_number].kept[cell] or (None, None, None)
         return key and key.value
 
     def _serve(self, worker: int) -> None:
-        """Run a worker while its ring is open to this worker."""
+        """Run a worker until the ring is closed to that worker."""
         runner_number, is_alone = worker + 1, len(self.rings) > 1
         ring = self.rings[worker if is_alone else 0]
         while True:
             self._work(worker, ring, 1 if is_alone else runner_number)
-            # Hold the lock: `launch` either sees this thread and it continues, or adds another one.
+            # Under the lock, `launch` either sees this thread, which continues, or adds another.
             with self._lock.hold():
                 if self._is_over(ring) or runner_number > self._wanted:
                     del self._group.begun[runner_number]
                     return
 
     def _work(self, worker: int, ring: Ring, owner: int) -> None:
-        """Make an indexer or producer, then work until the ring is closed to this thread."""
+        """Create an indexer or producer, then work until the ring is closed to this thread."""
         tickets = self.tickets
         task = tickets.task(worker + 1, forks=False)
         converter = None if tickets.num_converters else self._converter()
@@ -279,7 +279,7 @@ class ThreadCrew(Crew):
 
     @contextlib.contextmanager
     def _starting(self, runner_number: int, ring: Ring) -> Iterator[None]:
-        """Let one thread at a time make its indexer; raise `_Over` if the pool is over."""
+        """Let one thread at a time create its indexer; raise `_Over` if the pool is closed."""
         while not self._making.acquire(timeout=LOOK_SECONDS):
             if self._is_over(ring):
                 raise _Over

@@ -1,1 +1,1 @@
-"""The requests of a pool: batches of an order, or items of streams."""
+"""A pool's requests: batches from an order, or items from streams."""

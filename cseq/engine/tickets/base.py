@@ -1,4 +1,4 @@
-"""The base class of tickets, which a pool and its crew process."""
+"""The base class for the tickets that a pool and its crew process."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     Left = tuple[tuple[object, str], ...]
     # The ring number and cell of each ticket.
     Awaited = list[tuple[int, int]]
-    # A runner number, the start time of the work (`now_ns`), and the location of the ticket.
+    # The runner number, start time (`now_ns`) and ticket location of each piece of work.
     Working = list[tuple[int, int, str]]
 
 __all__ = ["Tickets"]
 
 
 class Tickets:
-    """The tickets of a pool: the shape of its rings, and the names of tickets in messages.
+    """A pool's tickets, which define the ring layout and name themselves in messages.
 
     Attributes
     ----------
     pool : Pool
         Set by the pool.
     num_workers, num_converters : int
-        The maximum number of workers and of converters.
+        The maximum numbers of workers and converters.
     rings, runners, cells, words, limit, calls : int
-        The number of rings and of runners per ring. For the others, see `Ring`.
+        The numbers of rings and of runners per ring. For the other attributes, see `Ring`.
     ahead : int
         The number of slots that workers may fill before the loop consumes one.
     errors, interrupted : str
         See `Feed`.
     instead : str
-        The remedy shown in the WorkerTimeout of a thread.
+        The remedy shown when a thread causes a WorkerTimeout.
     """
 
     pool: Any
@@ -63,15 +63,15 @@ class Tickets:
 
     @property
     def sampler(self) -> Sampler | None:
-        """The sampler of batches, or None."""
+        """The batch sampler, or None."""
         return None
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask | ItemTask:
-        """Return the task of a worker, for a process if `forks`. Thread-safe."""
+        """Return a worker's task, for a process if `forks`. Thread-safe."""
         raise NotImplementedError
 
     def deaths(self) -> Deaths:
-        """Make the death counter, which decides whether a worker is replaced."""
+        """Create the death counter, which decides whether a worker is replaced."""
         raise NotImplementedError
 
     def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:
@@ -87,14 +87,14 @@ class Tickets:
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work on `awaited` tickets, or on the tickets that the feed waits for."""
+        """List the work on `awaited` tickets, or by default on those the feed waits for."""
         raise NotImplementedError
 
     def note_wait(self) -> None:
-        """Record that the loop starts waiting."""
+        """Record that the loop has started waiting."""
 
     def open(self) -> None:
-        """Start the crew. After an interruption, `Pool.close` stops it."""
+        """Start the crew. If this call is interrupted, `Pool.close` stops the crew."""
 
     def close(self) -> None:
         """Drop the user's object, because the pool is part of a reference cycle."""

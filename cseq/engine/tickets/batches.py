@@ -1,4 +1,4 @@
-"""Batches of an order: the tickets of an `MSequence`."""
+"""Tickets for batches from an order, used by `MSequence`."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ ADVICE = "look at what the indexer does with these indices"
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
-    """Return how many tickets are posted before sleeping workers are woken.
+    """Return how many tickets to post before waking sleeping workers.
 
-    Waking a worker for each ticket costs more than making a small batch. While workers sleep, up to
-    `buffer` minus this number of batches are ready or in progress. The loop consumes these until
-    the woken workers deliver new ones, so at least one batch per worker is needed.
+    Waking a worker for each ticket costs more than making a small batch. When workers are woken,
+    `buffer` minus this number of batches are ready or in progress. The loop consumes those batches
+    until the woken workers deliver new ones, so at least one batch per worker is needed.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
 
 class Batches(Tickets):
-    """The tickets of one ring, which request batches of samples in a given order."""
+    """Tickets in a single ring that request batches of samples in a given order."""
 
     pool: Pool[Batches]
     rings = 1
@@ -69,7 +69,7 @@ class Batches(Tickets):
         return self.pool.rings[0]
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask:
-        """Return the task of a worker."""
+        """Return a worker's task."""
         job = self._job
         stage = INDEXER if runner_number <= job.num_workers else CONVERTER
         return BatchTask(
@@ -84,7 +84,7 @@ class Batches(Tickets):
         )
 
     def deaths(self) -> Deaths:
-        """Make the death counter, which decides whether a worker is replaced."""
+        """Create the death counter, which decides whether a worker is replaced."""
         job, fails = self._job, self.errors == "skip"
         return Deaths(job.options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails)
 
@@ -116,7 +116,7 @@ class Batches(Tickets):
         return all(map(self.pool.crew.is_ready, range(1, self.pool.num_workers + 1)))
 
     def stats(self) -> Stats:
-        """Return the pool's counts and times."""
+        """Return the pool's statistics."""
         return self.pool.stats()
 
     def most(self, stats: Stats) -> Size:
@@ -129,10 +129,10 @@ class Batches(Tickets):
         return Size(workers, max(size.buffer, buffer))
 
     def resize(self, num_workers: int, buffer: int) -> None:
-        """Change the buffer and the number of workers, from 1 to the job's `num_workers`.
+        """Change the buffer size and the number of workers (1 to the job's `num_workers`).
 
-        Call this on the thread that consumes batches. Results do not depend on the size. Surplus
-        workers finish their tickets and exit. If one dies first, another worker gets its ticket.
+        Call this method on the thread that consumes batches. The size does not affect results.
+        Surplus workers finish their tickets and exit. If one dies first, another gets its ticket.
         """
         pool, ring = self.pool, self._ring
         if pool.crew.is_inline:
@@ -152,11 +152,11 @@ class Batches(Tickets):
         return list(self.pool.feed.skipped)
 
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
-        """Start an epoch after `consumed` samples for the iterator of this generation.
+        """Start an epoch after `consumed` samples for the iterator of the given generation.
 
-        No batch of an earlier epoch is delivered. In one C step, `place` becomes the place of this
-        epoch with the feed as its progress. If the epoch already started at this place and the loop
-        has consumed nothing, finished batches are kept.
+        Batches from earlier epochs are not delivered. In a single C step, `place` is set to this
+        epoch with the feed as its progress. Finished batches are kept if the epoch has already
+        started at this place and the loop has consumed nothing.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place
@@ -172,8 +172,8 @@ class Batches(Tickets):
     def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
         """Continue the epoch from `position` with another sampler, unless the epoch is over.
 
-        The caller holds the lock of the run. The iterator stays valid. Batches that were made ahead
-        are dropped.
+        The caller must hold the run's lock. The iterator remains valid. Batches that were made
+        ahead are dropped.
         """
         epoch = place.now(sampler).epoch
         self._job = self._job._replace(sampler=sampler)
@@ -206,9 +206,9 @@ class Batches(Tickets):
         return note_samples(epoch, batch, left)
 
     def working(self, _: Awaited | None) -> Working:
-        """List the awaited tickets in progress: runner number, start time (ns), batch."""
+        """List the awaited tickets in progress as (runner number, start time in ns, batch)."""
         held = [(*self._ring.holder(cell), cell) for _, cell in self.pool.feed.awaited()]
-        # `since` is briefly 0 after the claim.
+        # `since` is briefly 0 after a ticket is claimed.
         return [
             (runner_number, since, self.held(0, cell, failure.SHOWN).location)
             for runner_number, since, cell in held

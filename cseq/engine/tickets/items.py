@@ -1,4 +1,4 @@
-"""The tickets of `Streams`: workers' own items, keyed items, calls to producers."""
+"""Tickets for `Streams`: workers' own items, keyed items, and calls to producers."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "Naming"]
 
-# The maximum number of tickets in flight per worker, even if `prefetch` is larger; and the maximum
-# number of bytes for cells beyond `prefetch` items per worker.
+# The maximum number of tickets in flight per worker, even if `prefetch` is larger, and the maximum
+# number of bytes for cells in excess of `prefetch` items per worker.
 DEEPEST, MOST_BYTES = 64, 16 << 20
-# Longer lists of ints are pickled. Besides a call, a worker may hold a cancelled call.
+# Lists of more than `KEY_ROOM` ints are pickled. A worker may hold a call and a cancelled call.
 KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
-    """The names of items in messages, and the number of samples per item.
+    """How messages name items, and the number of samples per item.
 
     Attributes
     ----------
     unit : str
         A noun for an item.
     lost : str
-        Text that is added to the log message when a worker is replaced.
+        Text appended to the log message about a replaced worker.
     samples : callable, optional
-        ``samples(key)`` returns the number of samples that `stats` counts per item; default 1.
+        ``samples(key)`` returns the number of samples that `stats` counts for an item; default 1.
     interrupted : str
         The InterruptedError message when no epoch is active.
     """
@@ -58,7 +58,7 @@ class Naming(NamedTuple):
 
 
 class Items(Tickets):
-    """The tickets of queues, one per worker. Only `Pool.close` is thread-safe."""
+    """Tickets in queues, one queue per worker. Only `Pool.close` is thread-safe."""
 
     pool: Pool[Items]
     calls = CALLS
@@ -81,7 +81,7 @@ class Items(Tickets):
         self._depth = depth = min(prefetch, DEEPEST)
         # In addition to its items, a worker may hold one cancelled ticket.
         besides = 1 + CALLS
-        # One worker may receive all keys unless their cells would use too much memory.
+        # A single worker may receive all keys unless their cells would use too much memory.
         self.words = words = KEYS + KEY_ROOM
         cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
@@ -89,30 +89,30 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # Epoch 0 means none. `_idle`: when each runner became ready without a ticket.
+        # Epoch 0 means no epoch. `_idle` records when each runner became ready without a ticket.
         self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
         self.assignments: list[Request] = []
 
     def task(self, runner_number: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
-        """Return the task of a worker."""
+        """Return a worker's task."""
         return ItemTask(self.num_workers)
 
     def deaths(self) -> Deaths:
-        """Make the death counter, which decides whether a worker is replaced."""
+        """Create the death counter, which decides whether a worker is replaced."""
         most, naming = self.options.max_restarts, self._naming
         advice = "look at what makes it"
         return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
 
     def feed_of(self, pool: Pool[Items]) -> Feed:
-        """Set up the rings and return the feed, to which the pool keeps only a weak reference.
+        """Set up the rings and return the feed. The pool keeps only a weak reference to it.
 
-        The finalizer of dropped `Streams` refers to the pool, and the feed refers to the iterator
-        of keys, which may refer to the `Streams`.
+        The finalizer of `Streams` refers to the pool, and the feed refers to the key iterator,
+        which may refer to the `Streams`. A strong reference would keep the `Streams` alive.
         """
         for ring in pool.rings:
             # Waking a worker costs more than making a small item. A worker sleeps only when all its
-            # items are ready, and is woken when half of them have been requested again.
+            # items are ready, and wakes up when half of them have been requested again.
             ring.wake_at = (self._depth + 1) // 2
         feed = pool.feed
         pool.feed = weakref.proxy(feed)
@@ -124,11 +124,11 @@ class Items(Tickets):
     # -- waiting
 
     def note_wait(self) -> None:
-        """Record that the loop starts waiting; times are measured from here."""
+        """Record that the loop has started waiting; waiting times start here."""
         self._idle, self._wait_began = {}, now_ns()
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work of awaited workers; start times do not precede the wait of the loop."""
+        """List the work of awaited workers, with start times no earlier than the loop's wait."""
         everything = []
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for worker, cell in first.items():
@@ -151,7 +151,7 @@ class Items(Tickets):
         ]
 
     def held(self, worker: int, cell: int, most: int = failure.MOST) -> Held:
-        """Describe the item or call of the ticket in a cell. Thread-safe."""
+        """Describe the item or call that the ticket in a cell requests. Thread-safe."""
         ring = self.pool.rings[worker]
         (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
         if kind == CALL:
@@ -230,7 +230,7 @@ class Items(Tickets):
                 name = f"the beginning of epoch {self._epoch - 1}"
                 posts = [self.post_call(worker, None, name) for worker in range(self.num_workers)]
             feed.refill()
-            # This raises the exception of the key iterator, if any.
+            # This raises the key iterator's exception, if any.
             source.finish()
             for ring in self.pool.rings:
                 ring.wake()
@@ -247,7 +247,7 @@ class Items(Tickets):
         return replies
 
     def _write_all(self, assignments: Sequence[object]) -> list[Request]:
-        """Write the workers' assignments; an object that is repeated is written once."""
+        """Write the workers' assignments; a repeated object is written only once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
@@ -263,7 +263,7 @@ class Items(Tickets):
     def ask(
         self, method: str, args: tuple[object, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method in some workers. The next call cancels an interrupted call."""
+        """Call a method on some workers. The next call cancels an interrupted call."""
         generation = self.pool.run.generation
         try:
             self.pool.crew.check()
