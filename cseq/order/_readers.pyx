@@ -444,12 +444,12 @@ def laid(values, uint64_t level=1):
 
 @cython.final
 cdef class Tree:
-    """Samples on a line, reordered every epoch. Their lengths are their masses (see orders.md).
+    """Samples on a line that is reordered every epoch (see docs/inside/orders.md).
 
     Parameters
     ----------
     masses : array of uint64
-        The sample masses in the layout that `laid` creates. Their sum is below 2**63.
+        Each sample's length on the line, in `laid`'s layout. The sum must be below 2**63.
     samples : int
         The number of samples.
     """

@@ -1,9 +1,9 @@
-"""The base class of orders, which define the sequence of samples in an epoch.
+"""The base class for orders, which define the sequence of samples in an epoch.
 
-An order is a pure function of (seed, epoch, position). Positions count *units*: single samples
-(`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains the
-units 0 … ``units - 1``. A batch consists of ``batch_size`` units, or is itself a unit. Samplers in
-other libraries keep state. An order has none, so ranks, workers and resumes need no special cases.
+An order is a pure function of (seed, epoch, position). Positions count *units*, which are single
+samples (`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains
+units 0 … ``units - 1``. A batch consists of ``batch_size`` units, or is itself a unit. Orders are
+stateless, unlike other libraries' samplers, so ranks, workers and resumes need no special cases.
 """
 
 from __future__ import annotations
@@ -33,41 +33,41 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# Both accept an epoch and units: `Works` returns each unit's work, `Sums` the tokens by source.
+# Both accept an epoch and units. `Works` returns each unit's work, `Sums` the tokens per source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
-# The samples, and the size of each unit or None if every unit is a single sample.
+# The samples, and each unit's size or None if every unit is a single sample.
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"
 
 
 class Order:
-    """Base class of built-in and custom orders.
+    """The base class for built-in and custom orders.
 
-    A subclass sets the attributes and defines `read`; `cseq.testing.check_order` validates it. An
-    order must not change once it is in use and must not draw from shared random generators: the
-    result of `read` depends only on its arguments.
+    A subclass sets the attributes and defines `read`. Use `cseq.testing.check_order` to validate a
+    subclass. Do not modify an order that is in use, and do not draw from shared random generators
+    in `read`, because the result may depend only on the arguments.
 
     Attributes
     ----------
     name : str
-        The definition's name, including a version. The meaning of a name never changes.
+        The definition's name, including a version. The definition behind a name never changes.
     samples : int or None
-        The number of samples; all indices are below it. None stands for the size of the data.
+        The number of samples, which all indices are below. None means the size of the data.
     units : int
-        The number of units in every epoch, at least 1. It is 0 while `samples` is None.
+        The number of units in every epoch (at least 1), or 0 while `samples` is None.
     room : int
         The maximum number of samples in a unit.
     is_batch : bool
-        Whether a unit is a whole batch.
+        Whether each unit is a whole batch.
     is_seeded : bool
         Whether the order depends on the seed.
     left_out : str
-        A description of the samples that are left out, or an empty string if there are none.
+        A description of the samples that are left out, or an empty string if none are.
     tokens : float or None
-        The mean number of tokens per unit, or None if the order does not know it.
+        The mean number of tokens per unit, or None if unknown.
     replaced : dict of str to str
-        The names of earlier definitions, mapped to what has changed since each. States of earlier
-        definitions are rejected with this text.
+        A mapping from the names of earlier definitions to a description of the changes since then.
+        When an earlier definition's state is rejected, the error message includes the description.
 
     Examples
     --------
@@ -90,19 +90,19 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
-    # The facts of a built-in order besides its name and samples.
+    # A built-in order's facts other than its name and samples.
     _facts: dict[str, Any] | None = None
 
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
-        """Return the samples in units [start, start + count) of an epoch and each unit's size.
+        """Return the samples in units [start, start + count) of an epoch, and each unit's size.
 
-        The index array has shape (total samples in the units,), the size array (count,). If every
-        unit is a single sample, return None for the sizes.
+        The sample array has shape (total samples in the units,), and the size array (count,). If
+        every unit is a single sample, return None for the sizes.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 
     def facts(self) -> dict[str, Any]:
-        """Return everything except the seed that the order depends on, as JSON values for a state.
+        """Return everything that determines the order, except the seed, as JSON values for a state.
 
         Arrays are represented by their `fingerprint`.
         """
@@ -132,13 +132,13 @@ class Order:
         return self
 
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
-        """Return the order that continues from a state with `facts` at a position in an epoch.
+        """Return an order that continues from a position in an epoch, given the state's `facts`.
 
         Raises
         ------
         ValueError
-            If the facts belong to another order or to an earlier definition of this one. The
-            message names both values.
+            If the facts belong to another order or to an earlier definition of this order. The
+            message shows both values.
         """
         ours = self.facts()
         before = str(facts.get("name"))
@@ -157,17 +157,17 @@ class Order:
         return self
 
     def reader(self, seed: int) -> Reader:
-        """Return a reader of the order for one seed, for use by one thread at a time."""
-        # A custom order is read only when a batch is due, not ahead of time.
+        """Return a reader for one seed. Only one thread at a time may use the reader."""
+        # Custom orders are not read ahead of time, but only when a batch is due.
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader and a function that computes the work of units. See `Balanced`.
+        """Return a reader and a function that computes each unit's work. See `Balanced`.
 
         Raises
         ------
         TypeError
-            If the order does not know the work of its units.
+            If the order cannot compute how much work each unit takes.
         """
         raise TypeError(
             f"order={self!r} does not know the work of its units; pass Packed, Concatenated, or a "
@@ -175,7 +175,7 @@ class Order:
         )
 
     def token_sums(self, seed: int) -> Sums | None:
-        """Return a function that sums tokens by source, or None if the units must be read."""
+        """Return a function that sums tokens per source, or None if the units must be read."""
         return None
 
     def batches(
@@ -192,11 +192,11 @@ class Order:
         Parameters
         ----------
         batch_size : int
-            The number of units in a batch. It must be 1 if a unit is a batch.
+            The number of units in a batch. It must be 1 if each unit is a batch.
         seed, epoch : int
             Integers in [0, 2**64).
         start, stop : int
-            The range of batch numbers. Without `stop`, the range extends to the end of the epoch.
+            The range of batch numbers. If `stop` is omitted, the range extends to the epoch's end.
         """
         size = integer("batch_size", batch_size)
         if self.is_batch and size > 1:
@@ -230,12 +230,12 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
 
 
 def kind(order: Order) -> str:
-    """Return a name for the kind of units that an order has."""
+    """Return the name of an order's unit type."""
     return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
 
 
 def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
-    """Read units from a custom order, range by range, and check the results."""
+    """Read units from a custom order one range at a time, and check the results."""
     samples: list[Ints] = []
     sizes: list[Ints] = []
     for part in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):

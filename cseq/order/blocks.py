@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The maximum number of samples in a window.
 MOST_ROWS = 2**32
-# The number of samples per lane that justifies the lookup of the lane's window.
+# The number of samples per lane that justifies looking up the lane's window.
 FEW = 64
 
 
@@ -30,22 +30,22 @@ class Blocks(Samples):
     """Every sample once per epoch, shuffled so that only a few blocks are in use at a time.
 
     A block contains `rows` neighbouring samples; the last block may be shorter. The blocks are
-    shuffled and divided into windows of nearly equal size, and the samples of each window are
-    shuffled. An indexer that caches the chunks of a window reads each chunk once per epoch.
+    shuffled and divided into windows of nearly equal size. The samples within each window are then
+    shuffled. An indexer that caches a window's chunks reads each chunk only once per epoch.
 
     Parameters
     ----------
     rows : int or array of int
-        The number of samples in a block, which is one or more chunks of the data. An array contains
-        the size of each block, such as a row group of a Parquet file or a member of a tar shard.
+        The number of samples in a block, which consists of one or more data chunks. For blocks of
+        different sizes, such as Parquet row groups or tar shard members, pass an array of sizes.
     window : int
-        The maximum number of blocks that are mixed. 512 blocks are nearly as good as a full
-        shuffle. Each sample of a window takes 4 bytes.
+        The maximum number of blocks to mix with each other. Mixing 512 blocks is nearly as good as
+        a full shuffle. Each sample in a window takes 4 bytes.
     lanes : int
-        The number of separately shuffled parts of a window, which take turns. It must divide
+        The number of separately shuffled parts in a window, which take turns. It must divide
         `window`. If the number of ranks divides `lanes`, and `lanes` divides the global batch, each
-        rank reads its own lanes. Lanes consist of whole blocks, except where the remaining blocks
-        are fewer than the lanes. Blocks of unequal sizes have one lane.
+        rank reads its own lanes. Lanes consist of whole blocks, unless fewer blocks than lanes
+        remain. Blocks with different sizes support only one lane.
     samples : int, optional
         The number of samples. Defaults to the size of the data, or the sum of an array of `rows`.
 
@@ -126,10 +126,10 @@ class Blocks(Samples):
 
 
 class Windows:
-    """The windows of an epoch: ranges in a layout of all samples, block after block.
+    """An epoch's windows, which are ranges in a layout of all samples in block order.
 
-    The blocks are shuffled. The epoch starts at a randomly drawn window and wraps around. Its
-    positions are assigned to the lanes in turn, and each lane's part of a window is shuffled.
+    The blocks are shuffled. The epoch starts at a random window and wraps around. Lanes take turns
+    at the epoch's positions, and each lane's part of a window is shuffled.
     """
 
     def __init__(self, samples: int, count: int, lanes: int, seed: int, epoch: int) -> None:
@@ -139,7 +139,7 @@ class Windows:
             for k, below in enumerate((count, lanes))
         )
         self.epoch_start = int(self.start_of(window))
-        # For each lane, the part that was read last.
+        # The part that each lane read last.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
     def start_of(self, windows: Ints | int) -> Ints:
@@ -151,7 +151,7 @@ class Windows:
         raise NotImplementedError
 
     def layout(self, window: int, start: int, stop: int) -> Ints:
-        """Return the samples of a part of a window before it is shuffled."""
+        """Return the unshuffled samples in part of a window."""
         raise NotImplementedError
 
     def read(self, units: Ints) -> Read:
@@ -168,7 +168,7 @@ class Windows:
             return samples, None
         positions //= self.lanes
         chosen = (units + self.turn) % self.lanes
-        # Smaller integers sort faster. The windows of a lane are already in order.
+        # Smaller integers sort faster. Each lane's windows are already in order.
         by_lane = (chosen.astype(np.uint16) if self.lanes <= 2**16 else chosen).argsort(
             kind="stable"
         )
@@ -180,7 +180,7 @@ class Windows:
         return samples, None
 
     def part(self, lane: int, window: int) -> NDArray[Any]:
-        """Return the shuffled samples of a lane's part of a window."""
+        """Return the shuffled samples in a lane's part of a window."""
         kept, table = self.kept.get(lane, (-1, None))
         if kept == window and table is not None:
             return table
@@ -202,10 +202,10 @@ class Windows:
 
 
 class EqualWindows(Windows):
-    """Windows of equally sized blocks; a shorter block is the last one in the layout.
+    """Windows of equally sized blocks. A shorter block is placed last in the layout.
 
-    The first `larger` windows have `size` + `step` samples, the others `size`. The last window
-    also contains the remaining samples.
+    The first `larger` windows have `size` + `step` samples, and the others have `size`. The last
+    window also contains the remaining samples.
     """
 
     def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
@@ -240,10 +240,10 @@ class EqualWindows(Windows):
 
 
 class UnequalWindows(Windows):
-    """Windows of unequally sized blocks, each with consecutive blocks of the layout.
+    """Windows of unequally sized blocks, which are consecutive in the layout.
 
-    If the number of blocks is not a multiple of the number of windows, the first windows have one
-    block more. `cuts` and `starts` hold the first block and first sample of each window.
+    If the blocks cannot be divided evenly, the first windows have one extra block each. `cuts` and
+    `starts` hold each window's first block and first sample.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:

@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 class Buckets(Recipes):
     """Batches of samples with similar lengths and at most `budget` tokens, including padding.
 
-    Every sample appears once per epoch. Each epoch reshuffles the samples between the batches of a
-    bucket and the order of the batches. The last batch of a bucket may be smaller. All epochs have
-    the same number of batches.
+    Every sample appears once per epoch. Each epoch reshuffles the samples within each bucket and
+    the order of the batches. A bucket's last batch may be smaller. All epochs have the same number
+    of batches.
 
     Parameters
     ----------
     lengths : array of int
-        The length of each sample in tokens, frames or the like, at least 1. May be a memory map.
+        The sample lengths (at least 1) in tokens, frames or similar. May be a memory map.
     budget : int
-        The maximum number of tokens in a batch, with samples padded to their bucket's upper bound.
+        The maximum number of tokens in a batch whose samples are padded to their bucket's bound.
     ratio : float
-        The growth factor of the bucket bounds, which range from the shortest length to the longest.
-        Each bound is rounded down, but at least 1 larger than the previous one. A ratio of 1.05
-        pads less, a ratio of 1.25 mixes more samples.
+        The growth factor for bucket bounds, which range from the shortest length to the longest.
+        Each bound is rounded down but exceeds the previous bound by at least 1. A ratio of 1.05
+        reduces padding, while a ratio of 1.25 mixes more samples.
     boundaries : sequence of int, optional
-        Ascending bounds to use instead of `ratio`. Longer samples have a separate bucket.
+        Ascending bounds to use instead of `ratio`. Longer samples get a separate bucket.
     most : int, optional
         The maximum number of samples in a batch.
     together : int
-        The number of consecutive batches from the same or neighbouring buckets, which gives ranks
-        equal work in a step. The number of ranks should divide it.
+        The number of consecutive batches from the same or neighbouring buckets. To give all ranks
+        similar work in a step, use a multiple of the number of ranks.
     too_long : 'error' or 'drop'
-        What to do with samples longer than the budget. See `Packed`.
+        How to handle samples longer than the budget. See `Packed`.
     longest_first : bool
-        Put a batch of the longest bucket among the first `together` batches of every epoch, which
-        reveals a lack of memory early.
+        Put a batch from the longest bucket among the first `together` batches of every epoch, so
+        that out-of-memory errors occur early.
 
     Examples
     --------
@@ -102,14 +102,14 @@ class Buckets(Recipes):
 
     @classmethod
     def of(cls, labels: ArrayLike, sizes: int | Mapping[Any, int], *, together: int = 8) -> Self:
-        """Return batches of samples with the same label, such as an aspect ratio or a source.
+        """Return batches in which all samples have the same label, such as an aspect ratio.
 
         Parameters
         ----------
         labels : array of int or of str
             The label of each sample.
         sizes : int or mapping
-            The number of samples in a batch, for all labels or for each.
+            The number of samples in a batch, either for all labels or for each label.
         together : int
             The number of consecutive batches with the same label. See `Buckets`.
 
@@ -137,7 +137,7 @@ class Buckets(Recipes):
         *,
         longest_first: bool = False,
     ) -> None:
-        """Cut each class into batches of its size and a short batch for the remainder."""
+        """Cut each class into batches of the class's size. The remainder forms a short batch."""
         full, rest = np.divmod(classes.sizes, sizes)
         numbers = np.arange(classes.count)
         copies = np.stack([full, rest > 0], 1).ravel()
@@ -146,7 +146,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # The batches of the last class that has samples.
+        # The number of copies for each recipe in the last class that has samples.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,
@@ -177,7 +177,7 @@ def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
 
 
 def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.int64]:
-    """Check the bounds, drop those that no sample needs, and add one for the longest sample."""
+    """Check the bounds, drop unused bounds, and add one for the longest sample if needed."""
     bounds: list[int] = []
     for k, bound in enumerate(boundaries):
         least = bounds[-1] + 1 if bounds else 1

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_000) -> None:
-    """Check that a custom order satisfies the contract of `cseq.Order`.
+    """Check that a custom order satisfies the `cseq.Order` contract.
 
     Parameters
     ----------

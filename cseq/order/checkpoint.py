@@ -1,4 +1,4 @@
-"""Creation and validation of the states that `MSequence.state_dict` returns."""
+"""Creation and validation of states, which `MSequence.state_dict` returns."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def make(
     consumed: int,
     tokens: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Describe a position in a sampler's epochs with a few JSON values.
+    """Describe a position in a sampler's epochs as a few JSON values.
 
-    All states of a manager have the same keys, and no value is a dict, because torch's distributed
-    checkpoints restore only the keys that exist in the state of a new manager.
+    A manager's states all have the same keys, and no value is a dict, because torch's distributed
+    checkpoints restore only the keys that exist in a new manager's state.
     """
     return {
         "version": VERSION,
@@ -44,7 +44,7 @@ def make(
 
 
 def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
-    """Check the version and keys of a state, and return the facts of its order."""
+    """Check a state's version and keys, and return the order's facts."""
     version, remedy = state.get("version"), "pass what state_dict() returned"
     if version not in (1, 2, VERSION):
         raise ValueError(
@@ -54,7 +54,7 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
         raise ValueError(f"the state lacks {sorted(missing)}; {remedy}")
-    # Version 1 supported only single samples. Version 2 stored the order as a dict and no indices.
+    # Version 1 supported only single samples. Version 2 stored a dict for the order and no indices.
     if version == 1:
         name = state["algorithm"] if state["shuffle"] else Sequential.name
         return {"name": name, "samples": state["dset_size"]}
@@ -71,15 +71,15 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
 def load(
     state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
 ) -> tuple[Sampler, int, int]:
-    """Return the sampler that continues from a state, the state's epoch and its consumed units.
+    """Return a sampler that continues from a state, and the state's epoch and consumed units.
 
     Raises
     ------
     TypeError
-        If the state is not a dict, or if a value that should be a number is not one.
+        If the state is not a dict, or if a value that must be a number has another type.
     ValueError
-        If the state belongs to another order or list of indices and `strict` is set, if it has
-        another seed and `any_seed` is not set, or if one of its numbers is out of range.
+        If `strict` is set and the state belongs to another order or list of indices, if `any_seed`
+        is not set and the state has another seed, or if a number in the state is out of range.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: pass the dict that state_dict() returned")

@@ -1,4 +1,4 @@
-"""Classes of interchangeable samples, and recipes for units made of them."""
+"""Classes of interchangeable samples, and recipes that build units from these classes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# A sample takes 4 bytes in a table.
+# Tables store a sample in 4 bytes.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# Returns samples of several classes, given the classes, the rank of each first sample and counts.
+# Returns samples from several classes, given the classes, each first sample's rank, and counts.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# A table of lengths may have this many more entries than there are samples.
+# The maximum number of entries by which a table of lengths may exceed the number of samples.
 DENSE = 2**16
 # The fraction of samples or tokens that may be left out without a warning.
 LITTLE = 0.01
@@ -34,8 +34,8 @@ LITTLE = 0.01
 class Classes:
     """A table of samples sorted by class, with 4 bytes per sample.
 
-    `of` contains the class of each sample, or `count` for samples that are left out. `offsets`
-    contains the start of each class in the table, and the end of the last class.
+    `of` contains each sample's class, or `count` for samples that are left out. `offsets` contains
+    the start of each class in the table and the end of the last class.
     """
 
     def __init__(self, of: NDArray[np.uint32], count: int) -> None:
@@ -52,22 +52,22 @@ class Classes:
             array.flags.writeable = False
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return a function that reads members of classes in an epoch's order."""
+        """Return a function that reads class members in an epoch's order."""
         return Members(self, seed, epoch).samples_of
 
 
 class Members:
-    """The samples of classes, shuffled within each class with the class number as the key."""
+    """The samples in each class, shuffled with the class number as the key."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
         self.classes, self.seed, self.epoch = classes, seed, epoch
         self.made = np.zeros(classes.count, np.bool_)
-        # The shuffled samples of small classes, and the permutations of large classes.
+        # Shuffled samples for small classes, and permutations for large classes.
         self.samples = np.empty(len(classes.table), np.uint32)
         self.computed: dict[int, Permutation] = {}
 
     def samples_of(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
-        """Return the given number of samples of each class, starting at the given rank."""
+        """Return the given number of samples from each class, starting at the given rank."""
         table, offsets = self.classes.table, self.classes.offsets
         for c in set(classes[~self.made[classes]].tolist()):
             order = Permutation(int(self.classes.sizes[c]), self.seed, self.epoch, MEMBERS, c)
@@ -98,7 +98,7 @@ class Lengths:
         self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         self.shortest, self.longest, self.dropped = budget, 0, 0
-        # The tokens of the kept samples and of the dropped ones.
+        # The number of tokens in kept samples and in dropped samples.
         self.total = self.lost = 0.0
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
@@ -127,7 +127,7 @@ class Lengths:
         self.fingerprint = fingerprint(self.values)
 
     def left_out(self) -> str:
-        """Return a description of dropped samples, and warn if their fraction exceeds `LITTLE`."""
+        """Describe the dropped samples, and warn if they exceed the fraction `LITTLE`."""
         if not self.dropped:
             return ""
         samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
@@ -143,7 +143,7 @@ class Lengths:
         return said
 
     def distinct(self) -> Ints:
-        """Return the distinct lengths of the kept samples in ascending order."""
+        """Return the distinct lengths of kept samples in ascending order."""
         if self.longest - self.shortest > self.samples + DENSE:
             return np.unique(self.values[self.values <= self.longest]).astype(np.int64)
         seen = np.zeros(self.longest - self.shortest + 1, np.bool_)
@@ -152,7 +152,7 @@ class Lengths:
         return np.flatnonzero(seen) + self.shortest
 
     def classes(self, bounds: Ints) -> Classes:
-        """Sort the samples into classes by the first bound that is not below their length."""
+        """Put each sample into the class of the first bound that is at least its length."""
         classes = np.empty(self.samples, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest
@@ -162,7 +162,7 @@ class Lengths:
 
 
 class Labels:
-    """Validated sample labels; `numbers` are their indices into the ascending `values`."""
+    """Validated sample labels. `numbers` contains their indices into the ascending `values`."""
 
     def __init__(self, labels: ArrayLike) -> None:
         given = one_dimensional("labels", labels)
@@ -178,21 +178,21 @@ class Labels:
 
 
 class Recipes(Order):
-    """An order whose units are copies of recipes, filled with different samples in every epoch.
+    """An order whose units are copies of recipes, with different samples in every epoch.
 
     Parameters
     ----------
     samples, classes :
-        The number of samples, and their classes. Samples without a class are left out.
+        The number of samples, and the sample classes. Samples without a class are left out.
     copies, first : numpy.ndarray
-        The number of units per recipe; the first part of each recipe, then the number of parts.
+        The number of units per recipe, and each recipe's first part followed by the part count.
     parts : numpy.ndarray
-        For each part: its class, its number of samples in a unit, and the rank of its first sample
-        in the recipe's first unit.
+        Each part's class, its number of samples per unit, and its first sample's rank in the
+        recipe's first unit.
     together : int
-        The number of units, consecutive in the order of the recipes, that stay together.
+        The number of units that stay together. These units are consecutive in recipe order.
     longest : int, optional
-        The unit whose group comes first in every epoch.
+        The unit whose group is first in every epoch.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ class Recipes(Order):
 class Epoch:
     """The order of the recipes' units in an epoch.
 
-    The groups of `together` units are shuffled. One short group contains the remaining units,
-    starting at `at`. The units of each full group are rotated by `turn`.
+    Groups of `together` units are shuffled. One short group contains the remaining units, starting
+    at `at`. The units in each full group are rotated by `turn`.
     """
 
     def __init__(self, order: Recipes, seed: int, epoch: int) -> None:
@@ -249,7 +249,7 @@ class Epoch:
         )
         self.shift = 0
         if longest is not None:
-            # The longest unit is not in the short group, and its group comes first.
+            # Keep the longest unit out of the short group, and put its group first.
             self.at = (longest + 1 + self.at) % order.units
             before = self.rest if longest >= self.at else self.before
             wanted = (longest - before) // order.together
@@ -257,11 +257,11 @@ class Epoch:
 
     @property
     def before(self) -> int:
-        """The number of the short group's units that wrap around to precede all other units."""
+        """The number of units in the short group that wrap around to the front of the epoch."""
         return max(0, self.at + self.rest - self.recipes.units)
 
     def recipes_of(self, units: Ints) -> tuple[Ints, Ints]:
-        """Return the index of each unit among all copies, and its recipe."""
+        """Return each unit's index among all copies, and its recipe."""
         units_of_all, together = self.recipes.units, self.recipes.together
         numbers = (units - self.groups * together + self.at) % units_of_all
         grouped = units < self.groups * together
@@ -273,7 +273,7 @@ class Epoch:
         return numbers, self.recipes.starts.searchsorted(numbers, "right") - 1
 
     def read(self, units: Ints) -> Read:
-        """Return the samples and sizes of units."""
+        """Return the units' samples and sizes."""
         order = self.recipes
         numbers, recipes = self.recipes_of(units)
         copies, parts = numbers - order.starts.take(recipes), recipes
@@ -287,6 +287,6 @@ class Epoch:
 
 
 def _chunks(values: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Iterate over an array, which may be a memory map, in chunks."""
+    """Iterate in chunks over an array, which may be a memory map."""
     for start in range(0, len(values), CHUNK):
         yield start, values[start : start + CHUNK]

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
 
-# The number of an epoch's documents between two stored sums.
+# The number of documents between two stored sums for an epoch.
 BLOCK = 16
 MOST_ROW = 2**24
-# The number of documents that are processed at a time.
+# The number of documents to process at a time.
 TOGETHER = 2**20
 
 
@@ -37,19 +37,19 @@ class Concatenated(CachedOrder):
     appears once per epoch, except the last tokens that do not fill a row.
 
     Indices are token positions in the concatenation of all documents in their original order. Each
-    index is the position of a piece's first token. A piece ends where its document or its row ends.
+    index is the position of a piece's first token. A piece ends at the end of its document or row.
     In the indexer, `cseq.parts` returns the number of pieces in each row.
 
     Parameters
     ----------
     lengths : array of int
-        The number of tokens in each document, at least 0. May be a memory map. `samples` is the
-        total, which must be below 2**48.
+        The number of tokens in each document (at least 0). May be a memory map. The total becomes
+        `samples` and must be below 2**48.
     row : int
         The number of tokens in a row, at most 2**24.
     cache : path, optional
-        A local folder, as for `Packed`. It also holds a file with half a byte per document for each
-        of the last two epochs.
+        A local folder, as for `Packed`. It also holds one file for each of the last two epochs,
+        with half a byte per document.
 
     Examples
     --------
@@ -91,7 +91,7 @@ class Concatenated(CachedOrder):
         new("room", 1, np.int64)[:] = self._most_pieces(ends.lengths)
 
     def _most_pieces(self, lengths: NDArray[np.integer[Any]]) -> int:
-        """Return the maximum number of pieces in a row: two cut ones and whole short documents."""
+        """Return the maximum number of pieces in a row: up to two cut documents and whole ones."""
         counts = np.zeros(self.row + 1, np.int64)
         step = max(TOGETHER, 4 * self.row)
         for start in range(0, len(lengths), step):
@@ -100,10 +100,10 @@ class Concatenated(CachedOrder):
         counts[0] = 0
         lengths_of_row = np.arange(self.row + 1)
         tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
-        # All documents shorter than `longest` fit into a row.
+        # All documents shorter than `longest` fit into one row together.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        # The result is at least 2 because units are rows.
+        # Return at least 2, because units are rows.
         return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class Concatenated(CachedOrder):
 
 
 class _Epoch:
-    """The documents in an epoch's order, with the end of every 16th document."""
+    """The documents in an epoch's order, and the end positions of every 16th document."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Epoch:
         self.ends, self.works = arrays["ends"], arrays.get("works")
 
     def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - of a partial
-        """Sum the lengths in the epoch's order, and compute the work of each row if requested."""
+        """Sum the lengths in the epoch's order, and compute each row's work if requested."""
         n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)
         if works:
@@ -169,7 +169,7 @@ class _Epoch:
         sums.cumsum(out=sums)
 
     def _add(self, starts: Ints, stops: Ints) -> None:
-        """Cut documents into rows, and add the squared lengths to the work of each row."""
+        """Cut documents into rows, and add the squared lengths to each row's work."""
         assert self.works is not None
         if not len(stops):
             return
@@ -186,7 +186,7 @@ class _Epoch:
             self.works[spans(first + 1, inside)] = float(self.row) ** 2
 
     def read(self, units: Ints) -> Read:
-        """Return the first token of each piece in the given rows, and the pieces per row."""
+        """Return each piece's first token in the given rows, and the number of pieces per row."""
         n = len(self.corpus.lengths)
         first = self.rows.at(units).astype(np.int64) * self.row
         blocks = self.ends.searchsorted(first, "right")
@@ -207,6 +207,6 @@ class _Epoch:
         return self.corpus.starts(documents[kept]) + (low - begins)[kept], sizes
 
     def works_of(self, units: Ints) -> Floats:
-        """Return the sum of squared piece lengths for each of the given rows."""
+        """Return the sum of squared piece lengths for each given row."""
         assert self.works is not None
         return self.works.take(self.rows.at(units))

@@ -1,4 +1,4 @@
-"""Batches with a few samples from each of several classes, for metric learning."""
+"""Batches for metric learning, with a few samples from each of several classes."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ class Groups(Order):
     """Batches of `classes` distinct classes with `samples` samples from each.
 
     The batches of all epochs form one sequence of rounds. Each round contains every class once,
-    except a few that do not fill another batch and differ from round to round. If `classes` divides
-    the number of classes, all samples of a class appear once before any repeats, with a similar
-    exception. Otherwise, some samples repeat before all others have appeared.
+    except for a few leftover classes, which differ from round to round. If `classes` divides the
+    number of classes, every sample in a class appears once before any repeats, except for a few
+    leftover samples. Otherwise, some samples repeat before all others have appeared.
 
     Parameters
     ----------
     labels : array of int or of str
-        The class of each sample.
+        Each sample's class.
     classes, samples : int
-        The number of classes in a batch, and the number of consecutive samples from each.
+        The number of classes in a batch, and the number of consecutive samples from each class.
     epoch_size : int, optional
-        The number of batches in an epoch. By default, just enough to hold all samples once.
+        The number of batches in an epoch. The default is just enough to hold every sample once.
     repeat_small : bool
-        Whether to repeat samples of classes that have too few. If False, such classes are an error.
+        Whether to repeat samples in classes that have too few. If False, raise an error instead.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class Groups(Order):
         def members_of(c: int, number: int) -> NDArray[np.uint32]:
             order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
             members = table[offsets[c] : offsets[c + 1]][order.at(np.arange(sizes[c]))]
-            # Repeat the members if there are too few.
+            # Repeat the members if the class has too few.
             return np.resize(members, max(per_class, sizes[c]))
 
         def read(epoch: int, units: Ints) -> Read:

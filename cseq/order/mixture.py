@@ -1,4 +1,4 @@
-"""Orders that mix several orders in shares or change the epoch size of one order."""
+"""Orders that mix several orders by weight or change the epoch size of a single order."""
 
 from __future__ import annotations
 
@@ -29,54 +29,54 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums
     from cseq.order.sources import Drawn, Draws
 
-# The maximum number of sources that a text lists.
+# The maximum number of sources to list in a message.
 SHOWN = 5
 
 Weights: TypeAlias = Mapping[str, float]
 
 
 class Mixture(Composed):
-    """Units of several orders in arbitrary shares, however small.
+    """Units from several orders, mixed in arbitrary shares, however small.
 
-    From the first unit of its weights to the end of any block, a source deviates from its share by
-    less than one unit if the share is at least one unit per block, and otherwise by less than 1.7
-    units. The units of a block are in random order.
+    At the end of any block, the number of units drawn from a source since its weights took effect
+    deviates from the source's share by less than one unit if the share is at least one unit per
+    block, and otherwise by less than 1.7 units. Units within a block are in random order.
 
-    Each source is read in repeated passes, each in its own order. Passes follow each other without
-    gaps, and each epoch continues where the previous one ended. Sample numbers are contiguous for
-    each source: the second source's numbers start after the first source's last number.
+    Each source is read in repeated passes, each in a different order. Passes continue across epochs
+    without gaps. Each source's sample numbers are contiguous. The second source's numbers start
+    after the first source's last number.
 
     Parameters
     ----------
     sources : dict of str to Order
-        Orders with the same kind of units: samples, rows of samples or batches. The order of a
-        source depends on its name, but not on the other sources.
+        Orders with the same type of units, which are samples, rows of samples or batches. A
+        source's order depends on its name but not on the other sources.
     weights : dict of str to number, or list of (int, dict)
-        The share of each source, as integers of any size or floats. Only the exact ratios matter,
-        and a weight of 0 leaves a source out. A list is a curriculum: each dict applies from the
+        Each source's share, as an integer of any size or a float. Only the exact ratios matter, and
+        a weight of 0 excludes a source. A list defines a curriculum. Each dict applies from the
         first block that starts at or after its unit, counted over all epochs. The first unit is 0.
     weights_of : 'units' or 'tokens'
-        What the weights measure. With 'tokens', a source with long rows has fewer rows for the same
-        weight, based on the mean tokens per row. This is for `Packed` and `Concatenated`.
+        What the weights measure. With 'tokens', a source with longer rows gets fewer rows for the
+        same weight, based on the mean tokens per row. Use this for `Packed` and `Concatenated`.
     block : int
-        The number of units that are mixed with each other. There may be more sources than this.
+        The number of units to mix with each other. The number of sources may be larger.
     epoch_size : int, optional
         The number of units in an epoch.
     stop : 'all' or 'first'
-        The length of epochs without `epoch_size`. The first epoch ends once every source has
-        completed a pass ('all') or before any source starts a second pass ('first'). The length is
-        a multiple of `block`, based on the first weights. Later epochs have the same length.
+        How to choose the epoch length if `epoch_size` is not given. The first epoch ends once every
+        source has completed a pass ('all') or before any source starts a second pass ('first'). The
+        length is a multiple of `block`, based on the first weights, and is the same in all epochs.
 
     Warns
     -----
     UserWarning
-        If sources in use have a share of less than one unit per epoch. The warning names them.
+        If sources with nonzero weights get less than one unit per epoch. The warning lists them.
 
     Notes
     -----
-    A state also loads into a mixture with different weights, another block, or more or fewer
-    sources. The mixture continues from the state's position, and each source from its own. If the
-    epoch size would differ, pass `epoch_size`. Units before that position differ from the original.
+    A state also loads into a mixture with other weights, another block size, or added or removed
+    sources. The mixture and each source continue from their saved positions, but earlier units
+    differ from the original. If the epoch size would change, pass `epoch_size`.
 
     Examples
     --------
@@ -176,7 +176,7 @@ class Mixture(Composed):
         return blocks * shares.block
 
     def _rare(self) -> list[str]:
-        """Return the names of sources in use with less than one unit per epoch in all phases."""
+        """Return the sources in use that get less than one unit per epoch in all phases."""
         phases = self._plan.shares
         return [
             name
@@ -186,10 +186,10 @@ class Mixture(Composed):
         ]
 
     def facts(self) -> dict[str, Any]:
-        """Return what the order depends on.
+        """Return everything that determines the order.
 
         `since` and `taken` describe the position where the weights take effect. `weights` are the
-        original weights and `reweighed` the later ones. `meant` has the given weights of tokens.
+        original weights, and `reweighed` are the later ones. `meant` has the given token weights.
         """
         plan = self._plan
         return ({"meant": self._meant} if self._by_tokens else {}) | {
@@ -236,10 +236,10 @@ class Mixture(Composed):
         return order
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return an order that continues from a position with other weights.
+        """Return an order that continues from a position with new weights.
 
-        Epochs keep their size. A state of the new order loads into a mixture with the original
-        weights, and continues with the new ones. See `MSequence.reweigh`.
+        The epoch size does not change. The new order's state loads into a mixture with the original
+        weights, which then continues with the new weights. See `MSequence.reweigh`.
         """
         names, plan = list(self.sources), self._plan
         unit = epoch * self.units + consumed
@@ -251,7 +251,7 @@ class Mixture(Composed):
         return order
 
     def _outdated(self, facts: dict[str, Any]) -> list[str]:
-        """Describe the changes in sources since a state of an earlier definition."""
+        """Describe how sources have changed since an earlier definition's state was saved."""
         if str(facts.get("name")) not in self.replaced:
             return []
         _, source_facts = _before(facts)
@@ -267,7 +267,7 @@ class Mixture(Composed):
         order = self.sources[name]
         if facts is None or facts == order.facts():
             return order
-        # With a different number of units, the passes of the source have changed.
+        # If the number of units differs, the source's passes have changed.
         same = facts.get("units", order.units) == order.units
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
@@ -325,10 +325,10 @@ class Mixture(Composed):
 
 
 class Resized(Composed):
-    """The epochs of another order, joined and cut into epochs of `epoch_size` units.
+    """Another order's epochs, joined and then cut into epochs of `epoch_size` units.
 
-    With a small size, an epoch covers part of the data, and all samples appear before any repeats.
-    With a large size, samples appear several times in an epoch.
+    With a small size, each epoch covers part of the data, and all samples appear before any
+    repeats. With a large size, samples appear several times per epoch.
 
     Parameters
     ----------
@@ -381,7 +381,7 @@ class Resized(Composed):
 
 
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
-    """Check the facts of a state, and return their plan and the facts of each source."""
+    """Check a state's facts, and return the plan that they define and each source's facts."""
     try:
         source_facts = {name: dict(values) for name, values in facts["sources"]}
         names = list(source_facts)
@@ -403,9 +403,9 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
 class _Plan:
     """The assignment of units to sources in phases with separate shares.
 
-    Each of the `phases` starts at a unit. Block 0 starts at unit `since`, before which `taken`
-    units were drawn from each source, including removed sources. The counts of a phase start at its
-    first block.
+    Each of the `phases` starts at a unit. Block 0 starts at unit `since`. By then, `taken` units
+    have been drawn from each source, including removed sources. A phase's counts start at its first
+    block.
     """
 
     def __init__(
@@ -434,9 +434,9 @@ class _Plan:
     def block_of(
         self, seed: int, before: Callable[[int], NDArray[np.uint64]], block: int
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-        """Return the source of each unit in a block, and the unit's index in the source's draws.
+        """Return each unit's source in a block, and the unit's index among the source's draws.
 
-        `before` is this plan's method or a cached version of that method.
+        `before` is this plan's method of that name or a cached version.
         """
         first = before(block)
         quotas = before(block + 1) - first
@@ -465,7 +465,7 @@ def _listed(texts: list[str]) -> str:
 def _phases(
     weights: Weights | Sequence[tuple[int, Weights]], names: list[str]
 ) -> list[tuple[int, list[float]]]:
-    """Check `weights`, and return the first unit and the weights in source order of each phase."""
+    """Check `weights`, and return each phase's first unit and its weights in source order."""
     phases = [(0, weights)] if isinstance(weights, Mapping) else weights
     if not isinstance(phases, (list, tuple)) or not phases:
         raise TypeError(
@@ -486,7 +486,7 @@ def _phases(
 
 
 def _weights(weights: Weights, names: list[str]) -> list[float]:
-    """Check a dict of weights, and return the weights in source order."""
+    """Check a weights dict, and return the weights in source order."""
     sources = set(names)
     for name in [*weights, *names]:
         if name not in sources:
