@@ -1,4 +1,4 @@
-"""Shards of an object store and decoded samples, shared on one machine.
+"""Share object-store shards and decoded samples among the processes on one machine.
 
 ::
 
@@ -14,14 +14,14 @@
 ``tar``         `Tar`: samples of several members
 ``parquet``     `Parquet`: rows of tables
 ``shards``      the base class of readers: batches by index, the order
-``reader``      a reader as the fetcher sees it
+``reader``      the part of a reader that the fetcher uses
 ``client``      a process's connections to the fetcher
 ``fetcher``     the process that fetches shards, one per machine
 ``plan``        the shards that an order uses next
-``objects``     the objects of a store, read with obstore
-``cache``       `cseq.cached`: a data set whose samples are kept
-``entries``     the folder of cached samples: claims, room, entries that are whole or absent
-``folder``      a folder that processes share: its users and its contents
+``objects``     a store's objects, read with obstore
+``cache``       `cseq.cached`: a data set with cached samples
+``entries``     the folder of cached samples: claims, allocation and atomic entries
+``folder``      a folder shared between processes: its users and its contents
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a reader on first use; `cseq.cached` needs none."""
+    """Import a reader on first use, because `cseq.cached` does not need one."""
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

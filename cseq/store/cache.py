@@ -1,4 +1,4 @@
-"""`cached`: a data set whose samples are made once per machine."""
+"""`cached`: a data set whose samples are created once per machine."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class Samples(Protocol[T_co]):
 
 
 class CacheStats(NamedTuple):
-    """The contents of a cache, and its use by all processes.
+    """Statistics about a cache, collected from all processes.
 
     Attributes
     ----------
     samples, kept : int
         The number of samples in the data set and in the cache.
     nbytes, limit : int
-        The size of the cache in bytes, and its maximum.
+        The current and maximum sizes of the cache in bytes.
     hits : int
         The number of samples read from the cache.
     made : int
-        The number of samples made and kept.
+        The number of samples created and stored in the cache.
     others : int
-        The number made but not kept because the cache was full or another worker was making them.
+        The number not stored because the cache was full or another worker was creating them.
     """
 
     samples: int
@@ -68,41 +68,41 @@ class CacheStats(NamedTuple):
 def cached(
     make: Samples[T_co], limit: int | str, *, folder: str | None = None, version: str | None = None
 ) -> Cached[T_co]:
-    """Cache the samples of a data set, so that each is made once per machine.
+    """Cache a data set so that each sample is created only once per machine.
 
-    All workers, ranks and threads of a machine share one copy, whatever their start method. `make`
-    must be deterministic: read, decode and resize there, and apply random transforms to the cached
-    samples. Each process compares the first sample it finds in the cache with the result of
-    `make`, and raises an error if they differ.
+    All workers, ranks and threads on a machine share one copy, regardless of the start method.
+    `make` must be deterministic: read, decode and resize in `make`, and apply random transforms to
+    the cached samples. Each process compares the first cached sample that it reads with the output
+    of `make` and raises an error if they differ.
 
     Parameters
     ----------
     make : data set
-        ``make[index]`` returns a sample: arrays, CPU tensors, numbers, strings, and containers of
-        these. ``len(make)`` is the number of samples. Workers receive a pickled copy.
+        ``make[index]`` returns a sample made up of arrays, CPU tensors, numbers, strings and
+        containers. ``len(make)`` is the number of samples. Workers receive a pickled copy.
     limit : int or str
         The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. Once the cache
-        is full, other samples are made on each access.
+        is full, samples that it does not contain are created on every access.
     folder : str, optional
-        A dedicated folder on a local disk, where samples are kept between runs. By default, they
-        are kept in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
-        `limit`) until the last process that uses them exits.
+        A dedicated folder on a local disk that keeps samples between runs. By default, samples are
+        kept in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than `limit`)
+        until the last process that uses them exits.
     version : str, optional
-        A version for `make`. Change it when `make` returns different samples. By default, `make` is
-        identified by its pickle and the source code of its modules.
+        A version string for `make`. Change the version when `make` returns different samples. By
+        default, `make` is identified by its pickle and the source code of its modules.
 
     Returns
     -------
     Cached
-        A data set. ``[index]`` returns a private copy of a sample. ``[indices]``, with a list or
-        an array, returns a list of samples whose arrays are read-only views of the cache.
+        A data set. Indexing with an integer returns a private copy of a sample. Indexing with a
+        list or array returns a list of samples whose arrays are read-only views of the cache.
 
     Raises
     ------
     ValueError
-        The folder was made for another data set, another version or another limit.
+        The folder was created for a different data set, version or limit.
     OSError
-        There is no room for the cache's index, or the system lacks `fcntl` (Windows).
+        There is not enough space for the cache index, or the system has no `fcntl` (Windows).
 
     Examples
     --------
@@ -155,7 +155,7 @@ class Cached(Generic[T_co]):
         )
 
     def stats(self) -> CacheStats:
-        """Return the contents of the cache, and its use by all processes."""
+        """Return statistics about the cache, collected from all processes."""
         entries = self._entries
         there = len(self), entries.kept, entries.nbytes, entries.limit
         return CacheStats(*there, *entries.counts())
@@ -172,7 +172,7 @@ class Cached(Generic[T_co]):
         return self._read(index, copies=True)
 
     def _read(self, index: int, *, copies: bool) -> Any:
-        """Return a cached or newly made sample; `copies` makes its arrays private."""
+        """Return a cached or newly created sample. If `copies` is True, its arrays are copies."""
         number = range(len(self))[index]
         entry = self._entries.find(number)
         if entry is None:
@@ -182,7 +182,7 @@ class Cached(Generic[T_co]):
         return _sample_of(entry, copies=copies)
 
     def _made(self, number: int) -> T_co:
-        """Make a sample, and keep it unless another process or thread is doing so."""
+        """Create a sample and store it, unless another process or thread has claimed it."""
         if not self._entries.claim(number):
             return self._make[number]
         try:
@@ -193,7 +193,7 @@ class Cached(Generic[T_co]):
         return sample
 
     def _check(self, number: int, entry: memoryview) -> None:
-        """Compare an entry with a newly made sample; raise if they differ."""
+        """Compare an entry with a newly created sample and raise ValueError if they differ."""
         self._is_checked = True
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):
@@ -204,7 +204,7 @@ class Cached(Generic[T_co]):
             )
 
 
-# -- an entry: words (number of buffers, pickle size, buffer sizes), the pickle, and the buffers
+# -- entry layout: words (number of buffers, pickle size, buffer sizes), pickle, buffers
 
 
 def _entry_of(sample: object) -> list[Any]:
@@ -221,7 +221,7 @@ def _entry_of(sample: object) -> list[Any]:
 
 
 def _parts_of(entry: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Return the pickle and the buffers of an entry."""
+    """Return an entry's pickle and buffers."""
     number, nbytes = entry[:16].cast("q")
     end = 16 + 8 * number
     sizes, data = entry[16:end].cast("q").tolist(), entry[end : end + nbytes]
@@ -240,12 +240,12 @@ def _sample_of(entry: memoryview, *, copies: bool) -> Any:
 
 
 def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
-    """Return the part of an entry to compare: the arrays, or the pickle if there are none."""
+    """Return an entry's arrays for comparison, or its pickle if it has no arrays."""
     data, buffers = _parts_of(entry)
     return buffers or data
 
 
-# -- the identity of a data set
+# -- data set identity
 
 
 def _identity(make: Any, version: str | None) -> dict[str, Any]:
@@ -257,7 +257,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
     modules = dump(make, name="make").modules
     buffers: list[memoryview] = []
     pickled = dumps(make, buffers, REDUCERS)
-    # cloudpickle gives a random number to a class that it pickles by value.
+    # cloudpickle assigns a random number to each class that it pickles by value.
     if b"_make_skeleton_class" in pickled:
         raise ValueError(
             f"make={make!r} is of a class in a function, or has one, whose pickle differs from "
@@ -274,7 +274,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
 
 
 def _source_of(name: str) -> str | None:
-    """Return the source file of a user's module; None if it is installed or has no source."""
+    """Return a user module's source file, or None if the module is installed or has no source."""
     path: str = getattr(sys.modules.get(name), "__file__", None) or ""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     is_source = path.endswith(".py") and os.path.exists(path)

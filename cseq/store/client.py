@@ -1,8 +1,8 @@
-"""A process's connections to the fetcher of a folder.
+"""A process's connections to a folder's fetcher.
 
-A message is a line of JSON. A connection carries one request at a time, so each thread and each
-signal handler uses a free connection or opens a new one. A process that cannot connect to the
-folder's socket starts the fetcher and holds its first connection.
+Each message is a line of JSON. A connection carries one request at a time, so each thread and each
+signal handler uses an idle connection or opens a new one. A process that cannot connect to the
+folder's socket starts the fetcher and becomes its first client.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cseq.store.folder import Folder, address
 
 __all__ = ["Client"]
 
-# A request fails after this number of fetchers have exited without an answer.
+# The number of fetchers that may exit without answering before a request fails.
 STARTS = 5
 # The time limit for starting a fetcher, in seconds.
 SECONDS = 60.0
@@ -38,7 +38,7 @@ class Line:
         self._sock.sendall(data)
 
     def receive(self) -> Any:
-        """Wait for an answer; return its value, or the error that it reports."""
+        """Wait for an answer and return its value or the error that it reports."""
         line = self._file.readline()
         if not line:
             raise ConnectionResetError
@@ -52,7 +52,7 @@ class Line:
 
 
 class Client(Folder):
-    """The connections of this process to the fetcher of one folder."""
+    """The connections from this process to one folder's fetcher."""
 
     argument = "cache"
 
@@ -62,16 +62,16 @@ class Client(Folder):
         weakref.finalize(self, _close, self._free)
 
     def reset(self) -> None:
-        """Close the free connections."""
+        """Close all idle connections."""
         _close(self._free)
 
     def ask(self, start: bytes, *message: Any, answers: bool = True) -> Any:
-        """Send a message, and return the answer if the message has one.
+        """Send a message and return the answer if one is expected.
 
         Parameters
         ----------
         start : bytes
-            A pickle of the reader's class and state, for a fetcher that has to be started.
+            The reader's pickled class and state, used if a fetcher has to be started.
 
         Raises
         ------
@@ -93,7 +93,7 @@ class Client(Folder):
                 self.reset()
                 continue
             finally:
-                # A connection cannot be reused in the middle of a message.
+                # A connection that failed in the middle of a message cannot be reused.
                 if is_whole:
                     self._free.append(line)
                 else:
@@ -105,7 +105,7 @@ class Client(Folder):
         )
 
     def _connection(self, start: bytes) -> Line:
-        """Connect to the fetcher; start one if there is none."""
+        """Connect to the fetcher, and start one if none is running."""
         lock = locked(f"{self.path}/starting")
         sock = lifted(socket.socket(socket.AF_UNIX))
         try:
@@ -120,7 +120,7 @@ class Client(Folder):
                 os.close(lock)
 
     def _started(self, start: bytes) -> Line:
-        """Start the fetcher; return the connection to it once it listens."""
+        """Start the fetcher and return a connection once it is listening."""
         from cseq.processes.launcher.processes import describe_start, spawn
 
         child = spawn(describe_start("", "cseq.store.fetcher"), "cseq-fetch", 1)
@@ -139,7 +139,7 @@ class Client(Folder):
             line.close()
             raise
         finally:
-            # The child exits at once; its own child is the fetcher.
+            # The child exits immediately after forking the fetcher.
             child.status(SECONDS)
         child.sock.settimeout(None)
         return line

@@ -1,22 +1,22 @@
-"""A folder of entries, each written by one process and read by all.
+"""A folder of entries, each of which is written by one process and read by all processes.
 
 ``index``    8-byte words: the header, a row of counters per process, one word per entry
 ``data``     the entries, in sequence
-``claims``   an empty file whose bytes are locked
+``claims``   an empty file whose bytes serve as locks
 
-A word is written only under its lock:
+Each word is written only while its lock is held:
 
 ==============  ================================================================================
 ``used``        the number of allocated bytes in ``data``; the lock is ROOM
-an entry's      the entry's position plus 1 once it is whole, else 0; the lock is its claim
-counters        the counts of one process; the lock is on its row
+an entry's      the entry's position plus 1 once it is complete, else 0; the lock is its claim
+counters        one process's counts; the lock is on its row
 ==============  ================================================================================
 
-The locks are `fcntl` locks on single bytes of ``claims``. The system releases them when their
-process exits. A kill between any two writes leaves each entry whole or absent. ``used`` grows
-before an entry is written, so no room is allocated twice, and a kill loses the room of at most one
-entry. An entry's word is written last. A reader gets an entry's position only from this word, so it
-cannot read the entry's bytes before the word (an address dependency, which all processors respect).
+The locks are `fcntl` locks on single bytes of ``claims``. The system releases a process's locks
+when it exits. If a process is killed between two writes, each entry is still complete or absent.
+``used`` grows before an entry is written, so no space is allocated twice, and a killed process
+wastes at most one entry's space. An entry's word is written last. Readers get the position from
+this word, so they read it before the entry (an address dependency, which all CPUs respect).
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ __all__ = ["LINE", "Entries"]
 log = logging.getLogger("cseq")
 
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
-# Entries start at multiples of this number of bytes.
+# The alignment of entries in bytes.
 LINE = 64
-# The header's only word.
+# The index of the only word that the header uses.
 USED = 0
-# The number of words in the header, and of counter rows.
+# The number of header words and the number of counter rows.
 HEADER, COUNTERS = 8, 512
-# The columns of a counter row: found, made and kept, made but not kept.
+# The columns of a counter row: found, created and stored, created but not stored.
 HITS, MADE, REFUSED = range(3)
-# The word of the first entry.
+# The index of the first entry's word.
 FIRST = HEADER + 4 * COUNTERS
-# The positions of the other locks in `claims`, beyond the entries' bytes.
+# The offsets of the other locks in `claims`, beyond the bytes for entries.
 ROOM, COUNTING = 2**40, 2**41
 
 
 class Entries(Folder):
-    """The entries of one folder in this process.
+    """A process's view of one folder's entries.
 
-    `about` has ``samples``, the number of entries, and ``limit``, the maximum total size of
+    `about` contains ``samples``, the number of entries, and ``limit``, the maximum total size of
     ``index`` and ``data`` in bytes.
 
     Raises
     ------
     ValueError
-        The folder was created for other entries, or `limit` has no room for the index.
+        The folder was created for different entries, or `limit` is too small for the index.
     OSError
-        There is no room for the index.
+        There is not enough space for the index.
     """
 
     remedy = ". With version= you say yourself when samples change"
@@ -87,14 +87,14 @@ class Entries(Folder):
         super().__init__(path, about, is_kept=is_kept)
 
     def reset(self) -> None:
-        """Start without claims and without a counter row."""
+        """Reset to a state with no claims and no counter row."""
         self._own = threading.Lock()
-        # The claims of this process's threads, which `fcntl` does not distinguish.
+        # Entries claimed by this process's threads, because `fcntl` cannot distinguish threads.
         self._claimed: set[int] = set()
         self._row: int | None = None
 
     def begin(self) -> None:
-        """Open the files, and create them if they are missing."""
+        """Open the files, creating any that are missing."""
         for name in ("claims", "index", "data"):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self.files.append(lift(os.open(f"{self.path}/{name}", flags, 0o600)))
@@ -108,7 +108,7 @@ class Entries(Folder):
         self._words, self._starts = words, words[FIRST:]
         self._counters = words[HEADER:FIRST].reshape(-1, 4)
         # The mapping is private, so user code that writes into a view cannot change an entry. No
-        # memory is reserved, because `limit` may exceed it and hardly any page is ever written.
+        # memory is reserved, because `limit` may exceed it and pages are rarely written.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
         self._bytes = memoryview(data).toreadonly()
@@ -117,7 +117,7 @@ class Entries(Folder):
     # -- entries
 
     def find(self, number: int) -> memoryview | None:
-        """Return the data from the start of an entry onward, or None if the entry is absent."""
+        """Return the data starting at an entry, or None if the entry is absent."""
         start = int(self._starts[number]) - 1
         if start < 0:
             return None
@@ -125,9 +125,9 @@ class Entries(Folder):
         return self._bytes[start:]
 
     def claim(self, number: int) -> bool:
-        """Claim an absent entry to `keep` it; return False if it exists or is already claimed.
+        """Claim a missing entry. Return False if the entry exists or is already claimed.
 
-        In that case, the sample counts as made but not kept.
+        If the result is False, the sample counts as created but not stored.
         """
         with self._own:
             if number not in self._claimed and self._lock(number, wait=False):
@@ -146,7 +146,7 @@ class Entries(Folder):
             self._claimed.discard(number)
 
     def keep(self, number: int, parts: Sequence[Any]) -> None:
-        """Write a claimed entry, given as several buffers, if there is room."""
+        """Write a claimed entry, passed as a sequence of buffers, if there is enough space."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         room = self.limit - self.overhead
         if nbytes > room:
@@ -182,16 +182,16 @@ class Entries(Folder):
 
     @property
     def kept(self) -> int:
-        """The number of entries that exist."""
+        """The number of existing entries."""
         return int(np.count_nonzero(self._starts))
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the total counts of entries found, made and kept, and made but not kept."""
+        """Return the total counts: found, created and stored, and created but not stored."""
         hits, made, refused, _ = self._counters.sum(axis=0).tolist()
         return hits, made, refused
 
     def _note(self, column: int) -> None:
-        """Count an event in this process's row; do nothing if all rows are taken."""
+        """Count an event in this process's row. Do nothing if all rows are in use."""
         with self._own:
             if self._row is None:
                 free = (k for k in range(COUNTERS) if self._lock(COUNTING + k, wait=False))
@@ -202,7 +202,7 @@ class Entries(Folder):
     # -- the files
 
     def _set(self, word: int, value: int) -> None:
-        """Write a word of the index in a single call, which is atomic for other processes."""
+        """Write an index word in a single call, which other processes see as atomic."""
         write(self._index, value.to_bytes(8, sys.byteorder), 8 * word)
 
     @contextlib.contextmanager

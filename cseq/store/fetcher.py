@@ -1,16 +1,16 @@
-"""The fetcher: the process that fetches a folder's shards, one per machine.
+"""The fetcher: the only process on a machine that fetches a folder's shards.
 
 ::
 
     <cache>/index      names, sizes and tags of all objects; row and byte counts of each shard
-    <cache>/socket     the socket for workers
+    <cache>/socket     the socket that workers connect to
     <cache>/fetcher    locked by this process until it exits
-    <cache>/shards/5   a shard, named 5.part while it is written
+    <cache>/shards/5   a shard, named 5.part while it is being written
 
-A shard is renamed once it is whole, so a kill leaves it whole or absent. Only this process writes
-and removes shards. A worker that has opened a shard can read it even after its removal.
+A shard is renamed once it is complete, so a killed process leaves no partial shard. Only this
+process writes and removes shards. Workers can still read removed shards that they have open.
 
-The process exits when its last connection closes. One thread does all work except `Reader.finish`.
+The process exits when its last connection closes. All code but `Reader.finish` runs in one thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LONGEST = 1 << 26
 
 
 class Fetcher:
-    """The state of the fetcher.
+    """The fetcher's state.
 
     Attributes
     ----------
@@ -57,9 +57,9 @@ class Fetcher:
     have : dict of int to int
         The shards in the folder and their sizes in bytes, most recently used last.
     running : dict of int to Task
-        The shards that are being fetched.
+        The fetches in progress, by shard.
     errors : dict of int to Exception
-        The errors of failed fetches. A shard is fetched again when a worker needs it.
+        The errors of failed fetches, by shard. A fetch is retried when a worker needs the shard.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -71,7 +71,7 @@ class Fetcher:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.errors: dict[int, Exception] = {}
         self.plan: Plan | None = None
-        # The shards that connections wait for, and the shards that they have yet to open.
+        # For each connection, the shards that it waits for and the shards that it has yet to open.
         self._needed: dict[asyncio.StreamWriter, list[int]] = {}
         self._given: dict[asyncio.StreamWriter, list[int]] = {}
         self._users = 0
@@ -90,7 +90,7 @@ class Fetcher:
         server.close()
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle the messages of a connection until it is closed."""
+        """Handle a connection's messages until the connection is closed."""
         self._users += 1
         try:
             while True:
@@ -126,10 +126,10 @@ class Fetcher:
                 self._over.set()
 
     async def _await(self, writer: asyncio.StreamWriter, missing: list[int]) -> Any:
-        """Wait for at least one of the missing shards; return those now present, or an error."""
+        """Wait for at least one missing shard. Return the shards that arrived, or an error."""
         for number in missing:
             self.errors.pop(number, None)
-            # The worker did not find the file, so another program has removed it.
+            # The worker did not find the file, so another program must have removed it.
             if number in self.have and not os.path.exists(f"{self.folder}/shards/{number}"):
                 self.held -= self.have.pop(number)
         self._needed[writer] = missing
@@ -146,7 +146,7 @@ class Fetcher:
         return self._given[writer]
 
     def _read_at(self, *place: int) -> None:
-        """Record the position at which a trainer reads the order."""
+        """Record a trainer's current position in the order."""
         if self.plan is None or not self.plan.has(*place):
             self.plan = Plan(self.reader.sizes, *place)
 
@@ -161,7 +161,7 @@ class Fetcher:
     # -- the index
 
     async def _open(self) -> None:
-        """Read or create the index, and find the shards in the folder."""
+        """Read or create the index, then find the shards that are already in the folder."""
         shards, path = f"{self.folder}/shards", f"{self.folder}/index"
         os.makedirs(shards, exist_ok=True)
         try:
@@ -187,9 +187,9 @@ class Fetcher:
             self.remove(next(iter(self.have)))
 
     async def _compare(self) -> None:
-        """Compare the objects with the index if a single request can list them."""
+        """Check the objects against the index if a single request can list them."""
         if self.reader.place.names:
-            # Named objects are compared when they are fetched.
+            # Objects that are listed by name are checked when they are fetched.
             return
         there = {one.name: one for one in await self.remote.list()}
         for before in self.objects:
@@ -205,7 +205,7 @@ class Fetcher:
     # -- shards
 
     def _schedule(self) -> None:
-        """Start to fetch the shards that workers wait for, then the next shards of the order."""
+        """Start fetching the shards that workers wait for, then the next shards in the order."""
         needed = {number: None for missing in self._needed.values() for number in missing}
         coming = [] if self.plan is None else self.plan.coming(self.reader.ahead)
         for number in dict.fromkeys([*needed, *coming]):
@@ -219,14 +219,14 @@ class Fetcher:
             self.running[number] = asyncio.create_task(self._fetch(number))
 
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
-        """Remove shards until there is room for another; return False if it must wait.
+        """Remove shards until the given shard fits. Return False if the shard must wait.
 
-        The shard whose next use is farthest away is removed first. Without a plan, this is the
-        most recently used shard, because every epoch uses every shard. A shard is not removed
-        before the workers that wait for it have opened it.
+        The shard whose next use is furthest in the future is removed first. Without a plan, that is
+        the most recently used shard, because every epoch uses every shard. No shard is removed
+        before the workers waiting for it have opened it.
         """
         nbytes = self.reader.nbytes
-        # The fetch then fails with an error that explains the limit.
+        # Let the fetch fail with an error that explains the limit.
         if nbytes[number] > self.reader.limit:
             return True
         busy = {*needed}.union(*self._given.values())
@@ -245,18 +245,18 @@ class Fetcher:
         return True
 
     def keep(self, number: int, nbytes: int) -> None:
-        """Record a shard that is in the folder."""
+        """Record that a shard is in the folder."""
         self.held += nbytes - self.have.get(number, 0)
         self.have[number] = nbytes
 
     def remove(self, number: int) -> None:
-        """Remove a shard."""
+        """Remove a shard from the folder."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{self.folder}/shards/{number}")
         self.held -= self.have.pop(number)
 
     async def _fetch(self, number: int) -> None:
-        """Fetch a shard, and wake the connections that wait for it."""
+        """Fetch a shard and wake the connections waiting for it."""
         try:
             await self.put(number)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
@@ -311,7 +311,7 @@ class Fetcher:
 
 
 def _line(answer: object) -> bytes:
-    """Encode an answer as a line, and an error as a ValueError or an OSError."""
+    """Encode an answer as a line of JSON. An error becomes a ValueError or an OSError."""
     parts = [answer]
     if isinstance(answer, BaseException):
         kind = "ValueError" if isinstance(answer, ValueError) else "OSError"
@@ -321,9 +321,9 @@ def _line(answer: object) -> bytes:
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the fetcher in this new interpreter, as the child of a process that then exits.
+    """Run the fetcher in a child of this new process, which then exits.
 
-    The process that started it may therefore exit, be killed, or wait for its own children.
+    The original process may therefore exit, be killed, or wait for its own children.
     """
     first = prepare(start)
     gc.enable()
@@ -359,7 +359,7 @@ def begin_process(start: Start) -> NoReturn:
 async def _serve(
     fetcher: Fetcher, first: socket.socket, listening: socket.socket, users: int
 ) -> NoReturn:
-    """Serve, then exit the process directly, so that no task has to be cancelled."""
+    """Serve, then exit the process directly to avoid having to cancel tasks."""
     await fetcher.serve(first, listening)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{fetcher.folder}/socket")

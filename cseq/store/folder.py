@@ -1,7 +1,7 @@
-"""A folder that processes on a machine share and the last one may remove.
+"""A folder that is shared by processes on a machine and may be removed by the last one.
 
-``users``    an empty file; each process with the folder open holds a shared lock on it
-``opening``  an empty file; locked by the process that is opening the folder
+``users``    an empty file, on which each process using the folder holds a shared lock
+``opening``  an empty file, locked by the process that is opening the folder
 ``about``    a description of the contents, as JSON
 """
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["Folder", "address", "close", "shared_folder", "users_of", "write"]
 
 SHARED = "/dev/shm"
-# The length limit of a socket address in bytes.
+# The limit on the length of a socket address, in bytes.
 LONGEST = 100
 
 
 class Folder:
-    """A folder that this process has open. Each folder has one object per process; see `opened`.
+    """A folder that this process has open. `opened` creates only one object per folder.
 
     Parameters
     ----------
@@ -46,18 +46,18 @@ class Folder:
     Raises
     ------
     ValueError
-        The folder was created with another description.
+        The folder was created with a different description.
     """
 
     argument = "folder"
-    # A suffix for the error about other contents.
+    # A suffix for the error message about different contents.
     remedy = ""
     _here: ClassVar[weakref.WeakValueDictionary[str, Folder]] = weakref.WeakValueDictionary()
     _opening = threading.RLock()
 
     def __init__(self, path: str, about: dict[str, Any], *, is_kept: bool) -> None:
         self.path = path
-        # The file descriptors to close with the folder.
+        # The file descriptors to close together with the folder.
         self.files = [users_of(path)]
         weakref.finalize(self, close, path, self.files, os.getpid(), is_kept=is_kept)
         self.reset()
@@ -71,7 +71,7 @@ class Folder:
 
     @classmethod
     def opened(cls, path: str, about: dict[str, Any], *, is_kept: bool) -> Self:
-        """Return this process's object for a folder; open the folder if there is none."""
+        """Return this process's object for a folder, opening the folder if necessary."""
         with Folder._opening:
             folder = Folder._here.get(path)
             if isinstance(folder, cls):
@@ -81,14 +81,14 @@ class Folder:
             return folder
 
     def reset(self) -> None:
-        """Reset the state of this process, in a new object and after a fork."""
+        """Reset per-process state in a new object and after a fork."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Open the folder's files; only one process does so at a time."""
+        """Open the folder's files. Only one process at a time runs this method."""
 
     def compare(self, about: dict[str, Any]) -> None:
-        """Compare the description with the folder's, or write it into a new folder."""
+        """Compare `about` with the folder's description, or write it to a new folder."""
         path = f"{self.path}/about"
         try:
             with open(path, encoding="utf-8") as file:
@@ -119,7 +119,7 @@ if hasattr(os, "register_at_fork"):
 def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
     """Return the path of the folder for `about`, in shared memory or a temporary folder.
 
-    Folders of the kind `name` that killed processes left behind are removed.
+    Folders for the same `name` that were left behind by killed processes are removed.
     """
     parent = tempfile.gettempdir()
     with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
 
 
 def users_of(path: str) -> int:
-    """Open or create a folder, lock it against removal, and return the lock's descriptor."""
+    """Open or create a folder, lock it against removal, and return the lock's file descriptor."""
     while True:
         os.makedirs(path, 0o700, exist_ok=True)
         # Another process may remove the folder between the two calls.
@@ -144,7 +144,7 @@ def users_of(path: str) -> int:
 
 
 def remove_unused(path: str, users: int | None = None) -> None:
-    """Remove a folder unless another process has it open; `users` is this process's lock."""
+    """Remove a folder unless another process has it open. `users` is this process's own lock."""
     import fcntl
 
     try:
@@ -168,9 +168,9 @@ def remove_unused(path: str, users: int | None = None) -> None:
 
 
 def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
-    """Close a folder; the last process removes it unless it is kept.
+    """Close a folder, and remove it if no other process uses it and `is_kept` is False.
 
-    A forked process shares the lock on ``users`` with its parent, so it must not change the lock.
+    A forked process shares its parent's lock on ``users`` and therefore must not change the lock.
     """
     if os.getpid() == pid:
         if not is_kept:
@@ -180,7 +180,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all bytes. A full disk raises OSError here; a mapping would cause SIGBUS."""
+    """Write all of `data`. A full disk raises OSError here but would cause SIGBUS in a mapping."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)

@@ -1,4 +1,4 @@
-"""Shards in .npy files, whose rows are the samples."""
+"""Shards stored as .npy files, with one sample per row."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Npy"]
 
-# The number of bytes to request for a header, and for a long header.
+# The number of bytes to request for a normal header and for a long header.
 HEADS = 4096, 1 << 20
 # Rows of at least this many bytes are copied individually.
 LARGE = 4096
 
 
 class Npy(Shards):
-    """Rows of .npy files. Each shard is an array, and all have the same type and row shape.
+    """A reader of .npy files. All shards must have the same data type and row shape.
 
-    ``[index]`` returns a row, and ``[indices]`` an array of rows. See `Shards` for the parameters.
+    ``[index]`` returns a row. ``[indices]`` returns an array of rows. For parameters, see `Shards`.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class Npy(Shards):
         return flat.reshape(-1, *self.shape)
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> NDArray[Any]:
-        """Return the rows as an array, in the batch's slot if there is one."""
+        """Return the rows as an array, allocated in the batch's slot if there is one."""
         out = context.empty((len(rows), *self.shape), self.dtype)
         is_large = math.prod(self.shape) * self.dtype.itemsize >= LARGE
         for number, array in mapped.items():
@@ -104,7 +104,7 @@ class Npy(Shards):
 
 
 def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Read the header of an .npy file; return the array's offset, shape and type."""
+    """Read an .npy header and return the array's offset, shape and data type."""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     readers: Any = {

@@ -1,7 +1,7 @@
-"""The objects of a store: their locations, and how they are read.
+"""Locates and reads objects in an object store.
 
-obstore reads them. It retries failed requests, and resumes where a connection broke or stalled. It
-hangs in a forked process whose parent has used it, so only the fetcher creates a `Remote`.
+Objects are read with obstore, which retries failed requests and resumes after connection failures.
+It hangs in a forked process if the parent has used it, so only the fetcher creates a `Remote`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Object", "Place", "Remote", "changed", "located"]
 
-# The limit on concurrent requests for headers and metadata.
+# The maximum number of concurrent requests for headers and metadata.
 AT_ONCE = 32
 # The minimum chunk size in bytes.
 CHUNK = 1 << 20
@@ -35,7 +35,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of objects: a folder's URL or path, and the object names or a pattern."""
+    """The location of objects: a folder's URL or path, plus object names or a pattern."""
 
     root: str
     names: list[str]
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
-    """Split URLs into a folder and the object names or a pattern."""
+    """Split URLs into a folder plus object names or a pattern."""
     given = urls if isinstance(urls, (list, tuple)) else [urls]
     if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise TypeError(f"urls={urls!r}: pass a URL or a path, or a list of these")
@@ -72,7 +72,7 @@ def _absolute(url: str, *, in_store: bool) -> str:
 
 
 def changed(named: str, before: Object, now: Object | None) -> ValueError:
-    """Create the error for a shard that differs from its record in the index."""
+    """Create an error for a shard that differs from its index record."""
     if now is None:
         what = "is gone"
     elif now.nbytes != before.nbytes:
@@ -86,15 +86,15 @@ def changed(named: str, before: Object, now: Object | None) -> ValueError:
 
 
 class Remote:
-    """The objects of a place.
+    """The objects at a place.
 
     Parameters
     ----------
     place : Place
     store : bytes or None
-        A pickle of the user's store, or None to create a store from the URL.
+        The user's pickled store, or None to create a store from the URL.
     timeout : float
-        Seconds without data after which obstore retries a request.
+        The number of seconds without data after which obstore retries a request.
     """
 
     def __init__(self, place: Place, store: bytes | None, timeout: float) -> None:
@@ -103,7 +103,7 @@ class Remote:
         self._obstore: Any = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions").BaseError, OSError
         self._folder = place.root if store is not None else ""
-        # A whole shard may take a long time.
+        # Fetching a whole shard may take a long time.
         patience = {"timeout": "1day", "read_timeout": timedelta(seconds=timeout)}
         if store is None:
             self._store = self._made(patience)
@@ -123,12 +123,12 @@ class Remote:
         return stores.from_url(root.rstrip("/"), client_options=options)
 
     def describe(self, shard: Object) -> str:
-        """Describe an object and its store for a message."""
+        """Describe an object and its store for an error message."""
         inside = "" if "://" in self.place.root else f" of {self._store!r}"
         return f"{self.place.root}{shard.name}{inside}"
 
     async def list(self) -> list[Object]:
-        """Return the objects, sorted by name or in the given order."""
+        """Return the objects, either sorted by name or in the order that the user specified."""
 
         async def look(name: str) -> Object:
             async with self._gate:
@@ -156,7 +156,7 @@ class Remote:
         return sorted(chosen)
 
     async def look(self, shard: Object, start: int, stop: int) -> bytes:
-        """Return a byte range of an object. The number of concurrent requests is limited."""
+        """Return a byte range of an object. At most `AT_ONCE` requests run concurrently."""
         async with self._gate:
             return b"".join([bytes(chunk) async for chunk in self.read(shard, start, stop)])
 
@@ -201,5 +201,5 @@ def _object(name: str, meta: Any) -> Object:
 
 
 def _first_line(error: BaseException) -> str:
-    # obstore appends pages of internal details.
+    # obstore appends pages of internal details to its error messages.
     return str(error).partition("\n")[0].strip()

@@ -1,4 +1,4 @@
-"""Shards that are row groups of Parquet files."""
+"""Shards stored as row groups in Parquet files."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 __all__ = ["Parquet"]
 
-# The number of bytes to request from the end of a file. A longer footer is requested again.
+# The number of bytes to request from the end of a file. A longer footer needs a second request.
 TAIL = 1 << 16
-# Gaps of up to this many bytes between columns are fetched to save a request.
+# Gaps of up to this number of bytes between columns are also fetched, which saves a request.
 GAP = 1 << 16
 
 
 class Parquet(Shards):
-    """Rows of Parquet files. A shard is a row group, which is decoded once per machine.
+    """A reader of Parquet files. Each row group is a shard and is decoded once per machine.
 
-    ``[index]`` returns a dict of a row's values. ``[indices]`` returns a dict of columns: arrays
-    for numbers, dates and fixed-size lists, otherwise lists. `limit` applies to decoded columns.
-    Until they are fetched, their sizes are estimated from the footers.
+    ``[index]`` returns one row as a dict. ``[indices]`` returns a dict of columns, which are arrays
+    for numbers, dates and fixed-size lists, and lists otherwise. `limit` applies to decoded data.
+    Shard sizes are estimated from the footers until the shards are fetched.
 
     Parameters
     ----------
     urls : str, path, or list of these
     columns : list of str, optional
-        The columns to fetch. Defaults to all.
+        The columns to fetch. Defaults to all columns.
     **options
         As in `Shards`.
 
@@ -108,10 +108,10 @@ class Parquet(Shards):
         return [(objects[which], start, stop) for start, stop in spans]
 
     def finish(self, number: int, path: str) -> None:
-        """Decode a row group into an Arrow file, which workers map."""
+        """Decode a row group into an Arrow file that workers can map."""
         which, group, spans = self.facts["groups"][number]
         footer = pq.read_metadata(f"{self.folder}/footers/{which}")
-        # Place the columns at their file offsets, in memory where only they occupy pages.
+        # Place the columns at their file offsets in a sparse mapping, where gaps use no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         with open(path, "rb") as file:
             whole = mmap.mmap(-1, spans[-1][1], flags=flags)
@@ -139,7 +139,7 @@ class Parquet(Shards):
         return {name: _values(table[name].combine_chunks()) for name in table.column_names}
 
     def pick(self, batch: dict[str, Any], number: int) -> dict[str, Any]:
-        """Return one row."""
+        """Return one row of a batch as a dict."""
         return {name: values[number] for name, values in batch.items()}
 
 
@@ -157,7 +157,7 @@ def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
 
 
 def _values(column: pa.Array) -> Any:
-    """Return a column's values: an array if they have a fixed size, else a list."""
+    """Return a column's values as an array if they have a fixed size, otherwise as a list."""
     kind = column.type
     if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
         return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-# The number of windows that a trainer's reads may be behind or ahead of its workers.
+# The number of windows by which a trainer's position may lag behind or run ahead of its workers.
 BACK, FORTH = 2, 3
 
 
 class Plan:
-    """The shard windows of a seed's epochs, and the current window.
+    """The sequence of shard windows for one seed, and the current window.
 
     Windows are numbered from the start of epoch 0.
 
@@ -30,7 +30,7 @@ class Plan:
     window : int
         The number of shards in a window.
     seed, epoch, shard : int
-        The position where the order is read, at a sample of this shard.
+        The trainer's position in the order, specified by the shard being read.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Plan:
         self.front = int(self._turns(epoch)[shard])
 
     def _turns_of(self, epoch: int) -> Ints:
-        """Return the window of each shard in an epoch."""
+        """Return the window in which an epoch uses each shard."""
         windows = UnequalWindows(self._sizes, self.window, self.seed, epoch)
         first = int(windows.starts.searchsorted(windows.epoch_start, "right")) - 1
         numbers = np.repeat(np.arange(self.count), np.diff(windows.cuts))
@@ -55,13 +55,13 @@ class Plan:
         return turns
 
     def has(self, window: int, seed: int, epoch: int, shard: int) -> bool:
-        """Check whether a trainer's position is close to this plan's."""
+        """Check whether a trainer's position is close to the current window."""
         if (window, seed) != (self.window, self.seed):
             return False
         return bool(-BACK <= self._turns(epoch)[shard] - self.front <= FORTH)
 
     def advance(self, shards: list[int]) -> None:
-        """Advance to the shards of a batch if they can be from this order."""
+        """Advance to a batch's shards if they could belong to this order."""
         epoch = self.front // self.count
         for turns in (self._turns(epoch)[shards], self._turns(epoch + 1)[shards]):
             low, span = int(turns.min()), int(np.ptp(turns))
@@ -70,18 +70,18 @@ class Plan:
                 return
 
     def uses(self) -> Ints:
-        """Return the window of each shard's next use."""
+        """Return the window in which each shard is used next."""
         return self._next(self.front)[0]
 
     def coming(self, more: int) -> list[int]:
-        """Return the shards of this window and the next, followed by `more` later shards."""
+        """Return the shards of the current and next windows, followed by `more` later shards."""
         uses, shards = self._next(self.front)
         near = int(np.searchsorted(uses[shards], self.front + 1, "right"))
         coming: list[int] = shards[: near + more].tolist()
         return coming
 
     def _next_of(self, front: int) -> tuple[Ints, Ints]:
-        """Return the window of each shard's next use, and the shards sorted by that window."""
+        """Return the window in which each shard is used next, and the shards in that order."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))

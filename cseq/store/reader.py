@@ -1,4 +1,4 @@
-"""A reader as the fetcher sees it."""
+"""The part of a shard reader that the fetcher uses."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """The arguments of a reader, and the facts about its shards.
+    """A reader's arguments, along with metadata about its shards.
 
-    By default, each object is a shard and is kept unchanged.
+    By default, each object is a shard and is stored unchanged.
     """
 
     # The suffix of object names.
     suffix = ""
-    # The arguments that determine the contents of the cache.
+    # The arguments that determine the cache contents.
     settings: tuple[str, ...] = ()
-    # The exact or estimated size of each shard in the cache, in bytes.
+    # The exact or estimated size of each cached shard in bytes.
     nbytes: Ints
     sizes: Ints
     facts: dict[str, Any]
@@ -49,15 +49,15 @@ class Reader:
     async def survey(
         self, remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Return the index data: ``rows`` and ``nbytes`` of each shard, and reader-specific facts.
+        """Return the index data: each shard's ``rows`` and ``nbytes``, plus reader-specific data.
 
         `put` fetches a shard into the folder.
         """
         raise NotImplementedError
 
     def spans(self, objects: list[Object], number: int) -> Iterable[tuple[Object, int, int | None]]:
-        """Return the byte ranges that make up a shard, as (object, start, stop)."""
+        """Return the byte ranges that make up a shard as (object, start, stop) tuples."""
         return [(objects[number], 0, None)]
 
     def finish(self, number: int, path: str) -> None:
-        """Convert a shard's file to the form that is kept, in a thread."""
+        """Convert a fetched file to the cached format. This method runs in a thread."""

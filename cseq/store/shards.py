@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardStats", "Shards"]
 
-# The format version of a cache folder.
+# The version of the cache folder's format.
 VERSION = 2
 
 
 class ShardStats(NamedTuple):
-    """The contents of a reader's cache, and the fetches since the fetcher started.
+    """Statistics about a reader's cache and about fetches since the fetcher started.
 
     Attributes
     ----------
     shards, kept : int
         The number of shards in the store and in the cache.
     nbytes, limit : int
-        The size of the cached shards in bytes, and its maximum.
+        The current and maximum total size of cached shards in bytes.
     fetched, fetched_nbytes : int
         The number of shards fetched and the number of bytes received for them.
     """
@@ -57,28 +57,28 @@ class ShardStats(NamedTuple):
 
 
 class Shards(Reader):
-    """Samples in the shards of a store, read by index.
+    """Samples in an object store's shards, accessed by index.
 
     Parameters
     ----------
     urls : str, path, or list of these
         A folder such as ``"s3://bucket/train/"``, a pattern such as
-        ``"gs://bucket/train-*.tar"``, or objects. Paths and ``s3``, ``gs``, ``az``, ``http``,
-        ``https`` and ``file`` URLs work. HTTP cannot list objects, so pass a list of all shards.
+        ``"gs://bucket/train-*.tar"``, or individual objects. Paths and ``s3``, ``gs``, ``az``,
+        ``http``, ``https`` and ``file`` URLs work. HTTP has no listing, so pass all shard URLs.
     cache : str or path, optional
-        A folder on a local disk, where shards are kept between runs. By default, they are kept in
+        A folder on a local disk that keeps shards between runs. By default, shards are kept in
         shared memory (or in a temporary folder if shared memory is smaller than `limit`) until the
         last process exits.
     limit : int or str, optional
         The maximum size of the cached shards in bytes, such as ``"64 GB"``. Defaults to half of
         the free space.
     ahead : int
-        The number of shards to fetch concurrently before a batch needs them. A larger number helps
-        if shards are small or the store is far away.
+        The number of shards to fetch concurrently before a batch needs them. Larger values help
+        if shards are small or the store has high latency.
     store : optional
-        An obstore store with your credentials and options. `urls` are then paths in this store.
+        An obstore store with your credentials and options. `urls` are then paths in that store.
     timeout : float
-        Seconds without data after which a request is retried.
+        The number of seconds without data after which a request is retried.
 
     Attributes
     ----------
@@ -88,10 +88,10 @@ class Shards(Reader):
     Raises
     ------
     TypeError, ValueError
-        An argument is invalid, shards differ in kind or have changed since the index was created,
-        or the cache belongs to other shards.
+        An argument is invalid, shards do not match each other or have changed since the index was
+        created, or the cache belongs to different shards.
     OSError
-        The store cannot be read. The message names the shard, the store and the cause. Errors of
+        The store cannot be read. The message names the shard, the store and the cause. Errors in
         later fetches are raised in the training loop.
     ImportError
         obstore is not installed.
@@ -133,9 +133,9 @@ class Shards(Reader):
         return _opened, (type(self), self._state)
 
     def _open(self, state: dict[str, Any]) -> None:
-        """Open the cache and read its index, which is created if missing."""
+        """Open the cache and read its index, creating the index if necessary."""
         self._state, self._start = state, pickle.dumps((type(self), state))
-        # The mapped shards of the latest batch.
+        # The latest batch's mapped shards.
         self._mapped: dict[int, Any] = {}
         self._client = Client.opened(self.folder, self.about, is_kept=self.is_kept)
         self._ask("stats")
@@ -145,7 +145,7 @@ class Shards(Reader):
     def _ask(self, *message: Any, answers: bool = True) -> Any:
         return self._client.ask(self._start, *message, answers=answers)
 
-    # -- methods of a reader in a worker
+    # -- reader methods that run in workers
 
     def mapped(self, number: int, view: mmap.mmap) -> Any:
         """Return a mapped shard in the form that `gather` expects."""
@@ -156,7 +156,7 @@ class Shards(Reader):
         raise NotImplementedError
 
     def pick(self, batch: Any, number: int) -> Any:
-        """Return one sample of a batch."""
+        """Return one sample from a batch."""
         return batch[number]
 
     # --
@@ -174,7 +174,7 @@ class Shards(Reader):
         )
 
     def order(self, window: int = 4) -> Order:
-        """Return an order that mixes the samples of a few shards at a time.
+        """Return an order that mixes samples from a few shards at a time.
 
         Pass it as ``order=`` to a sequence or as ``sampler=`` to `cseq.DataLoader`. Shards are then
         fetched before a batch needs them.
@@ -187,7 +187,7 @@ class Shards(Reader):
         Raises
         ------
         ValueError
-            The cache limit has no room for the shards of two windows and the shards fetched ahead.
+            The cache limit is too small for two windows of shards and the shards fetched ahead.
         """
         order = Windows(self, window)
         largest = np.sort(self.nbytes)[::-1][: 2 * order.window + self.ahead]
@@ -200,7 +200,7 @@ class Shards(Reader):
         return order
 
     def stats(self) -> ShardStats:
-        """Return the contents of the cache, and the fetches so far."""
+        """Return statistics about the cache and about fetches so far."""
         return ShardStats(len(self.sizes), *self._ask("stats"))
 
     def __getitem__(self, index: Any) -> Any:
@@ -212,12 +212,12 @@ class Shards(Reader):
         return self.pick(self._batch(np.array([range(len(self))[index]])), 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return a list of samples, for data loaders that request them together."""
+        """Return a list of samples for data loaders that request several indices together."""
         batch = self._batch(np.asarray(indices))
         return [self.pick(batch, k) for k in range(len(indices))]
 
     def _batch(self, indices: NDArray[Any]) -> Any:
-        """Return a batch; wait for shards that are not in the cache."""
+        """Return a batch, waiting for shards that are not in the cache."""
         if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
             raise TypeError(f"indices={indices!r}: pass one-dimensional integers")
         total = len(self)
@@ -230,7 +230,7 @@ class Shards(Reader):
         return self.gather(self._map(np.unique(shards).tolist()), shards, rows)
 
     def _map(self, shards: list[int]) -> Mapping[int, Any]:
-        """Map the shards of a batch; wait for shards that are not in the cache."""
+        """Map a batch's shards, waiting for shards that are not in the cache."""
         before = self._mapped
         mapped = {number: before[number] for number in shards if number in before}
         if len(mapped) == len(shards):
@@ -250,7 +250,7 @@ class Shards(Reader):
         return mapped
 
     def _map_there(self, numbers: list[int], mapped: dict[int, Any]) -> None:
-        """Map the shards that are in the cache."""
+        """Map the given shards if they are in the cache."""
         for number in numbers:
             with (
                 contextlib.suppress(FileNotFoundError),
@@ -261,14 +261,14 @@ class Shards(Reader):
 
 
 class Windows(Blocks):
-    """A reader's order, which reports its position to the fetcher."""
+    """A shard order that reports its position to the fetcher."""
 
     def __init__(self, shards: Shards, window: int) -> None:
         super().__init__(shards.sizes, window)
         self._shards = shards
 
     def reader(self, seed: int) -> Units:
-        """Return a reader of the order that reports each position to the fetcher."""
+        """Return an order reader that reports each position to the fetcher."""
         inner: Any = super().reader(seed)
         shards = self._shards
 
@@ -281,7 +281,7 @@ class Windows(Blocks):
         return ArrayReader(self, seed, read)
 
     def batches(self, *args: Any, **options: Any) -> list[list[int]]:
-        """Return batches, as `Order.batches` does, without fetching shards for them."""
+        """Return batches like `Order.batches`, but do not fetch shards for them."""
         return Blocks(self._shards.sizes, self.window).batches(*args, **options)
 
 
@@ -294,7 +294,7 @@ def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
 
 
 def _pickled(store: Any) -> bytes | None:
-    """Pickle a store, which may contain the user's functions."""
+    """Pickle a store, which may contain user-defined functions."""
     if store is None:
         return None
     import cloudpickle

@@ -1,4 +1,4 @@
-"""Shards in tar files, whose samples are members with the same key."""
+"""Shards stored as tar files, in which members with the same key form a sample."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Tar"]
 
-# The key of a sample, and the offset and size of each member by its extension.
+# A sample's key, and the offset and size of each member, keyed by extension.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# The size in bytes of the member list's length, which is stored at the end of a shard's file.
+# The size in bytes of a shard's last field, which stores the length of the member list.
 LENGTH = 8
 
 
 class Tar(Shards):
-    """Samples of tar files: consecutive members with the same name up to the first dot.
+    """Samples from tar files: consecutive members with the same name up to the first dot.
 
-    ``[index]`` returns a dict of ``"__key__"`` and each member's bytes, keyed by the lowercase
+    ``[index]`` returns a dict with ``"__key__"`` and each member's bytes, keyed by the lowercase
     extension after the dot. ``[indices]`` returns a list of dicts. The first run reads all shards
     once to count their samples. See `Shards` for the parameters.
 
@@ -44,7 +44,7 @@ class Tar(Shards):
     async def survey(
         self, _remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Fetch all shards to count their samples; keep the shards that fit."""
+        """Fetch all shards to count their samples, and keep the shards that fit."""
         gate = asyncio.Semaphore(self.ahead)
 
         async def look(number: int) -> int:
