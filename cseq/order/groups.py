@@ -28,9 +28,9 @@ class Groups(Order):
     """Batches of `classes` distinct classes with `samples` samples from each.
 
     The batches of all epochs form one sequence of rounds. Each round contains every class once,
-    except for a few leftover classes, which differ from round to round. If `classes` divides the
-    number of classes, every sample in a class appears once before any repeats, except for a few
-    leftover samples. Otherwise, some samples repeat before all others have appeared.
+    except for a few classes that do not fill a batch and that differ between rounds. If `classes`
+    divides the number of classes, every sample in a class appears once before any repeats, with a
+    similar exception. Otherwise, some samples repeat before all others have appeared.
 
     Parameters
     ----------

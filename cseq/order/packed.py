@@ -1,4 +1,4 @@
-"""Rows of samples whose lengths add up to nearly or exactly a budget."""
+"""Rows of samples whose total length is nearly or exactly a budget."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-# The bound on how full rows can be is described if it raises the number of rows by this factor.
+# Mention the bound on how full rows can be if it increases the number of rows by this factor.
 SHOWN = 1.001
-# The maximum number of quanta in a row of pieces, whose counts take 8 bytes per quantum.
+# The maximum number of quanta in a row of pieces. Counts take 8 bytes per quantum.
 MOST_COUNTED = 2**24
 
-# A class, its number of samples in a row, and the earlier contents of the row.
+# A class, the number of its samples in a row, and the row's earlier contents.
 Contents: TypeAlias = "tuple[int, int, Contents] | None"
 
 
@@ -35,35 +35,35 @@ class Packed(Recipes, CachedOrder):
     """Rows of whole samples with at most `budget` tokens. Nearly every row is full.
 
     Every sample appears once per epoch, and samples are cut only with ``too_long='split'``. Each
-    epoch reshuffles samples of equal length between rows, and the order of the rows. The
-    combinations of lengths are the same in every epoch. A batch has `batch_size` rows. In the
-    indexer, `cseq.parts` returns the number of samples in each row.
+    epoch reshuffles samples of equal length among rows and reshuffles the rows. The combinations of
+    lengths do not change between epochs. A batch has `batch_size` rows. In the indexer,
+    `cseq.parts` returns the number of samples in each row.
 
     Parameters
     ----------
     lengths : array of int
-        The length of each sample in tokens, at least 1. May be a memory map.
+        The sample lengths (at least 1) in tokens. May be a memory map.
     budget : int
         The maximum number of tokens in a row.
     quantum : int
-        Lengths are rounded up to a multiple of this. A larger quantum makes more samples
-        interchangeable, but rows less full.
+        Lengths are rounded up to a multiple of this value. With a larger quantum, more samples are
+        interchangeable, but rows are less full.
     too_long : 'error', 'drop' or 'split'
-        What to do with samples longer than the budget. `describe` reports the dropped tokens, and a
+        How to handle samples longer than the budget. `describe` reports dropped tokens, and a
         warning is issued if more than 1 % of all tokens or samples are dropped. With 'split',
-        samples are documents, which may be empty; see the notes.
+        samples are documents, which may be empty (see Notes).
     cache : path, optional
-        A local folder for ``too_long='split'``. It stores the order's tables, 4 bytes per document,
-        in a file that all processes map. One process creates the file while the others wait, and
-        later runs reuse it. The file can be deleted at any time. (Unused on Windows.)
+        A local folder for ``too_long='split'``. All processes map a file in this folder, which
+        stores the order's tables in 4 bytes per document. One process creates it while the others
+        wait, and later runs reuse it. The file can be deleted at any time. (Unused on Windows.)
 
     Notes
     -----
     With ``too_long='split'``, documents are cut into pieces of `budget` tokens and a remainder, and
     rows consist of pieces. Indices are token positions in the concatenation of all documents. Each
-    index is the position of a piece's first token. A piece ends where its document or its row ends.
-    `samples` is the total number of tokens, which is below 2**48. `describe` reports how full rows
-    can be if that is less than 99.9 %.
+    index is the position of a piece's first token. A piece ends at the end of its document or row.
+    `samples` is the total number of tokens, which must be below 2**48. `describe` reports how full
+    rows can be if the maximum is less than 99.9 %.
 
     Examples
     --------
@@ -132,7 +132,7 @@ class Packed(Recipes, CachedOrder):
         self._tokens = None
         if quantum == 1:
             self._tokens = np.add.reduceat(lengths_in * counts, self.first[:-1])
-        # Units are rows, even if each has one sample.
+        # Units are rows, even if each row has only one sample.
         self.room = max(2, self.room)
         self.tokens = total / self.units
         self._used = self.tokens / budget
@@ -159,12 +159,12 @@ class Packed(Recipes, CachedOrder):
 
 
 def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints]:
-    """Return recipes for rows, packing the samples by best fit decreasing.
+    """Pack samples into rows by best fit decreasing, and return the recipes for these rows.
 
-    Each class has a length in [1, `budget`], in ascending order, and a number of samples. The
-    return values are the `copies`, `first` and `parts` of `Recipes`.
+    `lengths` (ascending, in [1, `budget`]) and `counts` describe the classes. The return values are
+    `copies`, `first` and `parts` for `Recipes`.
     """
-    # The free space of rows, ascending, and the number and contents of the rows with each value.
+    # The rows' distinct free space in ascending order, and the rows' number and contents for each.
     rooms: list[int] = []
     kinds: dict[int, deque[tuple[int, Contents]]] = {}
 

@@ -1,4 +1,4 @@
-"""Pieces of documents: full rows of tokens, and remainders grouped by length."""
+"""Pieces of documents, which are full rows of tokens and remainders grouped by length."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
     Pack = Callable[[Ints, Ints, int], tuple[Ints, Ints, Ints]]
 
-# The number of documents that are sorted at a time.
+# The number of documents to sort at a time.
 TOGETHER = 2**20
 
 
 class Pieces(Classes):
-    """Documents cut every `budget` tokens, with the pieces as members of classes.
+    """Documents cut every `budget` tokens into pieces, which are members of classes.
 
-    Remainders with the same number of quanta form a class. The last class contains the pieces of
-    `budget` tokens. A table lists the remainders' documents by class, at 4 bytes each.
+    Remainders with the same number of quanta form a class. The last class contains the pieces with
+    `budget` tokens. A table lists the remainders' documents by class, with 4 bytes per document.
 
     Attributes
     ----------
     lengths : array
-        The number of quanta in a piece of each class.
+        The number of quanta in each class's pieces.
     sizes, offsets : array
         The number of pieces in each class, and the start of each class of remainders in `table`.
     """
@@ -60,7 +60,7 @@ class Pieces(Classes):
         self.recipes = arrays["copies"], arrays["first"], arrays["parts"].reshape(-1, 3)
 
     def _make(self, lengths: NDArray[Any], pack: Pack, new: New) -> None:
-        """Count the pieces of each class, pack them and sort the documents."""
+        """Count the pieces in each class, pack the pieces and sort the documents."""
         self.ends, self.whole = DocumentEnds(lengths), DocumentEnds(lengths, self.budget)
         if not self.ends.total:
             raise ValueError("all lengths are 0: no document has a token; leave this source out")
@@ -81,7 +81,7 @@ class Pieces(Classes):
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
-        """Yield the number of quanta in each document's remainder, which may be 0, in chunks."""
+        """Yield the number of quanta in each document's remainder (possibly 0), in chunks."""
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
@@ -94,8 +94,8 @@ class Pieces(Classes):
             yield start, rests.astype(kind)
 
     def _sort(self, counts: Ints) -> None:
-        """Write the table of documents."""
-        # The table index of the next document of each class.
+        """Write the document table."""
+        # The table index of each class's next document.
         following = counts.cumsum() - counts
         for start, quanta in self._quanta():
             order = quanta.argsort(kind="stable")
@@ -108,7 +108,7 @@ class Pieces(Classes):
             following += counts_here
 
     def _positions(self, classes: Ints, members: Ints) -> Ints:
-        """Return the corpus positions of the given members of classes."""
+        """Return the corpus positions of the given class members."""
         is_rest = classes < self.rests
         documents = np.empty(len(classes), np.int64)
         documents[is_rest] = self.table.take(self.offsets.take(classes[is_rest]) + members[is_rest])
@@ -120,7 +120,7 @@ class Pieces(Classes):
         return starts
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return a function that reads pieces, shuffled in each class with its number as key."""
+        """Return a function that reads pieces, shuffled within each class by the class number."""
 
         def read(classes: Ints, ranks: Ints, counts: Ints) -> Ints:
             class_of = classes.repeat(counts)
@@ -135,9 +135,9 @@ class Pieces(Classes):
 def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     """Return a lower bound on the number of rows in any packing of whole pieces.
 
-    Rows can hold one piece longer than half a budget, two longer than a third, and so on. Pieces
-    between k and half a budget fit only beside pieces that leave room for k, or in additional rows
-    (Martello and Toth's bound, for every k).
+    A row can hold one piece longer than half a budget, two longer than a third, and so on. Pieces
+    between k and half a budget fit only next to pieces that leave room for k, or in additional rows
+    (Martello and Toth's bound for every k).
     """
     tokens = lengths * counts
     # The number of pieces in each class and all later classes.
@@ -145,7 +145,7 @@ def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    # From this class onwards, a piece leaves no room for k.
+    # Pieces in this class and all later classes leave no room for k.
     beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())

@@ -1,4 +1,4 @@
-"""The training loop's position: an epoch and the units that all ranks consumed."""
+"""The training loop's position, which is an epoch and the units that all ranks have consumed."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Progress(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the loop knows that no more batches follow."""
+        """Whether the loop has been notified that no more batches follow."""
 
     @property
     def position(self) -> int:
-        """The units since the start of the first epoch that all ranks have consumed or skipped."""
+        """The number of units that all ranks consumed or skipped since the first epoch's start."""
 
 
 class Last(NamedTuple):
-    """The final progress of a feed whose pool was closed. Initially there is none."""
+    """The final progress of a feed whose pool was closed. The initial value is no progress."""
 
     taken: int = 0
     ended: bool = False
@@ -35,7 +35,7 @@ class Last(NamedTuple):
 
 
 class Now(NamedTuple):
-    """The current epoch, the units of it that all ranks consumed, and whether it is over."""
+    """The current epoch, how many of its units all ranks have consumed, and whether it is over."""
 
     epoch: int
     position: int
@@ -52,13 +52,13 @@ class Place:
     first : int
         The epoch in which the iterator starts.
     consumed : int
-        The units of the first epoch that all ranks together consumed before the iterator started.
+        The number of units in the first epoch that all ranks consumed before the iterator started.
     progress : Progress
-        The feed, once it has started this epoch.
+        The progress of the feed, once the feed has started this epoch.
     again : bool
-        Whether the next iterator restarts the current epoch, unless the epoch is over by then.
+        Whether the next iterator restarts the current epoch if the epoch is not over by then.
     tally : Tally
-        The tokens that the run has consumed.
+        The number of tokens that the run has consumed.
     """
 
     __slots__ = ("again", "consumed", "first", "progress", "tally")
@@ -71,12 +71,12 @@ class Place:
         self.tally = tally or Tally()
 
     def is_at(self, epoch: int, consumed: int) -> bool:
-        """Return whether the iterator starts at this position."""
+        """Return True if the iterator starts at this position."""
         return (self.first, self.consumed) == (epoch, consumed)
 
     @property
     def begun(self) -> bool:
-        """Whether the loop has received anything: a batch, an exception or the end."""
+        """Whether the loop has received a batch or an exception, or has reached the end."""
         return self.progress.ended or self.progress.taken > 0
 
     def now(self, sampler: Sampler) -> Now:
@@ -109,7 +109,7 @@ class Place:
         )
 
     def count_tokens(self, sampler: Sampler, now: Now) -> dict[str, int]:
-        """Return the tokens of each source that the run has consumed, or {} if they are unknown."""
+        """Return the tokens that the run has consumed from each source, or {} if unknown."""
         if sampler.data is not None:
             self.tally = self.tally.counted(sampler, (self.first, self.consumed), now[:2])
         return dict(self.tally.counts)

@@ -1,20 +1,20 @@
-"""The batches of an epoch: the units of an order, divided among ranks.
+"""An epoch's batches, which consist of an order's units and are divided among ranks.
 
-An order is a pure function of (seed, epoch, position), see `base`. The units of most orders are
-single samples. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where
-``G = batch_size * world_size``, and every rank gets a contiguous part. For example, 20 units with
-``batch_size=3`` and ``world_size=2``::
+An order is a pure function of (seed, epoch, position), as explained in `base`. Most orders have
+single samples as units. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where
+``G = batch_size * world_size``, and every rank gets a contiguous part. For example, this is how 20
+units are divided with ``batch_size=3`` and ``world_size=2``::
 
     position  0  1  2  3  4  5 │ 6  7  8  9 10 11 │12 13 14 15 16 17 │18 19
     rank      0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  1
               global batch 0   │ global batch 1   │ global batch 2   │ tail
 
-If `drop_last` is set, the tail is left out. Otherwise its ``m`` units are cut into `world_size`
-contiguous parts of ``ceil(m / world_size)``, and units from the start of the epoch are repeated to
-fill the last parts. Every rank then has the same number of batches and units, and a batch has the
-same size on all ranks. This is the only padding. It repeats at most ``world_size - 1`` units of an
-epoch, and none on a single rank. Without `pad`, the parts of the tail differ by up to one unit, and
-some ranks may have one batch less than others.
+If `drop_last` is set, the tail is omitted. Otherwise, the tail's ``m`` units are cut into
+`world_size` contiguous parts of ``ceil(m / world_size)``, and units from the start of the epoch are
+repeated to fill the last parts. Every rank then has the same number of batches and units, and each
+batch has the same size on all ranks. There is no other padding. At most ``world_size - 1`` units
+are repeated per epoch, and none on a single rank. Without `pad`, the tail's parts differ by up to
+one unit, and some ranks may have one batch fewer than others.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Order, Read
 
-# A message with the same numbers is logged once.
+# Log a message only once for the same numbers.
 warn = functools.cache(logging.getLogger("cseq").warning)
 
-# The number of units whose tokens are counted at a time.
+# The number of units to count tokens for at a time.
 COUNTED = 2**20
 
 
 class Data(Protocol):
-    """The sources of tokens that samples belong to."""
+    """Data that can report which sources the tokens in samples come from."""
 
     fingerprints: dict[str, int]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that sums the tokens of each source in units of an epoch."""
+        """Return a function that sums the tokens from each source in an epoch's units."""
 
 
 class Cut(NamedTuple):
-    """The division of an epoch, or the remainder of one, into batches for one rank.
+    """The division of an epoch (or the remaining part) into batches for one rank.
 
     `_source.pyx` has a struct with the same fields.
 
     Attributes
     ----------
     first : int
-        The number of batches of this size that precede batch 0 in the epoch.
+        The number of batches with this size that precede batch 0 in the epoch.
     batches, full : int
-        The number of batches, and the number of full batches, which come first.
+        The total number of batches, and the number of full batches. Full batches come first.
     start, stride : int
-        The position of the first unit of batch 0, and the number of positions between batches,
-        which is the size of a global batch.
+        The position of batch 0's first unit, and the number of positions from one batch to the
+        next, which is the size of a global batch.
     size : int
         The number of units in a full batch.
     part_start, part : int
-        The position and size of the batch after the full ones. If the size is 0, there is none.
+        The position and size of the batch after the full batches. A size of 0 means no such batch.
     consumed : int
-        The number of units that all ranks together consumed before batch 0.
+        The total number of units that all ranks consumed before batch 0.
     """
 
     first: int
@@ -95,27 +95,27 @@ class Cut(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Sampler:
-    """The units of an epoch for one rank, batch by batch.
+    """Divides an epoch's units into batches for one rank.
 
     Parameters
     ----------
     dset_size : int or sequence of int
         The number of samples, or the samples themselves as a non-empty one-dimensional array or
-        list of integer indices. An integer array is neither copied nor modified. The attribute
-        `dset_size` is the number.
+        list of integer indices. An integer array is neither copied nor modified. The `dset_size`
+        attribute is the number of samples.
     batch_size : int
         The number of units in a batch, per rank.
     pad : bool
-        If False, no unit is repeated, so ranks may have unequal parts of the tail.
+        If False, no unit is repeated, so ranks may get parts of the tail with different sizes.
     repeat : int
-        The number of epochs in a source.
+        The number of epochs that each `OrderSource` covers.
     data : Data, optional
-        The sources of the samples, which a state records.
+        Data that reports the samples' sources, whose token counts are recorded in states.
 
     Attributes
     ----------
     indices : numpy.ndarray or None
-        The samples, if they were given as indices.
+        The samples, if they were passed as indices.
     length : int
         The number of batches in an epoch for this rank.
     """
@@ -157,12 +157,12 @@ class Sampler:
             )
 
     def changed(self, **fields: Any) -> Sampler:
-        """Return the same sampler with another order, seed, rank or world_size."""
+        """Return a copy of this sampler with another order, seed, rank or world_size."""
         samples: Any = self.dset_size if self.indices is None else self.indices
         return replace(self, dset_size=samples, **fields)
 
     def _make_reader(self) -> Reader:
-        """Create a reader of the order, for use by one thread at a time."""
+        """Create a reader for the order. Only one thread at a time may use the reader."""
         reader, indices = self.order.reader(self.seed), self.indices
         if indices is None:
             return reader
@@ -181,12 +181,12 @@ class Sampler:
 
     @cached_property
     def fingerprint(self) -> int | None:
-        """The fingerprint of the sample indices, or None if no list of indices was given."""
+        """The fingerprint of the sample indices, or None if no indices were passed."""
         return None if self.indices is None else fingerprint(self.indices)
 
     @property
     def words(self) -> int:
-        """The maximum number of words in a ticket: the samples, plus unit sizes if they vary."""
+        """The maximum number of words in a ticket, for samples and for unit sizes if they vary."""
         room = self.order.room
         return min(self.batch_size, self.order.units) * (room + 1 if room > 1 else 1)
 
@@ -194,8 +194,8 @@ class Sampler:
         """Return the batches of an epoch, and of the following epochs if `repeat` exceeds 1.
 
         The units after `consumed` are cut into new global batches, so `batch_size` and
-        `world_size` may differ from earlier values. With `own`, the source has a separate reader
-        and can be used alongside the run that reads the epochs.
+        `world_size` may differ from earlier values. If `own` is set, the source has a separate
+        reader and can be used alongside the run that reads the epochs.
         """
         reader = self._make_reader() if own else self._reader
         number = integer("epoch", epoch, 0, MOST_SEED)
@@ -226,14 +226,14 @@ class Sampler:
         return self.data.token_sums(self.order, self.seed)
 
     def tokens(self, epoch: int, start: int, stop: int) -> dict[str, int]:
-        """Return the tokens of each source in units [start, stop) of an epoch."""
+        """Return the number of tokens from each source in an epoch's units [start, stop)."""
         counts: Counter[str] = Counter()
         for first in range(start, stop, COUNTED):
             counts.update(self._sums(epoch, np.arange(first, min(first + COUNTED, stop))))
         return counts
 
     def _share(self, tail: int) -> tuple[int, int]:
-        """Return the size of this rank's part of the tail, and its start within the tail."""
+        """Return the size of this rank's part of the tail, and its offset in the tail."""
         if self.drop_last:
             return 0, 0
         if self.pad:
@@ -243,7 +243,7 @@ class Sampler:
         return size + (self.rank < more), self.rank * size + min(self.rank, more)
 
     def end(self, consumed: int = 0) -> int:
-        """Return the units consumed by all ranks at the end of an epoch resumed at `consumed`."""
+        """Return the units consumed by all ranks when an epoch resumed at `consumed` ends."""
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
 
@@ -255,7 +255,7 @@ class Sampler:
 
 
 def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
-    """Return the number of samples, and their indices if given."""
+    """Return the number of samples, and the sample indices if they were passed."""
     if isinstance(dset_size, Iterator):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}, which has no length; pass the number of "
@@ -276,7 +276,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 
 
 def _holds_numbers(indices: object) -> bool:
-    """Return whether an object is an array of numbers rather than a data set.
+    """Return True if an object is an array of numbers rather than a data set.
 
     numpy reads objects with ``__len__`` and ``__getitem__`` until they raise IndexError, which a
     data set may never do.
@@ -291,7 +291,7 @@ def _holds_numbers(indices: object) -> bool:
 
 
 class RankSampler:
-    """The type of `MSequence.sampler`, for frameworks that expect `set_epoch` and a length."""
+    """The type of `MSequence.sampler`, for frameworks that require `set_epoch` and a length."""
 
     __slots__ = ("_count", "set_epoch")
 
@@ -300,5 +300,5 @@ class RankSampler:
         self.set_epoch = set_epoch
 
     def __len__(self) -> int:
-        """Return this rank's samples per epoch, or rows or batches if the order counts those."""
+        """Return this rank's number of units per epoch (samples, rows or batches)."""
         return self._count()

@@ -1,9 +1,9 @@
 """Detection of this process's rank and the number of ranks.
 
-``shard='auto'`` queries Ray Train, torch, JAX and then launchers' environment variables. The first
-answer is used for the lifetime of a manager. A different answer later is an error, because some
-ranks would silently process the same samples. 'auto' is also an error if ranks share a model,
-because such ranks need identical batches.
+``shard='auto'`` queries Ray Train, torch, JAX and then launchers' environment variables. A manager
+uses the first answer for its whole lifetime. If a later answer differs, an error is raised, because
+some ranks would silently process the same samples. 'auto' also raises an error if ranks share a
+model, because these ranks need identical batches.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("cseq")
 
 FORMS = "(rank, world_size), a process group, a DeviceMesh of one dimension, 'auto' or None"
-# Mesh dimensions with one of these words in their name divide the batches.
+# Mesh dimensions whose names contain one of these words divide the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-# If there are two such dimensions, each has one of these words.
+# If two mesh dimensions divide the batches, each name contains one of these words.
 HALVES = {"replicate", "replica", "shard"}
-# Megatron has these groups instead of a mesh.
+# Megatron uses these groups instead of a mesh.
 MEGATRON = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "CONTEXT_PARALLEL_GROUP": "context",
 }
-# Variables set by launchers: torchrun and many others; Lightning's launcher, which sets no RANK;
-# Open MPI's mpirun; the mpiexec of MPICH and Intel MPI; srun. The innermost launcher comes first:
-# torchrun and mpirun run inside Slurm. SLURM_NTASKS is unsuitable, as batch scripts have it too.
+# Variables set by torchrun and many other launchers, Lightning's launcher (which does not set
+# RANK), Open MPI's mpirun, mpiexec (MPICH and Intel MPI) and srun. The innermost launcher is first,
+# since torchrun and mpirun run inside Slurm. Batch scripts also set SLURM_NTASKS, so do not use it.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("LOCAL_RANK", "WORLD_SIZE"),
@@ -69,7 +69,7 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        The origin of the values. If empty, nothing was found and this process gets all samples.
+        Where the values were found. If empty, none were found and this process gets all samples.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class Shard(NamedTuple):
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
 
     def check_drawn(self, order: Order) -> None:
-        """Raise ValueError if an order depends on a seed that each rank drew independently."""
+        """Raise ValueError if an order depends on a seed that each rank has drawn independently."""
         if self.world_size > 1 and order.is_seeded:
             raise ValueError(
                 f"{self} needs a seed: ranks that draw their own would go through different "
@@ -132,7 +132,7 @@ def check_shard(shard: object) -> Shard | None:
 def _remedy(names: Iterable[str]) -> str:
     """Return the `shard` argument that selects the mesh dimensions that divide the batches."""
     data = [name for name in names if _words(name) <= DATA | {"parallel"}]
-    # Dimensions "dp_…" are parts of "dp".
+    # Dimensions named "dp_…" are parts of "dp".
     if "dp" in data and all(name.startswith("dp") for name in data):
         data = ["dp"]
     if not data:
@@ -142,7 +142,7 @@ def _remedy(names: Iterable[str]) -> str:
 
 
 def resolve() -> Shard:
-    """Find the shard for 'auto', or raise ValueError if ranks share a model."""
+    """Find the shard for 'auto'. Raise ValueError if ranks share a model."""
     if shared := model_parallel():
         listed = ", ".join(f"{name}={size}" for name, size in shared)
         raise ValueError(
@@ -159,12 +159,12 @@ def find_shard() -> Shard:
 
 
 def model_parallel() -> list[tuple[str, int]]:
-    """Return the dimensions and sizes of a mesh of ranks if ranks seem to share a model.
+    """Return a mesh's dimensions and sizes if ranks seem to share a model.
 
-    Ranks share a model if a dimension has a name outside `DATA`, or if the only data dimension does
-    not include all ranks. torch has no list of meshes. Since torch 2.6, the process group of each
-    dimension describes it; earlier versions list the meshes that others were sliced from. The
-    default group has no description, so a mesh whose only dimension has all ranks is not found.
+    Ranks share a model if a dimension's name has no word from `DATA`, or if the only data dimension
+    does not include all ranks. torch has no list of meshes. Since torch 2.6, each dimension's
+    process group has a description; earlier versions list the meshes that others were sliced from.
+    The default group has no description, so a one-dimensional mesh of all ranks is not found.
     """
     torch = _torch()
     if torch is None:
@@ -217,9 +217,9 @@ def warn_alone() -> None:
 
 
 def _ray_train() -> Shard | None:
-    """Query Ray Train if this process is one of several of its workers."""
+    """Query Ray Train if this process is one of several Ray Train workers."""
     train = sys.modules.get("ray.train")
-    # Ray raises RuntimeError outside a worker, and DeprecationWarning in a Tune trial.
+    # Ray raises RuntimeError outside workers, and DeprecationWarning in Tune trials.
     with contextlib.suppress(RuntimeError, DeprecationWarning):
         context = train.get_context() if train is not None else None
         if context is not None and (context.get_world_size() or 1) > 1:
@@ -228,7 +228,7 @@ def _ray_train() -> Shard | None:
 
 
 def _torch() -> Any:
-    """Return torch.distributed if it is imported and has a process group."""
+    """Return torch.distributed if it has been imported and has a process group."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -243,7 +243,7 @@ def _torch_group() -> Shard | None:
 
 
 def _jax() -> Shard | None:
-    """Query JAX if its processes are connected or it has a backend, as a query creates one."""
+    """Query JAX if processes are connected or a backend exists, because queries create one."""
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if getattr(state, "client", None) is not None:
         return Shard(state.process_id, state.num_processes, "JAX's processes")

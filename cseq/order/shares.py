@@ -1,4 +1,4 @@
-"""The number of units that each source contributes to the blocks of a mixture."""
+"""The number of units that each source contributes to a mixture's blocks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """The number of units that each source has before any block, for constant weights.
+    """The number of units that each source gets before any block, with constant weights.
 
     Sources with less than one unit per block are the leaves of a Huffman tree. A node's left child
-    receives its share of the node's count, rounded, and the right child receives the remainder.
+    receives its rounded share of the node's count, and the right child receives the remainder.
     The tree and the other sources form a sequence. For every k, the first k entries together
-    receive their share of all units, rounded. See docs/inside/orders.md for the error bounds.
+    receive their rounded share of all units. See docs/inside/orders.md for the error bounds.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Shares:
         self.whole = [above * (scale // below) for above, below in ratios]
         self.total = sum(self.whole)
         self._top = len(self.whole)
-        # For each node: the node whose count determines the left child's, itself and its children.
+        # For each node, the node that determines the left child's count, the node and its children.
         nodes: list[tuple[int, int, int, int]] = []
         parts: list[tuple[int, int]] = []
         sources = [(weight, s) for s, weight in enumerate(self.whole) if weight]
@@ -70,7 +70,7 @@ class Shares:
         self._factors = np.array(factors, np.uint64).reshape(-1, 2)
 
     def before(self, block: int) -> NDArray[np.uint64]:
-        """Return the number of units of each source before a block, modulo 2**64."""
+        """Return the number of units from each source before a block, modulo 2**64."""
         units, sources = block * self.block, len(self.whole)
         counts = np.zeros(sources + len(self._nodes), np.uint64)
         if units <= WORD:

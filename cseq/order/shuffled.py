@@ -61,16 +61,16 @@ class Sequential(Samples):
 
 
 class Shuffled(Samples):
-    """Every sample once per epoch, in a different random order each epoch.
+    """Every sample once per epoch, in a different random order in each epoch.
 
     Parameters
     ----------
     samples : int, optional
         The number of samples. Defaults to the size of the data.
     algorithm : 'feistel-v1' or 'fisher-yates-v1'
-        'feistel-v1' needs no memory and can start at any position immediately. 'fisher-yates-v1',
-        which ``shuffle=True`` uses, needs a table of 4 bytes per sample and is faster below about
-        10**5 samples. See docs/inside/shuffle.md.
+        'feistel-v1' needs no memory and can start at any position immediately. 'fisher-yates-v1' is
+        the algorithm behind ``shuffle=True``. It needs a table of 4 bytes per sample and is faster
+        below about 10**5 samples. See docs/inside/shuffle.md.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Common code of orders that are composed of other orders."""
+"""Common code for orders that are composed of other orders."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Works
 
 MOST_SOURCES = 2**16 - 1
-# The number of units per source that justifies a call of its reader.
+# The number of units per source that justifies a call to the source's reader.
 FEW = 64
-# Units sorted by source: the original position of each unit, the contiguous array of its numbers in
-# the endless sequence of its source's epochs, modulo 2**64, and (source, start, stop) of each part.
+# Units sorted by source: their original positions, their numbers counted over all source epochs (a
+# contiguous array, modulo 2**64), and the (source, start, stop) of each part.
 Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint64], list[tuple[int, int, int]]]"
 Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 
 
 class Composed(Order):
-    """An order whose units come from other orders, its sources.
+    """An order whose units come from other orders, which are called sources.
 
-    Sample numbers are contiguous for each source, in the order of the sources.
+    Each source's sample numbers are contiguous and follow the previous source's numbers.
     """
 
     sources: dict[str, Order]
 
     def seeded(self, seed: int) -> list[tuple[Order, int]]:
-        """Return each source with its seed."""
+        """Return each source and its seed."""
         return [(order, seed) for order in self.sources.values()]
 
     def draws(self, seed: int) -> Draws:
-        """Return a function that maps units of an epoch to units of the sources."""
+        """Return a function that maps an epoch's units to the sources' units."""
         raise NotImplementedError
 
     def reader(self, seed: int) -> Reader:
@@ -76,7 +76,7 @@ class Composed(Order):
 
 
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
-    """Check that `sources` maps names to orders with the same kind of units."""
+    """Check that `sources` maps names to orders with the same type of units."""
     if not hasattr(sources, "keys") or not sources:
         raise TypeError(f"sources={sources!r}: pass a dict of names and orders, one at least")
     orders = dict(sources)
@@ -99,14 +99,14 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
 
 
 def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Drawn:
-    """Sort units by source, where `unit_sources` contains the source of each unit."""
+    """Sort units by source. `unit_sources` contains each unit's source."""
     order = unit_sources.argsort(kind="stable")
     pairs = enumerate(itertools.pairwise([0, *np.bincount(unit_sources).cumsum().tolist()]))
     return order, draws.take(order), [(s, a, b) for s, (a, b) in pairs if a < b]
 
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
-    """Split drawn units at the epochs of their sources; yield source, epoch and units."""
+    """Split drawn units at source epoch boundaries. Yield each part's source, epoch and units."""
     sizes = [order.units for order in sources.values()]
     for s, start, stop in drawn[2]:
         epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
@@ -115,7 +115,7 @@ def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, in
 
 
 def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
-    """Restore the original order of units, which have at most `room` samples each."""
+    """Restore the original order of units that have at most `room` samples each."""
     if isinstance(order, slice):
         return values, None if room == 1 else sizes
     if room == 1:

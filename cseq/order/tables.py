@@ -1,4 +1,4 @@
-"""Tables that one process writes to a file and all processes on the machine map."""
+"""Tables that one process writes to a file and that all processes on the machine map."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
 MAGIC = b"cseqtab1"
-# Arrays start at multiples of this file offset, an alignment that every system can map.
+# Arrays start at multiples of this file offset, which every system can map.
 ALIGNED = 2**16
-# The number of 8-byte words in each partial sum of a file's digest.
+# The number of 8-byte words in each partial sum for a file's digest.
 SUMMED = 2**17
 
 
 def tables(
     folder: str | None, name: str, make: Callable[[New], None], epoch: int | None = None
 ) -> Tables:
-    """Return the named arrays in a file of a folder, creating the file if it does not exist.
+    """Return the named arrays from a file in a folder. Create the file if it does not exist.
 
-    If several processes request the file concurrently, one creates it while the others wait. If
-    that process is killed, another takes over. A damaged file, or one with a different definition,
-    is recreated.
+    If several processes request the file concurrently, one process creates the file while the
+    others wait. If this process is killed, another one takes over. A file that is damaged or has a
+    different definition is recreated.
 
     Parameters
     ----------
     folder : str or None
-        Without a folder, and on Windows, each process creates the arrays in memory.
+        If None, or on Windows, each process creates the arrays in memory.
     name : str
-        The file name, which encodes everything that the arrays depend on.
+        The file name, which encodes everything that determines the arrays.
     make : callable
         ``make(new)``, where ``new(key, length, dtype)`` returns an array to fill.
     epoch : int, optional
-        The epoch of the file. Files of epochs before the previous one are removed.
+        The epoch that the file is for. Files for epochs before the previous epoch are removed.
     """
     if folder is None or os.name == "nt":
         made: Tables = {}
@@ -61,7 +61,7 @@ def tables(
     arrays = _load(path, name)
     while arrays is None:
         with _claimed(f"{path}.part") as fd:
-            # Another process may have created the file in the meantime.
+            # Another process may have created the file while this one was waiting.
             arrays = _load(path, name)
             if arrays is not None or fd is None:
                 continue
@@ -78,14 +78,14 @@ def tables(
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
-    """Check the `cache` argument of an order, and return its absolute path or None."""
+    """Check an order's `cache` argument, and return an absolute path or None."""
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
         raise TypeError(f"cache={cache!r} is not a path; pass a folder of this machine, or None")
     return None if cache is None else os.path.abspath(cache)
 
 
 def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return document lengths, mapped from a file if there is a folder, and their digest."""
+    """Return document lengths and their digest. With a folder, map the lengths from a file."""
     total = digest(lengths)
 
     def make(new: New) -> None:
@@ -97,7 +97,7 @@ def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any],
 
 
 def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-    """Map part of a file as a plain array, which is cheaper to slice than a `numpy.memmap`."""
+    """Map part of a file as a plain array, because slicing a `numpy.memmap` is expensive."""
     kind = np.dtype(dtype)
     number = (os.path.getsize(path) - offset) // kind.itemsize if count is None else count
     if not number:
@@ -106,7 +106,7 @@ def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = Non
 
 
 class Mapped(NamedTuple):
-    """The part of a file that an array is mapped from, as the arguments of `mapped`."""
+    """The part of a file that an array is mapped from, as arguments for `mapped`."""
 
     path: str
     dtype: str
@@ -115,7 +115,7 @@ class Mapped(NamedTuple):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Mapped | None:
-        """Return the location of an array, or None unless it is mapped from a read-only file."""
+        """Return an array's location, or None if the array is not mapped from a read-only file."""
         whole: Any = array
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
@@ -128,9 +128,9 @@ class Mapped(NamedTuple):
 
 
 class CachedOrder(Order):
-    """An order over document lengths that can store its tables in a folder.
+    """An order based on document lengths that can store its tables in a folder.
 
-    With a folder, its pickle refers to the files and contains no data per document.
+    If a folder is used, the pickle refers to files instead of containing data for each document.
     """
 
     _folder: str | None = None
@@ -146,7 +146,7 @@ class CachedOrder(Order):
 def again(
     kind: Callable[..., CachedOrder], lengths: Mapped, options: dict[str, Any], facts: Any
 ) -> CachedOrder:
-    """Recreate an order when it is unpickled."""
+    """Recreate an order during unpickling."""
     order = kind(mapped(*lengths), **options)
     if order.facts() != facts:
         raise ValueError(
@@ -157,7 +157,7 @@ def again(
 
 
 def _forget(folder: str, start: str, before: int) -> None:
-    """Remove the files whose names consist of a prefix and a number below a limit."""
+    """Remove files whose names consist of a prefix and a number below a limit."""
     for name in os.listdir(folder):
         number = name[len(start) :]
         if name.startswith(start) and number.isdecimal() and int(number) < before:
@@ -167,7 +167,7 @@ def _forget(folder: str, start: str, before: int) -> None:
 
 @contextlib.contextmanager
 def _claimed(path: str) -> Iterator[int | None]:
-    """Wait for exclusive access to a file; yield its descriptor, or None if it was renamed."""
+    """Wait for exclusive access to a file. Yield a descriptor, or None if the file was renamed."""
     try:
         fd = locked(path)
     except OSError as error:
@@ -181,7 +181,7 @@ def _claimed(path: str) -> Iterator[int | None]:
 
 
 def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
-    """Write the arrays, their description and a digest of both."""
+    """Write the arrays, a description of the arrays, and a digest of both."""
     os.ftruncate(fd, 0)
     parts: dict[str, tuple[str, int, int]] = {}
     end = 0
@@ -192,7 +192,7 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
         size = max(1, length * kind.itemsize)
         parts[key], end = (kind.str, length, start), start + -(-size // ALIGNED) * ALIGNED
         if hasattr(os, "posix_fallocate"):
-            # Without this, a full disk would kill the process.
+            # Allocate the space now, because a write to the map on a full disk kills the process.
             os.posix_fallocate(fd, start, end - start)
         else:
             os.ftruncate(fd, end)
@@ -209,7 +209,7 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
 
 
 def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
-    """Return a digest of a file's content before `end` and of the text that follows."""
+    """Return a digest of the file content before `end` and the text that follows."""
     words = np.frombuffer(file, np.uint64, end // 8)
     sums = np.add.reduceat(words, np.arange(0, len(words), SUMMED))
     return digest(np.append(sums.view(np.int64), np.frombuffer(text, np.uint8).astype(np.int64)))

@@ -1,4 +1,4 @@
-"""The tokens of each source that a run has consumed, computed from its positions."""
+"""The number of tokens that a run has consumed from each source, computed from positions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
 
 
 class Tally(NamedTuple):
-    """The tokens of each source in the units that all ranks have consumed.
+    """The number of tokens from each source in the units that all ranks have consumed.
 
     Tokens are counted only on request.
 
     Attributes
     ----------
     counts : Counter
-        The tokens counted so far.
+        The token counts so far.
     due : tuple of (Sampler, epoch, start, stop)
-        The ranges of units from earlier places that are not counted yet.
+        The ranges of units from earlier places that have not been counted yet.
     mark : (epoch, position) or None
-        The position up to which the current place is counted, or None for its start.
+        The position up to which the current place has been counted, or None for the place's start.
     """
 
     counts: Counter[str] = Counter()  # noqa: RUF012 - never changed
@@ -29,7 +29,7 @@ class Tally(NamedTuple):
     mark: tuple[int, int] | None = None
 
     def leave(self, sampler: Sampler, begun: tuple[int, int], now: tuple[int, int]) -> Tally:
-        """Return the tally for the next place, where the current place spans `begun` to `now`."""
+        """Return the tally for the next place. The current place spans `begun` to `now`."""
         if sampler.data is None or now == begun:
             return self
         due, last = [*self.due], now[0]
@@ -41,7 +41,7 @@ class Tally(NamedTuple):
         return Tally(self.counts, (*due, (sampler, last, start, now[1])))
 
     def counted(self, sampler: Sampler, begun: tuple[int, int], now: tuple[int, int]) -> Tally:
-        """Return a tally in which all tokens up to `now` are counted."""
+        """Return a tally that includes all tokens up to `now`."""
         left = self.leave(sampler, begun, now)
         counts = Counter(self.counts)
         for counted, epoch, start, stop in left.due:

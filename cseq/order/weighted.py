@@ -1,4 +1,4 @@
-"""Samples drawn by weight."""
+"""Orders that draw samples by weight."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# The sum of all integer weights is below this limit.
+# The sum of all integer weights must be below this limit.
 MOST_TOTAL = 2**62
-# The number of sequential steps before a binary search takes over.
+# The number of sequential steps before a binary search is used.
 STEPS = 8
-# The number of bits divided at a time. With a 48-bit size, they fit into 64 bits.
+# The number of bits to divide at a time. Together with a 48-bit size, they fit into 64 bits.
 DIGIT = 15
 
 
 class Weighted(Order):
-    """Samples in random order, with frequencies proportional to their weights.
+    """Samples in random order, each with a frequency proportional to its weight.
 
     In an epoch of N draws, a sample of weight w appears N * w / (sum of all weights) times, rounded
-    up or down. Each epoch draws fairly which samples are rounded up, regardless of the order of the
-    data. With equal weights and `size` None, this is a plain shuffle.
+    up or down. Each epoch chooses without bias which samples are rounded up, regardless of the data
+    order. With equal weights and no `size`, the result is a plain shuffle.
 
     Parameters
     ----------
     weights : array of real numbers
-        The weight of each sample, at least 0. Only the ratios matter.
+        The sample weights (at least 0). Only the ratios matter.
     size : int, optional
         The number of draws in an epoch. Defaults to the number of samples.
     replacement : bool
-        Draw independently, like torch's ``WeightedRandomSampler``. The frequency of a sample then
-        varies randomly, and more samples are left out.
+        Draw samples independently, like torch's ``WeightedRandomSampler``. Frequencies then vary
+        randomly, and more samples are left out.
 
     Examples
     --------
@@ -103,7 +103,7 @@ class Weighted(Order):
         Parameters
         ----------
         labels : array
-            The class of each sample, as integers or strings.
+            Each sample's class, as an integer or a string.
         size, replacement :
             See `Weighted`.
         """
@@ -137,9 +137,9 @@ class Weighted(Order):
 
 
 class Guide:
-    """A lookup table with the sample of the first number in each range of 2**shift numbers.
+    """A lookup table that maps the first number in each range of 2**shift numbers to a sample.
 
-    Ranges have about four samples. `numpy.searchsorted` alone waits for memory three times as long.
+    A range has about four samples. `numpy.searchsorted` alone waits for memory three times as long.
     """
 
     def __init__(self, sums: NDArray[np.uint64]) -> None:
@@ -187,10 +187,10 @@ def integers_of(
     weights: NDArray[np.float64],
     arrange: Callable[[NDArray[np.float64]], NDArray[np.float64]] = np.copy,
 ) -> NDArray[np.uint64]:
-    """Return sample weights as integers, in a new array with the layout that `arrange` creates.
+    """Return sample weights as integers in a new array with the layout that `arrange` creates.
 
-    Each integer is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0.
-    k is the largest exponent for which the total is below 2**62.
+    Each integer is ``weight * 2**k`` rounded half to even, and at least 1 unless the weight is 0.
+    The exponent k is the largest for which the total is below 2**62.
     """
     most = 0.0
     pieces = [(start, weights[start : start + CHUNK]) for start in range(0, len(weights), CHUNK)]
