@@ -10,19 +10,19 @@ stored in the slot, not in the pickle.
             └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
                                                            ▲ offset    └── lengths ───────┘  Record
 
-The *structure* is a pickle of the containers, types and memory orders. It is made and parsed only
-when it changes. The *layout* contains integers: the offset, size in bytes and shape of each array.
-The *objects* are the other leaves: one pickle and the table of its buffers. Each batch can be read
-on its own, since the slot contains all of its parts.
+The *structure* is a pickle of the containers, types and memory orders. It is written and parsed
+only when it changes. The *layout* contains integers: the offset, size in bytes and shape of each
+array. The *objects* are the other leaves, stored as one pickle and a table of its buffers. The slot
+contains all parts of a batch, so each batch can be read on its own.
 
-Both sides hold a structure as a `Plan`. If a batch matches none of the writer's recent plans,
-`survey` makes a new plan. The rest is C code.
+Both sides represent a structure as a `Plan`. If a batch matches none of the writer's recent plans,
+`survey` makes a new plan. Everything else is C code.
 
-The guarantee: the batch that is read has the same types and bits as the written one, and is
-writable. Arrays and tensors without gaps keep their axis order (C, Fortran, channels_last, …).
-Others (expanded, reversed, with gaps) are written row by row. An array that occurs twice in a plan
-arrives as two arrays, and the same holds for containers of arrays. Objects keep identity. A tensor
-arrives without its graph, as a leaf that requires gradients if the original did.
+The guarantee: a batch is read with the same types and bits as it was written, and is writable.
+Arrays and tensors without gaps keep their axis order (C, Fortran, channels_last, …). Others
+(expanded, reversed, with gaps) are written row by row. An array that occurs twice in a plan arrives
+as two arrays, and the same holds for containers of arrays. Objects keep their identity. A tensor
+arrives without its graph, and as a leaf that requires gradients if the original required them.
 
 The trainer copies leaves of up to 64 KiB (`COPIED`), including those in objects, and all `bytes`.
 Larger leaves stay in the slot.
@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-# The location of a batch in its slot: the offset of the structure, and the lengths of structure,
-# layout and objects. These are four words of a cell; their sum is the end of the batch.
+# A batch's location in its slot: the structure's offset, and the lengths of the structure, layout
+# and objects. A cell stores these four words; their sum is the end of the batch.
 Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
@@ -102,7 +102,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
-    """Copy and cast an array, with the strides that it would have in a slot.
+    """Copy and cast an array, using the strides that it would have in a slot.
 
     `make` creates an array with a given shape and type.
     """

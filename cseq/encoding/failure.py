@@ -61,7 +61,7 @@ DEBUG = (
     "or start a manager by start_test()"
 )
 
-# The maximum number of indices shown in a message, and in a message about a death.
+# The maximum number of indices shown in most messages, and in messages about a worker's death.
 SHOWN, MOST = 16, 1024
 
 
@@ -81,7 +81,7 @@ def pack_text(error: BaseException) -> bytes:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the formatted traceback of an exception; omit its causes if formatting them fails.
+    """Return an exception's formatted traceback, without its causes if formatting them fails.
 
     The traceback starts with the first frame outside cseq, if any.
     """
@@ -104,7 +104,7 @@ def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackTy
 
 
 def shorten(error: BaseException) -> None:
-    """Strip leading cseq frames from a traceback, or only the feed's if all are cseq's."""
+    """Strip leading cseq frames from a traceback, or only the feed's frames if all are cseq's."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
@@ -129,7 +129,7 @@ def unpack(
 
 
 def _travelling(error: BaseException) -> bytes:
-    """Pickle an exception if it unpickles to the same type and has a text; else return b""."""
+    """Pickle an exception; return b"" unless it unpickles to the same type and has a text."""
     try:
         data = dumps(_with_args(error))
         back = _load(data)
@@ -145,7 +145,7 @@ def _travelling(error: BaseException) -> bytes:
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
     """Return an exception and the exceptions in its arguments (as in groups), with their arguments.
 
-    Pickle calls the class with these. A constructor that formats its text would do so twice.
+    Pickle calls the class with these arguments. A constructor would format its text a second time.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -162,11 +162,11 @@ def _load(pickled: bytes) -> BaseException:
 
 
 class Failure:
-    """The first error of a group of workers, which every `check` raises.
+    """The first error from a group of workers, which every `check` raises.
 
     The traceback of a raised exception refers to the manager, and through the workers to this
-    object. Keeping the exception would create a reference cycle. The exception itself is therefore
-    raised once. Later calls raise copies, which are made as for another process.
+    object. Keeping the exception would therefore create a reference cycle. For this reason, the
+    exception itself is raised only once. Later calls raise copies, packed as for another process.
     """
 
     def __init__(self) -> None:
@@ -204,10 +204,10 @@ class _Shown(str):
 
 
 def show_traceback(error: BaseException) -> BaseException:
-    """Put the traceback of a worker process into the exception's text, as torch does.
+    """Add a worker process's traceback to the exception's text, as torch does.
 
-    The text replaces the argument; the type and attributes stay the same. An exception that has
-    several arguments or a custom text is not changed, since its cause shows the traceback.
+    The new text replaces the argument; the type and attributes stay the same. Exceptions with
+    several arguments or a custom text remain unchanged, because their cause shows the traceback.
     """
     cause, args = CAUSE.__get__(error), ARGS.__get__(error)
     is_plain = type(error).__str__ in PLAIN and len(args) < 2
@@ -244,7 +244,7 @@ def location_of(epoch: int, batch: int, indices: Sequence[int], most: int = SHOW
 
 
 def listed(indices: object, most: int = SHOWN) -> str:
-    """Format the indices of a batch; anything but a list or tuple is shortened by `reprlib`."""
+    """Format a batch's indices; `reprlib` shortens anything other than a list or tuple."""
     if not isinstance(indices, (list, tuple)):
         return reprlib.repr(indices)
     shown = ", ".join(map(reprlib.repr, indices[:most]))
@@ -278,7 +278,7 @@ def ends_program(error: BaseException) -> bool:
 
 
 def is_stated(error: BaseException) -> bool:
-    """Return True if an exception comes from a `raise` statement rather than from C code."""
+    """Return True if an exception was raised by a `raise` statement rather than by C code."""
     trace: TracebackType | None = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

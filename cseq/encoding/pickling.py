@@ -1,12 +1,12 @@
 """Serialize objects to bytes for two kinds of readers.
 
-`dump` is for a new process. cloudpickle writes objects that are unnamed or in ``__main__`` by
-value, and everything else by reference, like any pickle. `dumps` is for transfer between a worker
-and the trainer, which are running and have the same modules, each with its own copy of the user's
-classes. Named objects are therefore written by reference and unnamed objects by value.
+`dump` prepares an object for a new process. cloudpickle writes objects that are unnamed or in
+``__main__`` by value, and everything else by reference, like any pickle. `dumps` prepares transfers
+between the trainer and a running worker. Both have the same modules, each with its own copy of the
+user's classes. Named objects are therefore written by reference and unnamed objects by value.
 
-Both keep large arrays and tensors out of the pickle as buffers, which `codec` writes beside it. A
-data set of gigabytes is therefore in memory only once, regardless of the number of workers.
+Both functions keep large arrays and tensors out of the pickle, as buffers that `codec` writes next
+to the pickle. Even a large data set is in memory only once, regardless of the number of workers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-# The names of the user's script, here and in multiprocessing children.
+# The module names of the user's script, here and in multiprocessing children.
 MAIN = ("__main__", "__mp_main__")
 # Buffers smaller than this many bytes stay inside the pickle.
 IN_BAND = 512
@@ -66,7 +66,7 @@ REMEDY = (
     "they are first used, in each worker process and not in the training process"
 )
 
-# Types that cloudpickle accepts but pickle does not; it changes the type of files and memoryviews.
+# Types that only cloudpickle accepts. It changes the type of files and memoryviews.
 EMPTY: tuple[dict[str, object], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
@@ -77,14 +77,14 @@ class UnpicklableError(TypeError):
 
 
 def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
-    """Make the error for an object that cannot be pickled; the message calls it `name`."""
+    """Return the error for an object that cannot be pickled, called `name` in the message."""
     return UnpicklableError(f"{name}: {str(error) or type(error).__name__}. {remedy}")
 
 
 class Pickled(NamedTuple):
-    """A serialized object: the pickle of a list that starts with it, and its large buffers.
+    """A serialized object: the pickle of a list that starts with the object, and large buffers.
 
-    The buffers are views of the object's memory, not copies. Write them before the object changes.
+    The buffers are views of the object's memory, not copies. Write them before it changes.
     `modules` lists the modules that the pickle is known to refer to by name.
     """
 
@@ -109,8 +109,8 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
     Raises
     ------
     TypeError
-        The object cannot be pickled. The message names the attribute that cannot be pickled, if
-        there is one, and a remedy.
+        The object cannot be pickled. The message suggests a remedy and names the attribute that
+        cannot be pickled, if there is one.
     """
     if isinstance(obj, Pickled):
         return obj
@@ -148,7 +148,7 @@ def dumps(
     buffers: list[memoryview] | None = None,
     reducers: Callable[[], Reducers] | None = None,
 ) -> bytes:
-    """Pickle an object for a process at the other end of a pool; `pickle.loads` reads it.
+    """Pickle an object for the process at the other end of a pool, which uses `pickle.loads`.
 
     If `buffers` is given, large buffers of arrays and CPU tensors inside any objects are appended
     to `buffers`, by default with `data_reducers`. Without `buffers`, the pickle can be read without
@@ -169,7 +169,7 @@ def dumps(
     return file.getvalue()
 
 
-# The merged tables, each with the parts that it was made from.
+# The merged tables, each with the tables that were merged.
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
@@ -184,7 +184,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a `buffer_callback` that appends large buffers, or drops all without a list."""
+    """Return a `buffer_callback` that appends large buffers, or drops all if there is no list."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -237,7 +237,7 @@ def _reduce_array(array: _Array) -> Reduced:
 
 
 def is_usual(dtype: np.dtype[Any]) -> bool:
-    """Return True if `==` compares all parts of a type: it has no metadata, for example."""
+    """Return True if `==` compares a dtype completely; it ignores metadata, for example."""
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
@@ -250,7 +250,7 @@ def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
     return make, (dtype.char, *flags), *state
 
 
-# For two equal types (long and long long), numpy's type string and pickle name only one of them.
+# If two types are equal (long and long long), numpy's type string and pickle name only one of them.
 DTYPES: Reducers = {
     type(dtype): _reduce_dtype
     for dtype in map(np.dtype, np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
@@ -264,7 +264,7 @@ def _reduce_as_torch(value: object) -> Reduced:
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced:
-    """Reduce a tensor to its storage and its part of the storage; unusual ones as torch does."""
+    """Reduce a tensor to its storage and its view of the storage; leave unusual ones to torch."""
     if str(tensor.layout).startswith("torch.sparse"):
         return _sparse_tensor, _reduce_as_torch(tensor)[1]
     if (
@@ -288,7 +288,7 @@ def _tensor_on(
     part: tuple[int, tuple[int, ...], tuple[int, ...]],
     grad: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Make a tensor from a part of a storage."""
+    """Create a tensor from part of a storage."""
     empty: torch.Tensor = import_torch().empty(0, dtype=dtype, device="cpu")
     tensor = empty.set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
@@ -316,7 +316,7 @@ def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
 
 
 def _storage_on(buffer: memoryview) -> torch.UntypedStorage:
-    """Make a storage on a buffer without copying or reading the buffer."""
+    """Create a storage from a buffer without copying or reading the buffer."""
     tensor: torch.Tensor = import_torch().from_numpy(np.frombuffer(buffer, np.uint8))
     return tensor.untyped_storage()
 
@@ -330,7 +330,7 @@ def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> object:
-    """Make a typed storage."""
+    """Create a typed storage."""
     return import_torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -368,7 +368,7 @@ def _dump_by_value(
         return False
 
     pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
-    # The classes come last, because they are all known only at the end.
+    # Put the classes last, because the list is complete only when `obj` has been pickled.
     pickler.dump([obj, classes])
     return file.getvalue()
 
@@ -404,7 +404,7 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
 
     def reduce_code(code: types.CodeType) -> Reduced:
         # cloudpickle writes "<dynamic-code>" as the file, so that a notebook function always has
-        # the same pickle. Here, worker tracebacks and stacks should show the file and line.
+        # the same pickle. Keep the file and line here for worker tracebacks and stacks.
         reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
         make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
@@ -450,7 +450,7 @@ _Memmap: TypeAlias = "np.memmap[Any, Any]"
 
 
 def _reduce_memmap(array: _Memmap) -> Reduced:
-    """Reduce a file-mapped array to its location in the file if possible, else like any array."""
+    """Reduce a file-mapped array to its location in the file, or else like any array."""
     place = _place_in_file(array)
     return _reduce_array(array.view(np.ndarray)) if place is None else (np.memmap, place)
 

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """A batch without the samples that raised; `left` has their indices and error texts."""
+    """A batch that lacks the samples that raised; `left` holds their indices and error texts."""
 
     batch: object
     left: tuple[tuple[object, str], ...]
@@ -66,8 +66,8 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 def opened(cls: type) -> str | tuple[str, ...] | None:
     """Return the container kind of a type, the slot names of a dataclass, or None for a leaf.
 
-    Types with custom pickling are leaves, since they may be more than their parts. The methods that
-    dataclass() generates for slots do not count as custom.
+    Types with custom pickling are leaves, because their parts may not represent them fully. The
+    methods that dataclass() generates for slots do not count as custom pickling.
     """
     if cls in (tuple, list):
         return "sequence"
@@ -85,7 +85,7 @@ def opened(cls: type) -> str | tuple[str, ...] | None:
 
 
 class TooDeepError(ValueError):
-    """A batch contains itself or nests too many containers."""
+    """A batch contains itself or nests containers too deeply."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -95,8 +95,8 @@ class TooDeepError(ValueError):
 
 
 # A leaf in the tree is OBJECT or (token, dtype, axes as in `axes_of`). A container is (class, keys
-# or None, number of children) and precedes its children. A dtype that `==` does not distinguish
-# from others is stored as its pickle. If numpy lacks a tensor's type, the token is the type's name.
+# or None, number of children) and precedes its children. A dtype that `==` cannot distinguish from
+# others is stored as its pickle. If numpy lacks a tensor's type, the token is that type's name.
 ARRAY = "array"
 TENSOR = "tensor"
 BYTES = "bytes"
@@ -107,7 +107,7 @@ TEXT = {str}
 
 
 class _Survey:
-    """The nodes and leaves of a batch in tree order."""
+    """A batch's nodes and leaves in tree order."""
 
     __slots__ = ("arrays", "cast", "nodes", "objects")
 
@@ -127,7 +127,7 @@ class _Survey:
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
-            # Keys of other types may be equal although they differ (1 == True).
+            # Keys of other types may compare equal although they differ (1 == True).
             if {*map(type, value)} <= TEXT:
                 return self._container(value, tuple(value), value.values(), depth)
         elif opened(cls) == "named":
@@ -170,7 +170,7 @@ class _Survey:
         self.objects.append(value)
 
     def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
-        """Collect the array of a leaf; `kind` is its type in the slot."""
+        """Collect a leaf's array; `kind` is the array's type in the slot."""
         kind = array.dtype if kind is None else kind
         exact = kind if is_usual(kind) else _dumps(kind)
         self.nodes.append((token, exact, axes_of(array)))
@@ -203,11 +203,11 @@ def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
 
 
 class Plans(Protocol):
-    """The cast type and the known plans of an encoder."""
+    """An encoder's cast type and known plans."""
 
     @property
     def cast(self) -> Dtype | None:
-        """The type to which numbers are cast."""
+        """The type to which numbers are cast, or None."""
 
     @property
     def plans(self) -> list[Plan]:
@@ -218,7 +218,7 @@ class Plans(Protocol):
 
 
 def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[object]]:
-    """Return the plan, arrays and other leaves of a batch. The encoder remembers the plan."""
+    """Return a batch's plan, arrays and other leaves. The encoder stores the plan."""
     survey = _Survey(encoder.cast)
     try:
         survey.visit(batch, MAX_DEPTH)
@@ -244,7 +244,7 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 
 
 def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
-    """Return a cast tensor whose storage has no extra bytes. Unusual tensors are unchanged."""
+    """Return a cast tensor whose storage has no extra bytes. Return unusual tensors unchanged."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
     if tensor.is_nested or (tensor.is_quantized and cast is not None):
@@ -265,7 +265,7 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 
 
 def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
-    """Pickle the other leaves of a batch. Return the pickle and its out-of-band buffers."""
+    """Pickle a batch's other leaves. Return the pickle and its out-of-band buffers."""
     buffers: list[memoryview] = []
     pickled = _dumps(objects, buffers, batch_reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
@@ -285,10 +285,10 @@ NUMBERS = {
 
 
 def batch_reducers(*, handles: bool = True) -> Reducers:
-    """Return the reducers for arrays, numbers and tensors in a batch.
+    """Return the reducers for the arrays, numbers and tensors in a batch.
 
-    A tensor that uses part of a storage becomes a copy of that part. With `handles`, a CUDA tensor
-    becomes a handle of its memory.
+    A tensor that uses only part of a storage is reduced to a copy of that part. With `handles`, a
+    CUDA tensor is reduced to a handle to its memory.
     """
     reducers = data_reducers() | NUMBERS
     tensor: type | None = getattr(sys.modules.get("torch"), "Tensor", None)
@@ -307,7 +307,7 @@ def _reduce_part(tensor: torch.Tensor) -> Reduced:
 
 
 def _dumps(value: object, *how: Any) -> bytes:
-    """Pickle a part of a batch. If that fails, the error says what a batch may contain."""
+    """Pickle part of a batch. If that fails, raise an error that lists the supported contents."""
     try:
         return dumps(value, *how)
     except MemoryError:

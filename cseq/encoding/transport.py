@@ -1,9 +1,9 @@
-"""Transfer of batches to the next runner: as objects, or through slots.
+"""Transfer batches to the next runner, either as objects or through slots.
 
 Threads pass the object itself (`Objects`). Processes write the batch to the ticket's slot in shared
-memory (`TicketWriter`), and the trainer decodes it there (`SlotReader`, or
-`converter.export.Imports` after converter processes). Each runner has a `BatchWriter`, converters
-also have a `Source`, and the trainer has a `BatchReader`.
+memory (`TicketWriter`), and the trainer decodes the batch there with `SlotReader`, or with
+`converter.export.Imports` if the converters are processes. Each runner has a `BatchWriter`,
+converters also have a `Source`, and the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 # The slot number of a ticket without a slot.
 NO_SLOT = 0xFFFFFFFF
 
-# Readers change nothing; `Feed` frees the cell.
+# Sources do not modify the ticket; `Feed` frees its cell.
 Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
 
@@ -40,7 +40,7 @@ class SlotReader:
         self.arena = arena
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Make a C decoder for batches in slots that are already mapped."""
+        """Create a C decoder for batches in slots that are already mapped."""
         slots, mapped, lend = self.arena.slots, self.arena.mapped, self.arena.lease
         return Decoder(slots=slots, mapped=mapped, lend=lend, convert=convert, leaf_for=leaf_for)
 
@@ -59,7 +59,7 @@ class SlotReader:
     def fetch(self, runner: Runner) -> object:
         """Decode the batch of the current ticket in a converter thread and free the slot."""
         slot, used = runner.slot, sum(runner.record)
-        # Nothing is copied: the batch is page-locked, and is dropped after it reaches the device.
+        # Nothing is copied, because the page-locked batch is dropped once it reaches the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
         self.arena.slots.free_cell(runner.ring, runner.cell)
         return batch

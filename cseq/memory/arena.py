@@ -4,19 +4,19 @@ The memory consists of two anonymous files. A worker process maps them using the
 the numbers from `Arena.setup_of`. The slot file is sparse: slot ``s`` starts at byte ``s * width``,
 and only its committed part uses memory.
 
-A process maps the committed part of a slot, and remaps the slot after that part has grown. Pages
-are committed before they are written. A lack of memory therefore raises an exception, not a signal.
-Slots are reused, lowest first: writing to warm pages is many times faster than to fresh ones.
+A process maps the committed part of a slot, and remaps the slot when that part grows. Pages are
+committed before they are written, so a lack of memory raises an exception instead of a signal.
+Slots are reused lowest first, because writing to warm pages is many times faster than to new ones.
 
 The guarantee: a slot is never overwritten while an array, view or tensor made from it is alive in
-the trainer or in the worker that filled it, even after the arena is closed. The memory of the slot
-is freed with the last of these objects.
+the trainer or in the worker that filled it, even after the arena is closed. The slot's memory is
+freed together with the last of these objects.
 
                    take, place … publish                  lease, free
     worker   free ──────────────────────► its ticket's ──┬──────────► leased ──► free
                                                          └─ copied ────────────► free
 
-At the start of an epoch, `tidy` releases free slots that the last epoch did not need.
+At the start of an epoch, `tidy` releases free slots that the previous epoch did not need.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ SIZES = (
     (1 << 30, 1 << 9),
     (1 << 28, 1 << 7),
 )
-# Bytes to reserve on Windows for at least FEWEST slots, tried in this order. Windows uses about 8
-# bytes for each reserved page of 4 KiB.
+# The number of bytes to reserve on Windows for at least FEWEST slots, tried in this order. Windows
+# uses about 8 bytes per reserved 4 KiB page.
 RESERVED = (1 << 37, 1 << 36)
 FEWEST = 1 << 8
-# Bytes of a slot that are committed before its first use. The text of an error fits.
+# The number of bytes committed before a slot's first use, enough for an error's text.
 FIRST = SMALL
 # Mappings can start at multiples of this many bytes on any system.
 GRAIN = 1 << 16
 # Slots double in size up to this many bytes, then grow in multiples of this size.
 LARGE = 2 * MIB
-# Each leased slot is a mapping, and a process can have 65530 mappings.
+# Each leased slot uses a mapping, and a process can have 65530 mappings.
 MAX_LEASED = 16384
 
 
@@ -100,7 +100,7 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        # Guards everything except the work of a lease. A signal handler may fetch batches or finish
+        # Guards everything except the end of a lease. A signal handler may fetch batches or finish
         # the run inside the guarded sections.
         self._lock = Lock()
         self._tickets = tickets
@@ -124,10 +124,10 @@ class Arena:
         limit: int = 0,
         name: str = "cseq",
     ) -> None:
-        """Make the rings, each with `capacity` cells for `room` indices; see `Ring`.
+        """Create the rings, each with `capacity` cells for `room` indices; see `Ring`.
 
-        `rings` is 1 if all workers share a ring; otherwise each worker has a queue. ``/proc`` shows
-        `name`.
+        `rings` is 1 if all workers share a ring; otherwise each worker has a queue. `name` is shown
+        in ``/proc``.
         """
         self.owners = owners
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
@@ -152,7 +152,7 @@ class Arena:
         return [file.fd for file in self._files]
 
     def _locate(self, runner_number: int) -> tuple[int, int]:
-        """Return the ring number of a runner, and the runner's owner number in that ring."""
+        """Return a runner's ring number and its owner number in that ring."""
         above, ring_number = divmod(runner_number - 1, len(self.rings))
         return ring_number, above + 1
 
@@ -171,7 +171,7 @@ class Arena:
         return [(cell, ring.holder(cell)[1]) for cell in ring.held(owner)]
 
     def notify_all(self) -> None:
-        """Wake the trainer, no matter which ring it is waiting for."""
+        """Wake the trainer, no matter which ring it is waiting on."""
         for ring in self.rings:
             ring.notify_all()
 
@@ -195,11 +195,11 @@ class Arena:
         return nbytes
 
     def reclaim(self, runner_number: int, status: int = 0) -> None:
-        """Repost the tickets of a worker that has definitely exited, and free its slots.
+        """Repost the tickets of a worker that is known to have exited, and free its slots.
 
-        With a `status`, publish the tickets with that status instead. The slots of published
-        tickets are kept. The trainer takes ownership of such a slot before the slot leaves its
-        cell. This method therefore sees the slot in the cell, or no longer owned by the worker.
+        With a `status`, publish the tickets with that status instead, and keep the slots of
+        published tickets. The trainer takes ownership of such a slot before the slot leaves its
+        cell. This method therefore finds the slot either in the cell or with another owner.
         """
         ring_number, number_there = self._locate(runner_number)
         self.rings[ring_number].repost(number_there, status)
@@ -214,12 +214,12 @@ class Arena:
         return copy_of(self.mapping_of(slot, capacity), used) if lease is None else lease
 
     def lease(self, slot: int, capacity: int) -> Memory | None:
-        """Return the memory of a taken slot, which is valid as long as it is referenced.
+        """Return a taken slot's memory, which stays valid as long as it is referenced.
 
         The lease starts when the ticket is committed. The slot is freed when the last view of the
-        memory is dropped. Return None if too many slots are leased; the caller then has to copy.
+        memory is dropped. Return None if too many slots are leased; the caller must then copy.
 
-        `capacity` is the number of committed bytes in the slot as reported by the worker. Raise
+        `capacity` is the slot's number of committed bytes as reported by the worker. Raise
         MemoryError if the slot cannot be mapped.
         """
         with self._lock.hold():
@@ -231,7 +231,7 @@ class Arena:
         return None
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
-        """Return the memory of a taken slot, which is valid as long as the slot is taken.
+        """Return a taken slot's memory, which stays valid as long as the slot is taken.
 
         The slot is mapped again if a worker or a converter has enlarged it.
         """
@@ -263,10 +263,10 @@ class Arena:
             self._locks.unregister(before)
 
     def tidy(self) -> None:
-        """At the start of an epoch, free pinned slots and release those the last one did not need.
+        """Free pinned slots, and release free slots that the last epoch did not need.
 
-        The last epoch needed no slot larger than twice its largest batch, and no more slots than
-        its tickets plus the peak number of held batches.
+        This runs at the start of an epoch. The last epoch needed no slot larger than twice its
+        largest batch, and no more slots than its tickets plus the peak number of held batches.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -312,7 +312,7 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
     """Make a file with the largest slot width and slot count that the file system supports.
 
     Return the file, the width and the number of slots. `tickets` is the maximum number of posted
-    tickets. If the process has too many descriptors, raise OSError without trying other sizes.
+    tickets. If the process has too many open descriptors, raise OSError without further attempts.
     """
     for width, slots in reserved(tickets) if os.name == "nt" else SIZES:
         try:
@@ -327,8 +327,8 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
     """Return the sizes to try on Windows as (width in bytes, slots).
 
-    There are slots for the tickets, the same number for a cancelled epoch, and the same number for
-    leases. More slots make each slot narrower.
+    There are enough slots for the tickets, plus the same number for a cancelled epoch and the same
+    number for leases. A larger number of slots makes each slot narrower.
     """
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)

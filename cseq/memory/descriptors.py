@@ -81,7 +81,7 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
 
 
 def lifted(sock: socket.socket) -> socket.socket:
-    """Return `sock` if its descriptor is above 2, else a copy above 2, and close `sock`."""
+    """Return `sock` if its descriptor is above 2, else a copy above 2 that replaces `sock`."""
     if os.name == "nt" or sock.fileno() > 2:
         return sock
     return socket.socket(fileno=lift(sock.detach()))
@@ -115,8 +115,8 @@ def own_offsets() -> None:
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
     """Send bytes with descriptors, to be read by `receive` at the other end.
 
-    On Windows, `process` is the handle of the process at the other end, which gets its own handles.
-    Raise ConnectionError if that process is gone.
+    On Windows, `process` is the handle of the process at the other end, which receives its own
+    handles. Raise ConnectionError if that process no longer exists.
     """
     if process is None:
         socket.send_fds(sock, [data], fds)
@@ -133,7 +133,7 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """Receive up to `size` bytes together with up to `most` descriptors.
 
-    The other end is closed if the result has no bytes.
+    If the result has no bytes, the other end is closed.
     """
     # Windows has no recvmsg.
     if not hasattr(sock, "recvmsg"):
@@ -155,7 +155,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes. Return no bytes if the other end closes before that."""
+    """Receive exactly `size` bytes, or return no bytes if the other end closes before that."""
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))
