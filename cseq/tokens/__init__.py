@@ -20,12 +20,12 @@
 `Megatron`         a Megatron-LM file pair
 `Flat`             a flat token array in a file, split by offsets or an end-of-text token
 `Arrow`            a list column of a table, Parquet files or a Hugging Face data set
-`Rows`             an indexer that builds the batches and has its own order
-`split_context`    one rank's part of a batch, for context parallelism
+`Rows`             an indexer that builds batches and defines their order
+`split_context`    extracts one rank's part of a batch for context parallelism
 =================  =================================================================
 
 A sample index is the position of a piece's first token in the concatenation of all documents. The
-piece ends where its document or its row ends, whichever is first.
+piece ends where its document or its row ends, whichever comes first.
 """
 
 from cseq.tokens.arrow import Arrow

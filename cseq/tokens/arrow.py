@@ -1,4 +1,4 @@
-"""Documents from a list column of a table, Parquet files or a data set."""
+"""Documents stored in a list column of a table, Parquet files or a data set."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ if TYPE_CHECKING:
 
 
 class Arrow(Corpus):
-    """The documents in a list column, one document per row.
+    """Documents in a list column, with one document per row.
 
-    The tokens of a table and of a Hugging Face data set's mapped files are not copied. Each worker
-    process decodes Parquet files for itself; worker threads share one decoded copy.
+    Tokens in a table or in a Hugging Face data set's mapped files are not copied. Each worker
+    process decodes its own copy of Parquet files, while worker threads share one decoded copy.
 
     Parameters
     ----------
     data : pyarrow.Table, datasets.Dataset, str, path, or list of these paths
         A table (each worker process receives a copy), a data set, or Parquet files.
     column : str
-        The name of a column of integer lists.
+        The name of a column that contains lists of integers.
     mask : str, optional
-        A column with lists as long as the documents. Where it is 0, the loss ignores the token.
+        The name of a column with one value per token. The loss ignores tokens whose value is 0.
     name : str, optional
-        Defaults to the name of the first file without its extension, or of the column.
+        Defaults to the first file's name without its extension, or to the column name.
 
     Raises
     ------
     ImportError
         pyarrow is not installed.
     TypeError, ValueError
-        A column is missing, does not hold integer lists, or has a null; or `mask` has other list
-        lengths or only zeros. The message names the row, if any, and the remedy.
+        A column is missing, has nulls or does not contain integer lists, or the `mask` column has
+        different list lengths or only zeros. The message names the row, if any, and the remedy.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Arrow(Corpus):
 
 
 def read_all(paths: list[str], columns: list[str]) -> Any:
-    """Read columns of Parquet files, which must all have the same types."""
+    """Read columns from Parquet files, whose column types must match."""
     import pyarrow as pa
 
     tables = [read(path, columns) for path in paths]
@@ -101,7 +101,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
 
 
 def read(path: str, columns: list[str]) -> Any:
-    """Read columns of a Parquet file; ignore columns that it lacks."""
+    """Read columns from a Parquet file, ignoring columns that the file does not have."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -109,7 +109,7 @@ def read(path: str, columns: list[str]) -> Any:
         there = pq.read_schema(path).names
         return pq.read_table(path, columns=[name for name in columns if name in there])
     except (pa.ArrowInvalid, OSError) as error:
-        # The system's own errors, such as a missing file, have an errno and name the file.
+        # System errors, such as a missing file, have an errno and already name the file.
         if getattr(error, "errno", None) is not None:
             raise
         remedy = "pass a Parquet file, or write this one again"
@@ -117,13 +117,13 @@ def read(path: str, columns: list[str]) -> Any:
 
 
 def columns_of(table: Any) -> str:
-    """Describe the columns of a table and their types."""
+    """Describe a table's columns and their types."""
     named = [f"{field.name!r} of {field.type}" for field in table.schema]
     return " and ".join(named) or "no such column"
 
 
 def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-    """Return the list lengths of a column, and its values as one array per chunk."""
+    """Return a column's list lengths, and its values as one array per chunk."""
     import pyarrow as pa
 
     if column not in table.column_names:

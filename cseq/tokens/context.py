@@ -1,4 +1,4 @@
-"""Context parallelism: split the tokens of a batch among ranks."""
+"""Splits each row's tokens among ranks for context parallelism."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ ALONG = ("input_ids", "labels", "position_ids", "document_ids")
 def split_context(
     batch: Mapping[str, Any], shard: Given, *, balanced: bool = False
 ) -> dict[str, Any]:
-    """Reduce a batch of `Rows` to this rank's part of each row.
+    """Extract this rank's part of each row from a `Rows` batch.
 
     Parameters
     ----------
     batch : dict
-        Arrays, or tensors on any device. Labels are already shifted, so no overlap is needed.
-    shard : (rank, world_size), process group, or DeviceMesh of one dimension
+        Arrays, or tensors on any device. Labels are already shifted, so parts need not overlap.
+    shard : (rank, world_size), process group, or one-dimensional DeviceMesh
         This rank's position among the ranks that share the batch, such as ``mesh["cp"]``.
     balanced : bool
-        If False, a rank gets consecutive tokens. If True, each row is split into 2n equal parts,
-        and rank r of n gets parts r and 2n - 1 - r, which is equal work under a causal mask.
+        If False, each rank gets consecutive tokens. If True, each row is split into 2n equal parts,
+        and rank r of n gets parts r and 2n - 1 - r, which equalizes the work under a causal mask.
 
     Returns
     -------
     dict
-        Arrays with one value per token are split. All other values, including `cu_seqlens` and
+        The batch, with all per-token arrays split. Other values, including `cu_seqlens` and
         `valid_tokens`, still describe the whole batch.
 
     Raises

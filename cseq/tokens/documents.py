@@ -1,4 +1,4 @@
-"""Document sources for `Rows`: the protocol, and the readers' base class."""
+"""Document sources for `Rows`: the protocol and the base class for readers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# The number of tokens that a fingerprint samples.
+# The number of tokens to sample for a fingerprint.
 PROBES = 64
 
 
 class Documents(Protocol):
-    """The protocol of a source for `Rows`, which your own objects can implement.
+    """The protocol for `Rows` sources, which custom objects can implement.
 
-    Worker processes receive pickled copies; threads share one object. An optional method,
-    ``mask(document, start, stop)``, returns 0 for each token that the loss ignores.
+    Worker processes receive pickled copies, while threads share one object. The optional method
+    ``mask(document, start, stop)`` returns 0 for each token that the loss should ignore.
 
     Attributes
     ----------
     name : str
-        The source's name in error messages.
+        The name to use for the source in error messages.
     lengths : array of int
-        The number of tokens in each document, at least 0. It may be a memory map.
+        The number of tokens in each document, which may be 0. The array may be a memory map.
     fingerprint : int
-        A number that identifies the tokens and changes with them.
+        A number that identifies the tokens and changes whenever they change.
     """
 
     name: str
@@ -42,13 +42,13 @@ class Documents(Protocol):
         """Return the number of documents."""
 
     def read(self, document: int, start: int, stop: int, /) -> NDArray[np.integer[Any]]:
-        """Return the tokens [start, stop) of a document."""
+        """Return a document's tokens [start, stop)."""
 
 
 class Corpus:
-    """Documents stored end to end in the arrays `parts`; no document spans two arrays.
+    """Documents stored back to back in the arrays `parts`. No document spans two arrays.
 
-    In `__init__`, a subclass sets `given`, its arguments in another process, and calls `lay`.
+    A subclass's `__init__` sets `given`, the arguments for `again`, and calls `lay`.
     """
 
     # True if another process has already checked the files.
@@ -80,7 +80,7 @@ class Corpus:
         return f"<{kind} {self.name}: {self.tokens:,} tokens in {len(self):,} documents>"
 
     def __reduce__(self) -> Any:
-        """Pickle the arguments, with which `again` reopens the files."""
+        """Pickle the arguments that `again` needs to reopen the files."""
         return again, (type(self), self.given, self.fingerprint)
 
     @cached_property
@@ -90,7 +90,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of sampled tokens and of the token and document counts."""
+        """A hash of sampled tokens, the token count and the document count."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
         owners = self.firsts.searchsorted(at, "right") - 1
         places = zip(owners.tolist(), (at - self.firsts[owners]).tolist(), strict=True)
@@ -98,7 +98,7 @@ class Corpus:
         return int(fingerprint(np.array([*probes, self.tokens, len(self)])))
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return a view of the tokens [start, stop) of a document."""
+        """Return a view of a document's tokens [start, stop)."""
         size = int(self.lengths[document])
         if not 0 <= start <= stop <= size:
             raise IndexError(f"{self.name}: document {document} has no [{start}, {stop}) of {size}")
@@ -110,7 +110,7 @@ class Corpus:
 
 
 def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
-    """Reopen a corpus in another process; raise if its tokens have changed."""
+    """Reopen a corpus in another process. Raise ValueError if its tokens have changed."""
     corpus = kind.__new__(kind)
     corpus.is_copy = True
     corpus.__init__(**given)  # type: ignore[misc]
@@ -123,7 +123,7 @@ def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
 
 
 class Given(Corpus):
-    """A corpus that calls the methods of a user's object for each piece."""
+    """A corpus that reads each piece by calling a user-defined object."""
 
     def __init__(self, documents: Documents) -> None:
         self.given, self.documents = {"documents": documents}, documents
@@ -141,7 +141,7 @@ class Given(Corpus):
     def read(
         self, document: int, start: int, stop: int, method: str = "read"
     ) -> NDArray[np.integer[Any]]:
-        """Call a method of the user's object for a piece."""
+        """Read a piece by calling a method of the user-defined object."""
         found = np.asarray(getattr(self.documents, method)(document, start, stop))
         if found.shape != (stop - start,):
             raise ValueError(
@@ -151,14 +151,14 @@ class Given(Corpus):
         return found
 
     def mask(self, document: int, start: int, stop: int) -> NDArray[Any] | None:
-        """Return the loss mask of a piece, or None if the source has no masks."""
+        """Return a piece's loss mask, or None if the source has no masks."""
         if not hasattr(self.documents, "mask"):
             return None
         return self.read(document, start, stop, "mask")
 
 
 def corpus_of(source: Any) -> Corpus:
-    """Return a source as a `Corpus`, wrapped if necessary."""
+    """Return a source as a `Corpus`, wrapping the source if necessary."""
     if isinstance(source, Corpus):
         return source
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):
@@ -171,7 +171,7 @@ def corpus_of(source: Any) -> Corpus:
 
 
 def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int | None:
-    """Return the index of the first wrong value; `is_wrong` returns a mask for a range."""
+    """Return the index of the first wrong value or None. `is_wrong` returns a mask for a range."""
     for start in range(0, number, CHUNK):
         wrong = is_wrong(start, min(start + CHUNK, number))
         if wrong.any():
@@ -180,7 +180,7 @@ def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int
 
 
 def data_type(dtype: Any) -> np.dtype[Any]:
-    """Convert the argument `dtype` to a numpy type."""
+    """Convert the argument `dtype` to a NumPy data type."""
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
@@ -189,6 +189,6 @@ def data_type(dtype: Any) -> np.dtype[Any]:
 
 
 def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError:
-    """Create the error for a damaged file, with the byte offset if known."""
+    """Create an error for a damaged file, including the byte offset if it is known."""
     at = "" if offset is None else f" at byte {offset}"
     return ValueError(f"{path}{at}: {what}; {remedy}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Flat(Corpus):
-    """The documents in a memory-mapped flat array of tokens, an ``.npy`` or a raw file.
+    """Documents in a flat token array, memory-mapped from an ``.npy`` file or a raw file.
 
     Parameters
     ----------
@@ -30,21 +30,21 @@ class Flat(Corpus):
     dtype : data type, optional
         The integer type of the tokens in a raw file.
     offsets : str, path or array of int, optional
-        The start of each document and then the number of tokens: an array of shape
-        (documents + 1,), or an ``.npy`` file that holds one.
+        The start of each document followed by the total number of tokens, as an array of shape
+        (documents + 1,) or as an ``.npy`` file that contains one.
     end : int, optional
-        The token that ends each document and belongs to it, as an alternative to `offsets`. A
-        single pass finds the documents and stores their lengths in a file.
+        The last token of each document, as an alternative to `offsets`. Documents are found in a
+        single pass, and their lengths are stored in a file.
     cache : str or path, optional
-        The folder of the lengths file. With `end`, it defaults to the folder of `path`. If
-        `offsets` is a path, each process computes the lengths unless `cache` is set.
+        The folder for the lengths file. With `end`, it defaults to the folder that contains `path`.
+        If `offsets` is a path, each process computes the lengths unless `cache` is set.
     name : str, optional
         Defaults to the file name without its extension.
 
     Raises
     ------
     TypeError, ValueError
-        The file is damaged or contradicts an argument. The message gives the file and both values.
+        The file is damaged or contradicts an argument. The message names the file and both values.
 
     Examples
     --------
@@ -137,7 +137,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
 def kept(
     path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return document lengths from a file in a folder; create the file if it is missing."""
+    """Return document lengths from a file in a folder, creating the file if necessary."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 
@@ -153,7 +153,7 @@ def kept(
 
 
 def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
-    """Find all document boundaries. The last document may lack its end token."""
+    """Find all document boundaries. The last document may have no end token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
@@ -164,6 +164,6 @@ def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
 
 
 def lengths_between(bounds: NDArray[Any]) -> NDArray[Any]:
-    """Return document lengths, as uint32 if all are below 2**32."""
+    """Return document lengths, as uint32 if all of them are less than 2**32."""
     lengths = np.diff(bounds)
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)

@@ -1,4 +1,4 @@
-"""Megatron-LM file pairs: `.idx` gives the positions of the sequences in `.bin`."""
+"""Megatron-LM file pairs, in which `.idx` locates the sequences in `.bin`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ REMEDY = "write the pair again with Megatron's preprocess_data.py, or copy both 
 
 
 class Megatron(Corpus):
-    """The documents in a memory-mapped Megatron-LM pair, ``PREFIX.idx`` and ``PREFIX.bin``.
+    """Documents in a memory-mapped Megatron-LM file pair, ``PREFIX.idx`` and ``PREFIX.bin``.
 
     Parameters
     ----------
     prefix : str or path
-        The path without its extension.
+        The path of both files without the extension.
     name : str, optional
-        Defaults to the last component of the path.
+        Defaults to the last component of `prefix`.
 
     Raises
     ------
     ValueError
-        A file is damaged or the index belongs to another file. The message names the file and byte.
+        A file is damaged or the index belongs to another file. The message gives file and offset.
 
     Examples
     --------
@@ -58,7 +58,7 @@ class Megatron(Corpus):
             kind = FLOATS.get(code, "unknown")
             raise damaged(path, 17, f"type code {code} ({kind}) is no integer's", REMEDY)
         size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
-        # An index may have one extra byte per sequence, its mode.
+        # An index may have one extra byte per sequence, which stores the sequence's mode.
         if size not in (whole, whole + number):
             said = f"{number} sequences and {bounds} bounds need {whole} bytes"
             raise damaged(path, size, said, REMEDY)
@@ -81,7 +81,7 @@ class Megatron(Corpus):
 def check(
     path: str, lengths: NDArray[Any], starts: NDArray[Any], documents: NDArray[Any], size: int
 ) -> None:
-    """Check that the sequences are contiguous and the document boundaries are in order."""
+    """Check that sequences are contiguous and that document boundaries are in order."""
 
     def is_apart(a: int, b: int) -> NDArray[np.bool_]:
         due = starts[a + 1 : b + 1]

@@ -1,4 +1,4 @@
-"""Rows of a training batch: their document pieces and their arrays."""
+"""Builds the rows of training batches from pieces of documents."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.tokens.documents import Corpus, Documents
 
-# `cu_seqlens` is int32.
+# The maximum row length, because `cu_seqlens` is int32.
 MOST_ROW = 2**30
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
 
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document.
+    """A document's tokens [start, stop).
 
     Attributes
     ----------
@@ -53,60 +53,60 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """An indexer of token rows with its own order: the first argument of `MPSequence`.
+    """An indexer of token rows with its own order, for use as `MPSequence`'s first argument.
 
-    Each token of each document occurs once per epoch; `concatenate` drops a last row that is not
-    full. A row is a sequence of *pieces*, each from one document. A document is split only if it
-    is longer than a row or, with `concatenate`, at the end of a row.
+    Every token occurs once per epoch, except that `concatenate` drops the last row if it is not
+    full. A row is a sequence of *pieces*, each from one document. Documents are split only if they
+    are longer than a row or, with `concatenate`, at the end of a row.
 
     Parameters
     ----------
     sources : Documents or dict of str to Documents
-        `Megatron`, `Flat`, `Arrow`, or an object like `Documents`. Several form one corpus.
+        `Megatron`, `Flat`, `Arrow` or custom `Documents`. Multiple sources form one corpus.
     row : int
         The number of tokens in a row, at least 2.
     weights : dict of str to number, or list of (int, dict), optional
-        The share of each source, as in `Mixture`. By default, an epoch has each source in full.
+        Each source's share, as in `Mixture`. By default, an epoch contains every source in full.
     weights_of : 'tokens' or 'units'
-        The unit of the shares: tokens, or rows.
+        The unit of the weights: 'tokens', or 'units' for rows.
     packing : 'best-fit' or 'concatenate'
-        The order: `Packed` or `Concatenated`.
+        The order to use: `Packed` or `Concatenated`.
     step : int, optional
-        The number of rows in an optimizer step, over all ranks and microbatches. If set, `Balanced`
-        gives ranks equal work. Keep `step` when the number of ranks changes, because the order
-        depends on it.
+        The number of rows in an optimizer step, across all ranks and microbatches. If set,
+        `Balanced` gives all ranks equal work. Do not change `step` when the number of ranks
+        changes, because the order depends on `step`.
     balance : 'step', 'window' or 'epoch'
-        The range in which `Balanced` exchanges rows: one step, 16 steps, or the epoch.
+        The range within which `Balanced` exchanges rows: one step, 16 steps, or the epoch.
     cache : str or path, optional
-        A folder on this machine for tables of the order, which all its processes then share.
+        A local folder for the order's tables, which all processes on the machine then share.
     epoch_size : int, optional
         The number of rows in an epoch of a mixture.
     flat : bool
-        If True, the rows of a batch are joined into one, of shape (1, rows * row).
+        If True, a batch's rows are joined into a single row of shape (1, rows * row).
     pad : int
         The padding token.
     dtype : 'int64' or 'int32'
         The type of `input_ids`, `labels` and `position_ids`.
     keys : sequence of str
-        The entries of a batch, from this list:
+        The entries of a batch, chosen from this list:
 
         - ``input_ids``: shape (rows, row).
         - ``labels``: the next token of the document, or -100 at a document's last token, where a
           loss mask excludes the next token, and in padding.
-        - ``position_ids``: start at 0 in each piece and in padding.
-        - ``document_ids``: int32, the number of the piece in its row, or -1 in padding.
-        - ``cu_seqlens``: int32, shape (pieces + 1,): the start of each piece of the batch, padding
-          included, and the end of the last. Varlen attention uses it with the batch as one row.
+        - ``position_ids``: token positions that start at 0 in each piece and in padding.
+        - ``document_ids``: int32, the index of the piece within its row, or -1 in padding.
+        - ``cu_seqlens``: int32, shape (pieces + 1,): the start of each piece (or padding) in the
+          batch, then the end of the last. For varlen attention with the batch as one row.
         - ``max_seqlen``: int, the length of the longest piece.
         - ``valid_tokens``: int, the number of labels that are not -100.
-        - ``source_tokens``: int64, shape (sources,): the tokens of each source, without padding.
+        - ``source_tokens``: int64, shape (sources,): each source's token count, without padding.
 
     Attributes
     ----------
     names : list of str
         The names of the sources.
     fingerprints : dict of str to int
-        The fingerprint of each source. A state stores them and rejects sources with other tokens.
+        Each source's fingerprint, which is saved in a state to reject sources with other tokens.
 
     Raises
     ------
@@ -175,7 +175,7 @@ class Rows:
 
     @cached_property
     def order(self) -> Order:
-        """The order of ``MPSequence(rows)``, whose samples are tokens and whose units are rows."""
+        """The order that ``MPSequence(rows)`` uses. Samples are tokens, and units are rows."""
         over: Callable[[Any], Order] = partial(Concatenated, row=self.row, cache=self._cache)
         if self._packs:
             over = partial(Packed, budget=self.row, too_long="split", cache=self._cache)
@@ -190,7 +190,7 @@ class Rows:
         return order if step is None else Balanced(order, step, over=balance, cache=self._cache)
 
     def _check(self, corpora: list[Corpus]) -> None:
-        """Check that the tokens fit the type and that at least one can be predicted."""
+        """Check that the tokens fit the data type and that at least one token can be predicted."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
             raise TypeError(
                 f"dtype={self._dtype} with pad={self._pad}; pass 'int64' or 'int32', and a token "
@@ -218,24 +218,24 @@ class Rows:
         return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle without lazily created attributes and the files' arrays."""
+        """Return the state without lazily created attributes and file arrays."""
         made = ("order", "_ends", "_arrays")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def locate(self, row: int, *, seed: int, epoch: int = 0) -> list[Piece]:
-        """Return the pieces of a row of an epoch, in order.
+        """Return a row's pieces in order.
 
         Parameters
         ----------
         row : int
-            The row's number in the epoch over all ranks, from 0.
+            The index of the row within the epoch, across all ranks.
         seed, epoch : int
-            In [0, 2**64).
+            The seed and the epoch, each in [0, 2**64).
 
         Raises
         ------
         IndexError
-            The epoch has no such row.
+            `row` is out of range for the epoch.
 
         Examples
         --------
@@ -268,18 +268,18 @@ class Rows:
         return sums
 
     def _by_source(self, pieces: Ints) -> Ints:
-        """Count the tokens of each source."""
+        """Count the tokens from each source."""
         sources, *_, counts = pieces
         return np.bincount(sources, counts, len(self.names)).astype(np.int64)
 
     def only(self, keys: Sequence[str]) -> Rows:
-        """Return a copy of these rows with other keys."""
+        """Return a copy of these rows with different keys."""
         rows = object.__new__(type(self))
         vars(rows).update(vars(self), keys=tuple(keys))
         return rows
 
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
-        """Return the batch at these positions, which `cseq.parts` groups into rows."""
+        """Return a batch of the pieces at these positions. `cseq.parts` groups them into rows."""
         sizes = parts()
         pieces, cuts = self._locate(indices, sizes)
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
@@ -310,9 +310,9 @@ class Rows:
         return parts, [mask for corpus in self._corpora for mask in corpus.masks]
 
     def _locate(self, indices: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-        """Find the pieces that start at these positions. Each ends with its document or its row.
+        """Find the pieces that start at these positions and end with their document or row.
 
-        Return the source, document, start and length of each piece, and the result of `cut`.
+        Return each piece's source, document, start and length, and the result of `cut`.
         """
         pieces = locate(self._ends, self._firsts, indices)
         return pieces, cut(pieces[3], sizes, self.row, not self.flat)
@@ -320,9 +320,9 @@ class Rows:
     def _find(
         self, indices: Ints, pieces: Ints, cuts: Ints
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
-        """Return the token arrays, their masks or None, and each piece's array and position in it.
+        """Return the token arrays, their masks or None, and each piece's array and position.
 
-        A user's source reads each piece together with the token after a cut, which is a label.
+        With a user-defined source, each cut piece is read with the next token, which is a label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)
