@@ -42,7 +42,7 @@ cdef extern from "numpy/arrayobject.h":
 
 @cython.final
 cdef class Encoder:
-    """Writes batches to a room using plans, which are made when no known plan matches.
+    """Writes batches to a room using plans. A new plan is made when no known plan matches.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ cdef class Encoder:
     # The leaves of the batch being written. Between batches, `arrays` contains only None.
     cdef list arrays
     cdef list objects
-    # The contents of the objects: see `contents_of`.
+    # The contents of `objects`: see `contents_of`.
     cdef int contents
     # The layout, and its capacity in words.
     cdef int64_t* words
@@ -75,7 +75,7 @@ cdef class Encoder:
         PyMem_RawFree(self.words)
 
     def remember(self, Plan plan not None):
-        """Add a plan for `find_plan` to try."""
+        """Add a plan to those that `find_plan` tries."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cdef Plan find_plan(self, batch):
@@ -110,7 +110,7 @@ cdef class Encoder:
                              Py_ssize_t base) except -2:
         """Return the offset of an array that is already in the slot, or -1.
 
-        An array that overlaps one of the k preceding arrays also yields -1.
+        The result is also -1 if the array overlaps one of the k preceding arrays.
         """
         cdef Py_ssize_t offset = self.room.offset_of(array)
         cdef int64_t* word = self.words
@@ -151,7 +151,7 @@ cdef class Encoder:
         return f[0], f[1], f[2], f[3]
 
     cdef int write_batch(self, object batch, uint64_t* record) except -1:
-        """Do the work of `encode`, and store the result in `record`."""
+        """Implement `encode`, storing the result in `record`."""
         cdef Plan plan
         cdef list arrays
         cdef bytes pickled = None
@@ -178,7 +178,7 @@ cdef class Encoder:
         return 0
 
     cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
-        """Do the work of `encode_parts`, and store the result in `record`."""
+        """Implement `encode_parts`, storing the result in `record`."""
         cdef Room room = self.room
         cdef Py_ssize_t base = room.reserve(0) if room.target is not None else aligned(room.used)
         cdef Py_ssize_t end = base
@@ -235,14 +235,14 @@ cdef class Encoder:
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
-    """Store a word only if it differs from the previous batch's: a copy that reads two words at once
-    would stall on two recent stores."""
+    """Store a word only if the previous batch's word differs. A copy that reads two words at once would
+    stall on two recent stores."""
     if word[0] != value:
         word[0] = value
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
-    """Copy an array to the location given by its layout, casting if needed."""
+    """Copy an array to the location given by its layout, and cast the array if needed."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
     if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
@@ -260,7 +260,7 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 
 @cython.final
 cdef class ObjectTable:
-    """An object or None for each entry, which is a cell of a ring. Whoever may write the cell owns it.
+    """Holds an object or None for each entry (a ring cell). Whoever may write the cell owns the entry.
 
     The objects are in a list of constant length. The core exchanges items without the list's lock and
     reference count, which both sides would write for every batch. Entries have separate cache lines.
@@ -309,7 +309,7 @@ cdef class TicketWriter(BatchWriter):
         return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
-        """Decode the batch in the slot of a converter's ticket. The next batch is written after it."""
+        """Decode the batch in a converter ticket's slot. The next batch is written after that one."""
         self.room.select(runner.slot, runner.capacity, sum(runner.record))
         return decode(self.room.loan(), runner.record)
 
@@ -318,7 +318,7 @@ cdef class TicketWriter(BatchWriter):
         return self.encoder.encode(batch)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write and publish a batch if no array can be in the slot. Return True if published."""
+        """Write and publish a batch if none of its arrays can be in the slot. Return True if published."""
         cdef cseq_cell* c = runner.held()
         CSEQ_POINT("index")
         if self.room.target is not None or self.room.loaned:
@@ -340,7 +340,7 @@ cdef class TicketWriter(BatchWriter):
         self.deliver(runner, ENDED, (0, 0, 0, 0))
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Write the exception to the slot, or only its text if memory is short."""
+        """Write the exception to the slot, or only its text if there is not enough memory."""
         try:
             record = self.write_error(runner, failure.pack(error))
         except MemoryError:
@@ -361,7 +361,7 @@ cdef class TicketWriter(BatchWriter):
         return record
 
     cdef int deliver(self, Runner runner, uint32_t status, record) except -1:
-        """Publish the ticket with a `codec.Record` of the slot."""
+        """Publish the ticket with the slot's `codec.Record`."""
         cdef cseq_cell* c = runner.held()
         cdef uint64_t* fields = c.converted if runner.stage else c.record
         fields[0], fields[1], fields[2], fields[3] = record
@@ -380,7 +380,7 @@ cdef class TicketWriter(BatchWriter):
 
 @cython.final
 cdef class Objects(BatchWriter):
-    """Both ends of a transfer between threads: one object for each cell of the ring.
+    """Both ends of a transfer between threads, with one object per ring cell.
 
     Parameters
     ----------
@@ -405,7 +405,7 @@ cdef class Objects(BatchWriter):
         return Decoder(objects=self.objects, slots=slots, convert=convert, leaf_for=leaf_for)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Store the batch in the entry of the cell and publish the ticket."""
+        """Store the batch in the cell's entry and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
@@ -419,7 +419,7 @@ cdef class Objects(BatchWriter):
         runner.publish(BATCH, record)
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Store the exception in the entry of the cell and publish the ticket."""
+        """Store the exception in the cell's entry and publish the ticket."""
         self.objects[self.first + runner.cell] = error
         runner.publish(status)
 
@@ -437,7 +437,7 @@ cdef class Objects(BatchWriter):
     def error(self, Py_ssize_t entry, slot, capacity, record):
         """Return the exception, read from the slot if the previous stage raised it."""
         error = self.objects[entry]
-        # A thread may raise before it has read the batch from the slot.
+        # A thread may raise before it reads the batch from the slot.
         if error is None:
             error = self.below.error(entry, slot, capacity, record)
         return error
@@ -445,20 +445,20 @@ cdef class Objects(BatchWriter):
 
 @cython.final
 cdef class Decoder:
-    """Makes batches from the contents of cells and slots where this is possible in C.
+    """Decodes batches from cells and slots in C where possible.
 
     Parameters
     ----------
     objects : ObjectTable, optional
         The batches from threads.
     slots : SlotTable, optional
-        The slots of processes. Without it, tickets have no slots.
+        The slots used by processes. If omitted, tickets have no slots.
     mapped : list of Mapping or None, optional
         The mapping of each slot, for batches from processes.
     lend : callable, optional
         See `decode`.
     convert : callable, optional
-        Applied to each batch. The pool applies it to batches that are not decoded here.
+        A function applied to each batch. The pool applies it to batches that are not decoded here.
     leaf_for : callable, optional
         Returns the same conversion for single leaves where possible; see `Plan.converters`.
     """
@@ -473,7 +473,7 @@ cdef class Decoder:
     cdef object peek(self, uint32_t entry, cseq_cell* c):
         """Return the converted batch in a cell for `take_peeked`, or UNREAD if Python must decode it.
 
-        Set `left`. The batch stays in the cell. It must not be one that is handed over unchanged.
+        Also set `left`. The batch stays in the cell, and must not be one that is handed over unchanged.
         """
         batch = self.decode(entry, c)
         return batch if batch is UNREAD else self.divide(batch)
@@ -524,7 +524,7 @@ cdef class Decoder:
         return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
     cdef list leaves_of(self, plan):
-        """Return the converters of a plan's leaves, or None if leaves are not converted individually."""
+        """Return the converters for a plan's leaves, or None if leaves are not converted individually."""
         cdef list leaves
         if self.leaf_for is None:
             return None
@@ -549,12 +549,12 @@ def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64
         bytes are views of that memory, or separate copies if the result is None. Smaller arrays are
         copies. Without `lend`, all arrays are views of `memory`.
     slot, capacity : int
-        For `lend`.
+        The arguments of `lend`.
 
     Raises
     ------
     IndexError
-        The record does not fit the memory.
+        The record does not fit in the memory.
     """
     cdef uint64_t f[4]
     cdef int k

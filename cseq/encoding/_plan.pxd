@@ -1,4 +1,4 @@
-"""Plans: the structure shared by batches, and the reading of batches."""
+"""Plans: the structure that batches share, and how batches are read."""
 
 cimport cython
 from cpython.ref cimport PyObject
@@ -21,7 +21,7 @@ cdef extern from *:
 cdef enum:
     # `bytes` objects of at least this size are leaves.
     MOST_PICKLED = 4096
-    # The number of plans that a reader caches, and that a writer compares in sequence.
+    # The maximum number of plans that a reader caches and that a writer compares in sequence.
     MOST_PLANS = 64
     RECENT = 4
     # The maximum nesting depth of containers that are searched for leaves.
@@ -45,7 +45,7 @@ cdef enum:
 
 # `rows`: whether the axes are in C order. `axes`: the axes in memory order, outermost first. `words`:
 # the length of the layout (offset, bytes, shape). `dtype`: the type in the slot. `source`: the type of
-# the written array (NULL in a reader). `casts`: whether both types differ. `torch_dtype` and `bits`: for
+# the written array (NULL in a reader). `casts`: whether the types differ. `torch_dtype` and `bits`: for
 # a tensor type that numpy lacks, this type and an integer type of the same size; otherwise NULL.
 cdef struct Leaf:
     int kind, nd

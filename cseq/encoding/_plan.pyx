@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Plans: the structure shared by batches, and the reading of batches."""
+"""Plans: the structure that batches share, and how batches are read."""
 
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
@@ -43,7 +43,7 @@ cdef dict reader_plans = {}
 
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1:
-    """Raise IndexError if a batch exceeds the memory."""
+    """Raise IndexError if a batch does not fit in the memory."""
     cdef uint64_t end = 0
     cdef int k
     for k in range(4):
@@ -55,7 +55,7 @@ cdef int check_record(Memory memory, const uint64_t* record) except -1:
 
 @cython.final
 cdef class Plan:
-    """The structure shared by batches: arrays in containers. It is surveyed once.
+    """A structure shared by batches: arrays in containers. Each structure is surveyed once.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ cdef class Plan:
             Py_XDECREF(block)
 
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept:
-        """Return True if a batch has this structure. Its record must have been checked."""
+        """Return True if a batch has this structure. The batch's record must have been checked."""
         return (record[1] == <uint64_t>self.text_bytes
                 and memcmp(self.text, memory.data + record[0], record[1]) == 0)
 
@@ -121,7 +121,7 @@ cdef class Plan:
         if not isinstance(dtype, cnp.dtype) or dtype.hasobject or nd > MAX_DIMS or bytes(sorted(axes)) != rows:
             raise ValueError(f"a leaf of {dtype!r} with axes {[*axes]} cannot lie in raw memory")
         leaf.kind, leaf.nd, leaf.rows = kind, nd, axes == rows
-        # `nodes` keeps the axes.
+        # `nodes` keeps the axes alive.
         leaf.axes = <const uint8_t*><const char*>axes
         leaf.dtype = <PyObject*>dtype
         leaf.itemsize = dtype.itemsize
@@ -269,7 +269,7 @@ cdef class Plan:
         cdef Cursor cursor
         cdef list objects = None, arrays = None
         cdef Py_ssize_t total = <Py_ssize_t>(record[0] + record[1] + record[2] + record[3])
-        # The memory of large leaves.
+        # The memory that holds large leaves.
         cdef Memory home = memory
         cdef Block block
         if record[2] != <uint64_t>(8 * self.words):
@@ -292,7 +292,7 @@ cdef class Plan:
         return self.build(&cursor, memory, arrays, objects, converters)
 
     cdef list read_leaves(self, Cursor* cursor, Memory memory, Memory home):
-        """Make all leaves. Large ones are views of `home`, or copies if `home` is None. Small ones are
+        """Make all leaves. Large leaves are views of `home`, or copies if `home` is None. Small leaves are
         copied into shared blocks. This must run before any code that may fork, because the slot may
         hold another batch when the child reads it.
         """
@@ -342,7 +342,7 @@ cdef class Plan:
 
     cdef object read_leaf(self, int k, const char* word, Memory memory, Py_ssize_t offset,
                           Py_ssize_t nbytes):
-        """Make the array or `bytes` object whose layout starts at `word` from the bytes in a memory."""
+        """Make the array or `bytes` object whose layout starts at `word` from bytes in a memory."""
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef cnp.npy_intp strides[MAX_DIMS]
@@ -363,7 +363,7 @@ cdef class Plan:
                              NULL if leaf.rows else strides, cnp.NPY_ARRAY_CARRAY)
 
     cdef Block spare(self, Py_ssize_t nbytes):
-        """Return memory for copies: an earlier batch's block if it is unreferenced, else a new one.
+        """Return memory for copies: an earlier batch's block if one is unreferenced, else a new block.
 
         A loop that drops its batches alternates between two blocks without any allocation.
         """
@@ -383,7 +383,7 @@ cdef class Plan:
         return block
 
     cdef object build(self, Cursor* cursor, Memory memory, list arrays, list objects, list converters):
-        """Make the value of the next node. Leaves come from `arrays`, or from `memory` if that is None."""
+        """Make the next node's value. Leaves come from `arrays`, or from `memory` if `arrays` is None."""
         cdef Node* n = &self.node[cursor.node]
         cdef int k
         cdef list children
@@ -434,7 +434,7 @@ cdef class Plan:
         return value if convert is None else convert(value)
 
     def converters(self, leaf_for, convert):
-        """Return a list with the function for each leaf, followed by the one for pickled leaves.
+        """Return a list with one function per leaf, followed by one function for pickled leaves.
 
         Parameters
         ----------
@@ -462,7 +462,7 @@ cdef inline bint is_plain(object value) noexcept:
 cdef int contents_of(object value, int depth) except -1:
     """Return the contents of a value: LEAVES, OBJECTS or PLAIN.
 
-    Containers are searched up to a depth of `depth`. Deeper ones count as LEAVES.
+    Containers are searched to a depth of `depth`. Deeper containers count as LEAVES.
     """
     cdef Py_ssize_t k = 0
     cdef PyObject* key

@@ -21,8 +21,8 @@ cdef class Room:
     cdef public object slot_allocator
     # The mapping in which numpy allocates large arrays, or None while the worker keeps many slots.
     cdef Mapping target
-    # `older`: mappings of the slot replaced during this ticket. `kept`: (slot, mappings, loans) of slots
-    # with live arrays of earlier batches. `loans`: weak references to the slot's loans. `window`: the last.
+    # `older`: mappings of the slot replaced during this ticket. `kept`: (slot, mappings, loans) of slots with
+    # live arrays of earlier batches. `loans`: weak references to the slot's loans. `window`: the current one.
     cdef list older, kept, loans
     cdef object window
     cdef int fd

@@ -39,7 +39,7 @@ cdef class Room:
     the batch in another slot. A kept slot is freed when no array in it is alive. While a worker keeps
     several slots, it makes no arrays in slots.
 
-    Mappings are kept for later tickets. In the long run, no system calls are made.
+    Mappings are kept for later tickets, so that no system calls are made in the long run.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ cdef class Room:
     Attributes
     ----------
     memory : Memory
-        The slot.
+        The memory of the current slot.
     used, capacity : int
-        The number of bytes in use and of bytes committed. The trainer must learn the latter.
+        The numbers of bytes in use and committed. `capacity` must be reported to the trainer.
     slot : int
         The current slot, which this process has taken, or -1.
     mapped : dict
@@ -73,7 +73,7 @@ cdef class Room:
     # -- selecting a slot
 
     cdef int open_slot(self) except -1:
-        """Take a slot for the current ticket. This is a fast path of `begin_slot`."""
+        """Take a slot for the current ticket: a fast path for `begin_slot`."""
         cdef Mapping mapping
         cdef uint64_t nbytes
         if self.slots is None or self.slot >= 0 or self.loaned or self.older or self.kept:
@@ -97,7 +97,7 @@ cdef class Room:
         return 0
 
     def begin_slot(self):
-        """Take an empty slot as the current one. Raise MemoryError if memory is short.
+        """Take an empty slot as the current one. Raise MemoryError if there is not enough memory.
 
         If the previous ticket was published without its slot, reuse that slot.
         """
@@ -111,8 +111,8 @@ cdef class Room:
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
-        """Make a slot of the caller the current one. It has `capacity` committed bytes, and the first
-        `used` bytes hold a batch, which `loan` may lend."""
+        """Make a slot owned by the caller the current one. The slot has `capacity` committed bytes, and its
+        first `used` bytes hold a batch, which `loan` may lend."""
         self.abandon()
         self.open_at(slot, capacity)
         self.used, self.loaned = used, used > 0
@@ -170,7 +170,7 @@ cdef class Room:
     cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1:
         """Reserve the next `nbytes` of the slot. Return their offset, a multiple of 64 bytes.
 
-        If memory is short, raise MemoryError and change nothing.
+        If there is not enough memory, raise MemoryError and change nothing.
         """
         cdef object allocator = self.slot_allocator if self.target is not None else None
         cdef Py_ssize_t used = self.used
@@ -223,8 +223,8 @@ cdef class Room:
     def end_slot(self):
         """Finish the slot. If arrays in the slot are alive, keep it and copy the batch to another slot.
 
-        The caller has dropped its references to the batch. Without a slot table, raise RuntimeError if
-        arrays are alive.
+        The caller must have dropped its references to the batch. Without a slot table, raise RuntimeError
+        if arrays are alive.
         """
         cdef Memory source = self.memory
         cdef Py_ssize_t used = self.used
@@ -237,7 +237,7 @@ cdef class Room:
             self.reserve(used)
             self.memory.store_from(0, source, used)
             return
-        # An array may only be alive because of a garbage cycle.
+        # A garbage cycle may be the only thing that keeps an array alive.
         gc.collect()
         if self.is_lent():
             raise RuntimeError(
@@ -316,7 +316,7 @@ cdef class Room:
         return 0
 
     cdef Mapping map(self, int64_t slot, Py_ssize_t capacity):
-        """Map a slot and keep the mapping. If there are too many, drop the newest: slots are used in turn."""
+        """Map a slot and keep the mapping. At the limit, drop the newest one: slots are used in turn."""
         self.mapped.pop(slot, None)
         if len(self.mapped) >= MAX_MAPPED:
             self.mapped.popitem()

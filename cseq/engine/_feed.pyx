@@ -21,7 +21,7 @@ from collections import deque
 
 from cseq.encoding.failure import ends_program, of_handler, shorten
 
-# `units` is the weight of a ticket; `entry` is its cell's index among the cells of all rings.
+# `units` is the ticket's weight. `entry` is the index of its cell among the cells of all rings.
 cdef struct Ticket:
     uint64_t number
     uint64_t units
@@ -69,11 +69,11 @@ cdef class Feed:
 
     If an exception is raised before the commit, the ticket stays in the line, and the next call uses
     the batch if it was fully decoded. Between the commit and the return to the caller, no Python code
-    runs except, at the end, destructors of dropped objects such as an unconverted batch.
+    runs except destructors of dropped objects such as an unconverted batch, which run at the end.
 
     Only the thread that holds the lock of `run` may call a feed. Code that runs during a call, such as
     a signal handler, a conversion or a destructor, cannot start an epoch or fetch anything. It may
-    raise, end the generation, or call a worker (`Streams.ask`). If that call raises, it may end the
+    raise, end the generation, or call a worker (`Streams.ask`). A call that raises may end the
     worker's items.
 
     Parameters
@@ -90,19 +90,19 @@ cdef class Feed:
         error)`` returns the exception to raise in the loop and a note: the entry for `skipped`, or
         the reason why a worker's own items ended. ``list_left(ring_number, cell, left)`` returns the
         entries of the samples missing from a batch. ``look()`` is called about ten times a second
-        when a batch is requested, and may do anything that a signal handler may. ``make_next()``, if
+        when a batch is requested, and may do anything a signal handler may do. ``make_next()``, if
         not None, makes the next batch on this thread instead of waiting for one. ``on_cancel(cell)``,
         if not None, is called before the cell of a cancelled ticket is freed.
     errors : 'raise', 'skip' or 'return'
         What to do with an exception that arrives instead of a batch: raise it, record it and skip the
         batch, or return an `ItemFailure`.
     interrupted : str
-        The InterruptedError message after the generation has ended.
+        The message of the InterruptedError raised after the generation has ended.
 
     Attributes
     ----------
     source, place : Source, Place or None
-        The source of the tickets, and the epoch with its number of units before the first ticket.
+        The ticket source, and the epoch with the number of units before the first ticket.
     ticket : int
         The number of the next ticket.
     generation : int
@@ -111,11 +111,11 @@ cdef class Feed:
         The number of tickets fetched in this epoch, and their units. If a ticket raises, its units
         count only once the loop continues.
     skipped : deque
-        The notes about skipped batches and samples.
+        Notes about skipped batches and samples.
     ended : bool
-        Whether the caller knows that the epoch is over.
+        Whether the end of the epoch has been reported to the caller.
     pool_number : int
-        The number of the pool in a trace.
+        The pool's number in a trace.
     """
 
     cdef object __weakref__
@@ -134,7 +134,7 @@ cdef class Feed:
     cdef object pool, make_next, on_cancel
     cdef bint queues
     cdef uint64_t runners
-    # The line, a circular buffer; `cancelled` has the cancelled tickets that still occupy cells.
+    # The line, a circular buffer. `cancelled` holds the cancelled tickets that still occupy cells.
     cdef Ticket* buffer
     cdef Py_ssize_t room, first, length
     cdef Ticket* cancelled
@@ -148,7 +148,7 @@ cdef class Feed:
     cdef readonly object skipped
     cdef readonly uint64_t skips
     # `done_count`: the value of `done`, for any thread. `units`: all fetched units. `before`: the units
-    # before the first ticket.
+    # that precede the first ticket.
     cdef uint64_t done_count, units, before
     cdef object interrupted
     cdef bint due
@@ -219,7 +219,7 @@ cdef class Feed:
         return -1
 
     cdef bint post(self) noexcept:
-        """Post the next ticket if it is prepared and a cell is free. Return True if posted."""
+        """Post the next ticket if it is prepared and a cell is free. Return True on success."""
         cdef Py_ssize_t ring_number = self.source.target()
         cdef Ring ring
         cdef Ticket* t
@@ -239,7 +239,7 @@ cdef class Feed:
         return True
 
     cpdef int refill(self) except -1:
-        """Post tickets while there are free cells and the source has tickets."""
+        """Post tickets while cells are free and the source has tickets left."""
         cdef bint ready
         self.free_cancelled()
         while self.source is not None:
@@ -256,7 +256,7 @@ cdef class Feed:
         self.cancelled_count += 1
 
     cdef void cancel_all(self, uint32_t ring_number) noexcept:
-        """Cancel a ring's tickets. In a queue, start with unclaimed ones, newest first, to leave no gap."""
+        """Cancel a ring's tickets. In a queue, start with unclaimed tickets, newest first, to leave no gap."""
         cdef bint back = self.queues
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, ring_number)
         cdef Py_ssize_t k, kept = 0
@@ -325,7 +325,7 @@ cdef class Feed:
                   Request assignment=None, uint64_t epoch=0):
         """Post a call to a worker, which handles the call before its unclaimed items.
 
-        A worker has one call at a time. A new call cancels an unanswered one.
+        A worker handles one call at a time. A new call cancels an unanswered one.
 
         Parameters
         ----------
@@ -334,7 +334,7 @@ cdef class Feed:
         name : str
             The name of the call in messages.
         assignment, epoch : Request or None, int
-            The epoch that the worker starts before the call, with this assignment; 0 for none.
+            The epoch that the worker starts before the call, and its assignment. Epoch 0 means none.
 
         Returns
         -------
@@ -358,7 +358,7 @@ cdef class Feed:
         return cell, self.ticket - 1
 
     cdef uint64_t note_first(self, cseq_meter* m) noexcept:
-        """Record the first batch of all. The wait so far counts as startup time and is returned."""
+        """Record the very first batch. Return the wait so far, which counts as startup time."""
         cdef uint64_t waited = m.waited_ns
         cdef Py_ssize_t k
         cdef uint32_t owner
@@ -392,7 +392,7 @@ cdef class Feed:
         self.reset(source, ordered, place)
 
     def run_clock(self):
-        """Start counting time for the epoch. A pause after the last batch belongs to no epoch."""
+        """Start the epoch's clock. A pause after the last batch does not count toward any epoch."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         # After a pause, the time since the last step does not count as loop time.
         cdef bint goes_on = m.since_ns != 0
@@ -410,7 +410,7 @@ cdef class Feed:
     cdef int reset(self, Source source, bint ordered, place) except -1:
         """Cancel all posted tickets and reset the counts."""
         cdef uint32_t k
-        # Dropped last, since destructors may run code.
+        # Drop these last, because destructors may run code.
         before = self.source, self.batch, self.error
         self.source = None
         for k in range(PyList_GET_SIZE(self.rings)):
@@ -457,8 +457,8 @@ cdef class Feed:
         return -1
 
     cdef inline Py_ssize_t first_of(self, Py_ssize_t k) noexcept:
-        """Return the position of the first ticket in the queue of the ready ticket `k`. The first ticket
-        is ready too, since a worker answers in order."""
+        """Return the position of the first ticket in the same queue as the ready ticket `k`. That ticket is
+        ready too, because a worker answers in order."""
         cdef Py_ssize_t j
         for j in range(k):
             if self.at(j).ring_number == self.at(k).ring_number:
@@ -475,9 +475,9 @@ cdef class Feed:
     # -- waiting, for `wait`
 
     def advance(self):
-        """Post as many tickets as possible and return whether the next ticket is ready.
+        """Post as many tickets as possible, and return whether the next ticket is ready.
 
-        If no ticket is left, raise the source's exception if there is one, else return None.
+        If no ticket is left, raise the source's exception if any, else return None.
         """
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef uint64_t now
@@ -506,7 +506,7 @@ cdef class Feed:
     def wait(self, uint32_t seen, list awaited=None):
         """Sleep until an awaited ticket may be ready, then run signal handlers; see `Ring.wait`.
 
-        `awaited` lists the tickets to wait for. The default is the result of the method `awaited`.
+        `awaited` lists the tickets to wait for, by default the result of the `awaited` method.
         """
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, 0)
         cdef bint spun = self.spun and awaited is None
@@ -524,7 +524,7 @@ cdef class Feed:
         PyErr_CheckSignals()
 
     cdef int wait_any(self, uint32_t seen, list awaited, bint spun) except -1:
-        """Sleep until one of the given tickets may be ready; only the first in each queue counts."""
+        """Sleep until a given ticket may be ready. Only the first given ticket in each queue counts."""
         cdef Ring ring
         cdef uint32_t ring_number, cell, count = 0
         cdef uint64_t before, awake
@@ -550,7 +550,7 @@ cdef class Feed:
         return 0
 
     cdef bint expect(self, uint32_t seen) noexcept:
-        """Spin until the next ticket is ready or time runs out. Return True if it is ready."""
+        """Spin until the next ticket is ready or time runs out. Return True if the ticket is ready."""
         cdef Ticket* t = self.at(0)
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
         self.spun = not ring.expect(t.cell, seen)
@@ -559,7 +559,7 @@ cdef class Feed:
     # -- peek, decode, commit
 
     cdef Py_ssize_t reach(self, uint64_t generation) except -1:
-        """Wait until the next ticket is decoded and can be committed, and return its position.
+        """Wait until the next ticket is decoded and can be committed. Return the ticket's position.
 
         This may run any code, except between the last check and the return.
         """
@@ -590,7 +590,7 @@ cdef class Feed:
         return self.find()
 
     cdef bint is_settled(self, Py_ssize_t k, uint64_t generation) except -1:
-        """Prepare the commit of a decoded ticket. Return True if the ticket is still decoded."""
+        """Prepare to commit a decoded ticket. Return True if the ticket is still decoded."""
         while not self.source.is_ready(self.taken_count + 1):
             self.source.prepare(self.taken_count + 1)
             if not self.run.is_at(generation):
@@ -601,12 +601,12 @@ cdef class Feed:
         return self.is_decoded(k) and self.run.is_at(generation)
 
     cdef int decode(self, Py_ssize_t k) except -1:
-        """Decode the ready ticket at position `k`. Remove it if it ends a worker's items."""
+        """Decode the ready ticket at position `k`. Remove the ticket if it ends a worker's items."""
         cdef Ticket t = self.at(k)[0]
         cdef cseq_cell* c = self.cell(&t)
         cdef uint64_t* f = c.converted if c.stage else c.record
         before = batch = error = note = left = None
-        # Objects of another ticket are dropped on return, since their destructors may run code.
+        # Another ticket's objects are dropped on return, because their destructors may run code.
         if self.decoded != NONE:
             before = self.batch, self.error
         if c.status == ENDED:
@@ -624,7 +624,7 @@ cdef class Feed:
                 batch = self.decoder.divide(batch)
             left = self.decoder.left
         except BaseException as raised:
-            # Raise the first MemoryError, as a retry may find more memory. The second may be the batch's.
+            # Raise the first MemoryError, as a retry may find more memory. The batch may cause the second one.
             if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
                     or isinstance(raised, MemoryError) and self.short != t.number):
                 if isinstance(raised, MemoryError):
@@ -641,14 +641,14 @@ cdef class Feed:
         return 0
 
     cdef int commit(self, Py_ssize_t k, bint done) except -1:
-        """Remove the decoded ticket at position `k` and post the next one, which is prepared.
+        """Remove the decoded ticket at position `k` and post the next ticket, which is prepared.
 
-        `done` says whether the loop continues afterwards. The caller holds the decoded batch.
+        `done` is true if the loop continues afterwards. The caller holds the decoded batch.
         """
         cdef Ticket t = self.at(k)[0]
         cdef uint32_t status = self.cell(&t).status
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
-        # Dropped last, since the destructor may run code.
+        # Drop this last, because the destructor may run code.
         left = self.free(k, ring)
         self.note_step()
         ring.committed(self.cell(&t))
@@ -694,7 +694,7 @@ cdef class Feed:
     cdef PyObject* take_batch(self, uint64_t generation) except NULL:
         """Return the next batch as an owned reference. The caller holds the lock.
 
-        An object that is handed over unchanged keeps its reference count: see `_headers`.
+        Handing over an object unchanged does not affect its reference count: see `_headers`.
 
         Raises
         ------
@@ -737,16 +737,16 @@ cdef class Feed:
             rest()
 
     cpdef int check(self, uint64_t generation) except -1:
-        """Raise InterruptedError if a generation is over. It takes precedence over later errors."""
+        """Raise InterruptedError if a generation is over. This error takes precedence over later ones."""
         if not self.run.is_at(generation):
             raise InterruptedError(self.interrupted) from None
         return 0
 
     def glance(self):
-        """Return the next item without consuming it, in an ordered epoch of keys.
+        """Return the next item of an ordered epoch of keys without consuming it.
 
-        Return None if the item is not ready or in other epochs. The item is decoded and remains the
-        next one. No key is drawn. An exception is returned as an `ItemFailure`.
+        Return None if the item is not ready, and in any other epoch. The item is decoded and remains
+        the next one. No key is drawn. An exception is returned as an `ItemFailure`.
         """
         self.run.lock.acquire(-1)
         try:
@@ -772,7 +772,7 @@ cdef class Feed:
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
         """Commit the answer to a call and free its cell unless the cell is already free.
 
-        `ends`: the answer is an exception, which ends the worker's own items but not keyed items.
+        `ends` means that the answer is an exception, which ends the worker's own items but not keyed ones.
         """
         cdef Ring ring = self.rings[worker]
         if not ring.peek(cell, ticket):
@@ -782,11 +782,11 @@ cdef class Feed:
             self.decoder.free(ring.first_entry + cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if ends and self.source is not None and not self.source.keyed:
-            # Dropped last, since destructors may run code.
+            # Drop these last, because destructors may run code.
             before = self.batch, self.error
             self.cancel_all(worker)
             self.clear()
-        # This includes tickets that a nested call cancelled.
+        # This also frees tickets that a nested call cancelled.
         self.free_cancelled()
 
 
@@ -794,8 +794,8 @@ cdef class Feed:
 cdef class FeedIterator:
     """An iterator over one epoch; it becomes invalid when its generation ends.
 
-    Threads may share an iterator; each batch goes to one of them. It has no Python subclass, because a
-    ``for`` loop would look up `__next__` and call it as a method at every step.
+    Threads may share an iterator; each batch goes to one of them. There is no Python subclass, because
+    a ``for`` loop would then look up `__next__` and call it as a method at every step.
 
     Parameters
     ----------

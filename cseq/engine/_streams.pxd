@@ -1,4 +1,4 @@
-"""Requests: the data of a stream's calls and items."""
+"""Requests: the data for a stream's calls and items."""
 
 from libc.stdint cimport int64_t, uint32_t
 

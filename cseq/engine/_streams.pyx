@@ -25,7 +25,7 @@ cdef object NOTHING = object()
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:
-    """Write a ticket's requests into the words of its cell and return these words.
+    """Write a ticket's requests into the words of its cell, and return the words.
 
     `name` is the name of a call in messages.
     """
@@ -53,7 +53,7 @@ cdef class Request:
     Attributes
     ----------
     slot : int
-        The slot, which was the lowest free one at construction, or -1 for threads.
+        The slot, which was the lowest free slot at construction, or -1 for threads.
     value : object
     """
 
@@ -69,7 +69,7 @@ cdef class Request:
             self.slots.set_free(self.slot)
 
     def locate(self, uint64_t capacity, record):
-        """Set the number of committed bytes in the slot and the `codec.Record` of its data."""
+        """Set the slot's number of committed bytes and the `codec.Record` of its data."""
         cdef int k
         self.slots.resize(self.slot, capacity)
         self.words[0], self.words[1] = self.slot, <int64_t>capacity
@@ -78,7 +78,7 @@ cdef class Request:
 
 
 cdef class StreamSource(Source):
-    """The tickets of workers that each have a queue and an assignment for the epoch.
+    """Tickets for workers that each have a queue and an assignment for the epoch.
 
     Parameters
     ----------
@@ -178,9 +178,9 @@ cdef Block ints_of(key, Py_ssize_t most):
 
 @cython.final
 cdef class KeySource(StreamSource):
-    """Items requested by keys from an iterator.
+    """Tickets for items requested by keys from an iterator.
 
-    `prefetch` keys per worker are drawn ahead, then one per consumed item. A key takes three steps::
+    `prefetch` keys per worker are drawn ahead, then one per consumed item. Each key takes three steps::
 
         draw     store the iterator's next key in `key`; the next step may be interrupted
         write    store the key's ints or a `Request` in `drawn`
@@ -202,7 +202,7 @@ cdef class KeySource(StreamSource):
     """
 
     cdef object keys
-    # The key that was drawn but not yet written, or NOTHING.
+    # The key that has been drawn but not yet written, or NOTHING.
     cdef object key
     # The keys to post, each as a `Block` or `Request` and the number of samples in its item.
     cdef list drawn

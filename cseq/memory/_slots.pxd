@@ -30,8 +30,8 @@ cdef struct slot_table:
 @cython.no_gc
 cdef class SlotTable:
     # `most` is the maximum number of slots. If `depth` differs from the process's number of forks, this
-    # is a copy, which changes nothing. `held` leases are alive, with `held_bytes` in their slots. `peak`
-    # resets the peaks. `leases` maps slots to the leases of tickets in the ring.
+    # object is a copy, which changes nothing. `held` leases are alive, with `held_bytes` in their slots.
+    # `peak` resets the peaks. `leases` maps slots to the leases of tickets in the ring.
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd

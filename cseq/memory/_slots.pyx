@@ -47,7 +47,7 @@ cdef class SlotTable:
     published tickets are known, the supervisor changes k in all other slots (`reclaim`, also by
     compare-and-swap).
 
-    A slot of the trainer is leased while its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
+    A trainer slot is leased while its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
     which may be dropped on any thread, even during garbage collection. A fork adds PINNED to leased
     slots until the next epoch starts, since the child may read them. Whoever sets `uses` to 0 frees the
     slot. A copy of this object in a forked process changes nothing.
@@ -69,7 +69,7 @@ cdef class SlotTable:
         self.depth = forks_here[0]
         self.leases = {}
         if owner == TRAINER:
-            # Without the guard, another thread's table could get lost, and forks would not pin its leases.
+            # Without the guard, another thread's table could be lost, and forks would not pin its leases.
             with cython.critical_section(tables_guard):
                 tables[:] = [ref for ref in tables if ref() is not None]
                 tables.append(weak_reference(self))
@@ -110,12 +110,12 @@ cdef class SlotTable:
         return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Set the number of committed bytes of a slot, which the caller owns."""
+        """Set a slot's number of committed bytes. The caller must own the slot."""
         self.check(slot)
         self.set_committed(slot, nbytes)
 
     def owners(self):
-        """List the owner of each slot: 0 if free, a worker number, or TRAINER."""
+        """Return each slot's owner in a list: 0 if free, a worker number, or TRAINER."""
         return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
     def spare(self):
@@ -283,8 +283,8 @@ cdef class SlotTable:
                     self.set_free(slot)
 
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil:
-        """End a use of a slot. Return True if it was the last use and the caller has to free the slot. In
-        a forked process, do nothing, since uses belong to the parent."""
+        """End a use of a slot. Return True if this was the last use and the caller has to free the slot. In
+        a forked process, do nothing, because uses belong to the parent."""
         if (forks_here[0] != self.depth or self.table == NULL
                 or cseq_add_sc_u32(self.uses(slot), -use) != use):
             return False
@@ -311,8 +311,8 @@ if hasattr(os, "register_at_fork"):
 cdef class Lease(Memory):
     """A leased slot. Deallocating this object on any thread ends the lease.
 
-    A lease is `early` if the loop held hardly any other batch at its creation. `slots` is None while
-    the slot belongs to its ticket.
+    A lease is `early` if the loop held hardly any other batches when the lease started. `slots` is
+    None while the slot belongs to its ticket.
     """
 
     cdef readonly bint early
