@@ -13,7 +13,7 @@ is created, not when these modules are imported.
 
 ``output``      resolution of ``out_type`` and ``dtype`` for this machine
 ``host``        synchronous conversion
-``lane``        a queue of copies to a device, which is a CUDA stream
+``lane``        a CUDA stream that copies data to a device
 ``cuda``        asynchronous conversion, on a lane
 ``export``      tensors in a converter process, fetched by the trainer
 ``page_locks``  page-locked slots that CUDA can copy from directly

@@ -117,7 +117,7 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return the function that converts new arrays of `dtype`, or CPU tensors if it is None.
+        """Return the function that converts new arrays of `dtype` (if None, CPU tensors).
 
         Return None if no conversion is needed.
         """
@@ -173,7 +173,7 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 
 
 def _make_cpu(output: Output) -> Convert:
-    """Create the conversion to CPU tensors. It adds little to from_numpy for usable arrays."""
+    """Create the conversion to CPU tensors. Usable arrays take little longer than from_numpy."""
     host, ready = Host(output), output.dtype
     from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 

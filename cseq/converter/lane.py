@@ -1,4 +1,4 @@
-"""A queue of copies to a device, which keeps their source memory alive."""
+"""A queue of copies to a device. It keeps the source memory alive."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Lane:
     def record(self, read: list[Tensor]) -> Event:
         """Record an event. A host thread that waits for this event sleeps instead of spinning.
 
-        The tensors in `read` and the arrays whose memory they share stay alive until the event.
+        Tensors in `read` and the arrays whose memory they share stay alive until the event occurs.
         """
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)

@@ -1,4 +1,4 @@
-"""The conversion's output, as specified by out_type and dtype and resolved for this machine."""
+"""The output of a conversion, specified by out_type and dtype."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def _name_device(torch: ModuleType, device: str) -> str:
 
 
 def _find_torch() -> ModuleType | None:
-    """Import torch, or return None if it is not installed. Errors from a broken torch propagate."""
+    """Import torch. Return None if it is not installed, and raise an error if it is broken."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Each epoch's sample order, this rank's share of the epoch and the training loop's position.
+"""The sample order, this rank's share of each epoch and the loop's position.
 
 ``sampler``     ★ an epoch's indices in order, cut into batches
 ``_source``     ★ the contents of an epoch's tickets

@@ -38,7 +38,7 @@ def fingerprint(array):
 
 
 def digest(array):
-    """Return a 64-bit hash of integers. It takes a third of the time of `fingerprint`.
+    """Return a 64-bit hash of integers in a third of the time that `fingerprint` takes.
 
     Four chains are computed in parallel, with value k in chain k mod 4. The length is folded into
     the first chain, and the chains are then folded into one another.
@@ -123,7 +123,7 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
 
 @cython.final
 cdef class Permutation:
-    """A permutation of 0 … n-1 for (seed, epoch, purpose, key): `perm` in docs/inside/orders.md.
+    """A permutation of 0 … n-1 for (seed, epoch, purpose, key). See docs/inside/orders.md.
 
     A permutation of at least `FEISTEL_LEAST` elements needs no memory. A smaller permutation is a
     table of 4 bytes per element, which is created in linear time.
@@ -531,7 +531,7 @@ cdef class ArrayReader(Reader):
     order : Order or Reader
         The order whose units are read.
     read : callable
-        ``read(epoch, units)`` → the samples in any units, and the unit sizes or None if all are 1.
+        ``read(epoch, units)`` → the samples in given units, and unit sizes or None if all are 1.
     share : callable, optional
         ``share(epoch, first, together, start, count)`` → the units in the global batch
         [first, first + together) that a rank gets instead of [start, start + count).
@@ -601,7 +601,7 @@ cdef class ArrayReader(Reader):
 
 
 def gather(Reader reader not None, uint64_t epoch, units not None):
-    """Return the int64 samples in any units, and each unit's size or None if all are 1."""
+    """Return the int64 samples in the given units, and each unit's size or None if all are 1."""
     cdef Py_ssize_t start = 0, end, count = len(units)
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)

@@ -149,7 +149,7 @@ cdef class OrderSource(Source):
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
-        # The last ticket read may start just below READ_AHEAD.
+        # The last ticket may start just before READ_AHEAD samples are reached.
         words = READ_AHEAD + self.most * room
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))

@@ -52,7 +52,7 @@ class Order:
     name : str
         The definition's name, including a version. The definition behind a name never changes.
     samples : int or None
-        The number of samples, which all indices are below. None means the size of the data.
+        The number of samples. Every index is less than this number. None means the data size.
     units : int
         The number of units in every epoch (at least 1), or 0 while `samples` is None.
     room : int

@@ -1,4 +1,4 @@
-"""Classes of interchangeable samples, and recipes that build units from these classes."""
+"""Classes of interchangeable samples, and recipes that build units from them."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ class Epoch:
         order = self.recipes
         numbers, recipes = self.recipes_of(units)
         copies, parts = numbers - order.starts.take(recipes), recipes
-        # At least one recipe has several parts.
+        # True if at least one recipe has several parts.
         if len(order.parts) > len(order.sizes):
             first = order.first.take(recipes)
             counts = order.first.take(recipes + 1) - first

@@ -1,4 +1,4 @@
-"""Orders that mix several orders by weight or change the epoch size of a single order."""
+"""Orders that mix several orders by weight or change an order's epoch size."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Mixture(Composed):
             )
 
     def _rates(self, weights: list[float]) -> list[float]:
-        """Convert weights, which may count tokens, to weights of units."""
+        """Convert weights, which may be based on tokens, to unit weights."""
         if not self._by_tokens:
             return weights
         for name, order in self.sources.items():
@@ -149,7 +149,7 @@ class Mixture(Composed):
         return rates
 
     def _end(self, stop: str) -> int:
-        """Return the number of units in the first epoch, in whole blocks of the first weights."""
+        """Return the first epoch's number of units, which is a whole number of blocks."""
         shares = self._plan.shares[0]
         used = zip(self.sources.values(), shares.whole, strict=True)
         units = np.array([order.units if weight else 0 for order, weight in used], np.uint64)

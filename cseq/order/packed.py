@@ -164,7 +164,7 @@ def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints
     `lengths` (ascending, in [1, `budget`]) and `counts` describe the classes. The return values are
     `copies`, `first` and `parts` for `Recipes`.
     """
-    # The rows' distinct free space in ascending order, and the rows' number and contents for each.
+    # Distinct amounts of free space, ascending, and the number and contents of rows with each one.
     rooms: list[int] = []
     kinds: dict[int, deque[tuple[int, Contents]]] = {}
 

@@ -1,4 +1,4 @@
-"""Pieces of documents, which are full rows of tokens and remainders grouped by length."""
+"""Document pieces, which are full rows of tokens or remainders grouped by length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop's position, which is an epoch and the units that all ranks have consumed."""
+"""The training loop's position in an epoch, counted in units that ranks consumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Progress(Protocol):
 
 
 class Last(NamedTuple):
-    """The final progress of a feed whose pool was closed. The initial value is no progress."""
+    """The final progress of a feed whose pool was closed. The default values mean no progress."""
 
     taken: int = 0
     ended: bool = False

@@ -1,4 +1,4 @@
-"""An epoch's batches, which consist of an order's units and are divided among ranks.
+"""Batches for an epoch, made from an order's units and divided among ranks.
 
 An order is a pure function of (seed, epoch, position), as explained in `base`. Most orders have
 single samples as units. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where

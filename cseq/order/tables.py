@@ -1,4 +1,4 @@
-"""Tables that one process writes to a file and that all processes on the machine map."""
+"""Tables written to a file by one process and mapped by all processes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def tables(
     """Return the named arrays from a file in a folder. Create the file if it does not exist.
 
     If several processes request the file concurrently, one process creates the file while the
-    others wait. If this process is killed, another one takes over. A file that is damaged or has a
-    different definition is recreated.
+    others wait. If the creating process is killed, another takes over. A file is recreated if it
+    is damaged or has a different definition.
 
     Parameters
     ----------

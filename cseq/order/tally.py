@@ -1,4 +1,4 @@
-"""The number of tokens that a run has consumed from each source, computed from positions."""
+"""The tokens that a run has consumed from each source, computed from positions."""
 
 from __future__ import annotations
 
