@@ -1,7 +1,7 @@
 """Worker processes: startup, replacement after a death, and shutdown.
 
-``supervisor``  the worker processes of one pool
-``worker``      a single worker process: setup, messages and stacks, at both ends
+``supervisor``  starts, replaces and stops one pool's worker processes
+``worker``      one worker process: setup, messages and stack traces, on both sides
 ``deaths``      counts worker deaths and decides when there are too many
 ``launcher``    starts a process: forkserver, spawn, fork
 ``spawning``    pickles multiprocessing objects for new processes

@@ -19,9 +19,9 @@ TRIES = 3
 
 
 class Held(NamedTuple):
-    """A ticket that a worker is processing, for messages and errors.
+    """A ticket that a worker held when it died, for messages and errors.
 
-    `location` names the epoch, batch and indices. The loop can skip a ticket that `is_batch`.
+    `location` names the epoch, batch and indices. The loop can skip a ticket if `is_batch` is set.
     """
 
     epoch: int
@@ -39,11 +39,11 @@ class Deaths:
     budget : int
         The number of replacements allowed per epoch.
     unit, advice : str
-        For messages: the noun for a ticket ('batch'), and the remedy if a ticket kills its workers.
+        The noun for a ticket in messages ('batch'), and the remedy if a ticket kills its workers.
     lost : str
-        Text that the log message appends when a worker is replaced.
+        Text appended to the log message about a replaced worker.
     fails : bool
-        If True, the `WorkerDied` of a lethal batch replaces that batch, and the run continues.
+        If True, a batch that kills its workers becomes a `WorkerDied`, and the run continues.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Deaths:
     ) -> WorkerDied | None:
         """Count a death and return an error if the limit is exceeded.
 
-        If an error is returned, `has_failed` tells whether the run continues without the batch.
+        If an error is returned, `has_failed` is True if the run continues without the batch.
         `is_overdue` means that the worker was killed because it exceeded its timeout.
         """
         self._deaths += 1
@@ -124,7 +124,7 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Return a note about new out-of-memory kills for a message."""
+        """Return a message suffix that reports new out-of-memory kills."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

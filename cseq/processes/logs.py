@@ -1,4 +1,4 @@
-"""Log records of worker processes, sent to the trainer and handled there.
+"""Forwards log records from worker processes to the trainer.
 
 A worker forked from the trainer inherits the trainer's handlers and sends nothing. A worker whose
 root logger has its own handlers sends nothing either.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels", "Records", "Sender", "levels"]
 
-# The level of each logger that has one, by name. The root logger's name is "".
+# The levels of loggers that have one set, by name. The root logger's name is "".
 Levels = dict[str, int]
 
 MOST = 10_000
@@ -33,16 +33,16 @@ log = logging.getLogger("cseq")
 
 
 class Sender(logging.Handler):
-    """Sends log records, prepared for handling in another process.
+    """Sends log records to another process, which handles them.
 
-    Initially, this is the handler of last resort, for records without another handler. After
-    `settle`, it is the root logger's handler unless user code has configured a different one.
+    Initially, this is the handler of last resort, which receives records without another handler.
+    `settle` makes it the root logger's handler unless user code has configured a different one.
 
     Parameters
     ----------
     worker : int
     levels : dict
-        The levels of the trainer's loggers, applied to loggers that have no level here.
+        The trainer's logger levels, applied to loggers that have no level in this process.
     send : callable
         Called with the bytes of each record.
     """
@@ -64,7 +64,7 @@ class Sender(logging.Handler):
             logging.root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record, unless this process was forked by the worker."""
+        """Send a record unless this process was forked from the worker."""
         if os.getpid() != self._pid:
             if self._usual is not None and record.levelno >= self._usual.level:
                 self._usual.handle(record)
@@ -77,7 +77,7 @@ class Sender(logging.Handler):
 
 
 def _packed(record: logging.LogRecord, name: str) -> bytes:
-    """Pickle a record with its formatted text; convert unpicklable fields to strings."""
+    """Pickle a record with its formatted text. Unpicklable fields are converted to strings."""
     record = copy.copy(record)
     record.msg, record.args = record.getMessage(), None
     record.processName = name
@@ -96,7 +96,7 @@ def _packed(record: logging.LogRecord, name: str) -> bytes:
 
 
 def levels() -> Levels:
-    """Return the levels of this process's loggers."""
+    """Return this process's logger levels."""
     loggers = list(logging.root.manager.loggerDict.items())
     set_levels = {
         name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger)
@@ -105,15 +105,15 @@ def levels() -> Levels:
 
 
 class Records:
-    """Handles records in sequence on the thread of `cseq.threads.log_later`."""
+    """Handles records sequentially on the thread used by `cseq.threads.log_later`."""
 
     def __init__(self) -> None:
-        # `queue_record` updates the first pair, and the thread that handles records the second.
+        # `queue_record` updates the first pair. The handling thread updates the second pair.
         self._queued = self._lost = 0
         self._handled = self._reported = 0
 
     def queue_record(self, body: bytes) -> None:
-        """Queue a record unless too many are pending. The log reports how many are dropped."""
+        """Queue a record, or drop it if too many are pending. A log message reports the drops."""
         if self._queued - self._handled >= MOST:
             self._lost += 1
             return

@@ -1,8 +1,8 @@
-"""Pickling of multiprocessing objects for workers that are not forked.
+"""Pickles multiprocessing objects for workers that are not forked.
 
-A lock, event, value or queue can be pickled only while multiprocessing starts a child, because its
-descriptors are passed to the thread's current `Popen`. During pickling, cseq installs its own
-`Popen`, from which workers reopen the descriptors and the files of tensors in shared memory.
+A lock, event, value or queue can be pickled only while multiprocessing starts a child, because
+pickling passes the object's descriptors to the thread's current `Popen`. During pickling, cseq
+installs its own `Popen`. Workers reopen the descriptors and the files behind shared-memory tensors.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from cseq.encoding.pickling import Reduced, Reducers
 __all__ = ["Reopened", "spawning"]
 
-# Typeshed lacks the attributes used below.
+# Typeshed is missing the attributes used below.
 CONTEXT: Any = context
 PICKLER: Any = reduction.ForkingPickler
 
 
 class Reopened(NamedTuple):
-    """A trainer's descriptor that any worker can reopen, including later replacements."""
+    """A descriptor in the trainer that every worker can reopen, even a later replacement."""
 
     pid: int
     fd: int
@@ -50,7 +50,7 @@ class Reopened(NamedTuple):
 
 
 class Workers:
-    """Stands in for the `Popen` of all workers of a manager."""
+    """Stands in for a `Popen` object that represents all of a manager's workers."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:
@@ -73,9 +73,9 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[Reducers]:
-    """Yield the `reducers` with which `dump` can pickle multiprocessing objects in this context.
+    """Yield the `reducers` that let `dump` pickle multiprocessing objects in this context.
 
-    On Windows, where these objects are handles, there are no reducers.
+    On Windows, multiprocessing objects are handles, and no reducers are needed.
     """
     if os.name == "nt":
         yield {}
@@ -102,7 +102,7 @@ def _reducers() -> Reducers:
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a torch storage. Workers share storages that are in shared memory."""
+    """Reduce a torch storage. A storage in shared memory is shared with the workers."""
     strategy: str = sys.modules["torch"].multiprocessing.get_sharing_strategy()
     is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
     if not is_file or strategy != "file_descriptor":

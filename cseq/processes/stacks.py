@@ -1,4 +1,4 @@
-"""Describes the location of a process in one line, from faulthandler's stacks."""
+"""Summarizes faulthandler output in one line that shows where a process is."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Frame(NamedTuple):
 
 
 def location_in(stacks: str) -> str:
-    """Describe in one line where the main thread is, and which modules it is importing.
+    """Describe in one line where the main thread is and which modules it is importing.
 
     Parameters
     ----------
     stacks : str
-        The stacks of all threads in faulthandler's format, with the main thread last.
+        The stack traces of all threads in faulthandler format, with the main thread last.
 
     Returns
     -------
     str
-        For example ``still imports data → torch (torch/__init__.py:12 in <module>)`` or ``is still
-        in data.py:4 in __init__``: the innermost frames, and the user's innermost frame.
+        For example, ``still imports data → torch (torch/__init__.py:12 in <module>)`` or ``is still
+        in data.py:4 in __init__``. The text includes the innermost frames overall and in user code.
     """
     last = re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)[-1]
     frames = [Frame(*match.groups()) for match in FRAME.finditer(last)]

@@ -1,7 +1,7 @@
 """Starts, replaces and shuts down the worker processes of one pool.
 
-The supervisor's thread, in the trainer, sleeps on the workers' sockets. End of file means that a
-worker process is exiting; its tickets are reposted once its exit status is known.
+The supervisor thread runs in the trainer and sleeps on the workers' sockets. End of file means that
+a worker process is exiting. Its tickets are reposted once its exit status is known.
 
 ::
 
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# A selector without its own descriptor, which could reuse the number of a closed standard stream.
+# These selectors open no descriptor, which could reuse the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# A wait for a first item is logged after SLOW seconds, or after twice the previous `slowest` one.
+# A wait for the first item is logged after SLOW seconds or twice `slowest`, whichever is longer.
 SLOW, slowest = 10.0, 0.0
-# Seconds to exit voluntarily, to disappear after a kill, and to exit after the socket is closed.
+# The seconds allowed for a voluntary exit, after a kill, and after the worker's socket has closed.
 GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
 STARTING = (ENTERED, LOADED)
 
@@ -79,23 +79,23 @@ class Supervisor:
     Parameters
     ----------
     shared : Arena
-        Owned by the caller, who closes it after `close`.
+        The shared memory, which the caller owns and must close after calling `close`.
     readers : int
-        The maximum number of workers. Only processes up to this number receive the user's object.
+        The maximum number of workers. Processes with higher numbers do not get the user's object.
     task, describe : callable
-        ``task(runner_number)`` returns the `Setup.task` of a process; ``describe(worker, cell)``
-        describes the ticket that a worker holds. Both are called on the supervisor's thread.
+        ``task(runner_number)`` returns a process's `Setup.task`. ``describe(worker, cell)``
+        describes a ticket held by a worker. Both are called on the supervisor thread.
 
     Attributes
     ----------
     failure : Failure
-        The failure of a worker or of the supervisor's thread; `check` raises it.
+        The failure, if any, of a worker or of the supervisor thread. `check` raises it.
     takes_objects : bool
         Whether workers are forked from this process and thus inherit objects without pickling.
     closed : bool
         Whether `close` was called. Dead workers are no longer replaced after that.
     processes : dict
-        The latest process of each worker, by worker number, even after the process has exited.
+        Each worker's latest process by worker number, even after the process has exited.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        # The number of readers that should run, and the thread that requests them.
+        # The number of readers that should run, and the id of the thread that called `launch`.
         self._active, self._caller = readers, 0
-        # Runners to fork while the loop's thread waits, and the latches of waiting threads.
+        # The runners to fork while the loop's thread waits, and the latches it waits on.
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
         self._beside = ""
@@ -128,11 +128,11 @@ class Supervisor:
         self._failed: dict[str, WorkerDied] = {}
         self._noted, self._preloads, self._gone = False, True, False
         self._records = Records()
-        # The first pair is set when `Launcher.prepare` has returned and when workers may start, the
-        # second when all have started once and when all are gone for good.
+        # Set when `Launcher.prepare` has returned, when workers may start, when all workers have
+        # started once, and when all workers are gone for good, respectively.
         self._prepared, self._wanted = Latch(), Latch()
         self._launched, self._ended = Latch(), Latch()
-        # Used only by the supervisor's thread. The waker wakes that thread.
+        # Only the supervisor thread uses the selector. Other threads wake it through the waker.
         self._selector: selectors.BaseSelector
         self._waker: socket.socket | None = None
         self._thread = Threads()
@@ -147,29 +147,29 @@ class Supervisor:
         needs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> None:
-        """Prepare everything that the workers need; `launch` starts them.
+        """Prepare everything that the workers need before `launch`.
 
-        The launcher and the workers are started on the supervisor's thread. No signal handler runs
-        there, so none can leak a process. If this method raises, `close` cleans up.
+        The supervisor thread starts the launcher and the workers. Signal handlers do not run on
+        that thread and thus cannot leak a process. If this method raises, `close` cleans up.
 
         Parameters
         ----------
         worker : object
-            The user's object, or a `Pickled` one.
+            The user's object, which may already be `Pickled`.
         name : str
             The name of `worker` in error messages.
         preload : bool
-            Whether a fork server imports the modules that `worker` and the workers' code refer to,
-            once for all workers.
+            Whether a fork server imports, once for all workers, the modules that `worker` and the
+            workers' code use.
         needs : sequence of str
             The modules that the workers' code imports.
         timeout : float, optional
-            Seconds that a batch or item may take. Imports may take `START_SHARE` times as long.
+            The time limit in seconds per batch or item. Imports may take `START_SHARE` times it.
         """
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        # Work on this thread would compete with the supervisor's thread for the GIL.
+        # Work on this thread would compete with the supervisor thread for the GIL.
         self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:
@@ -184,19 +184,19 @@ class Supervisor:
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            # The pickled buffers refer to the memory of the user's object.
+            # The pickled buffers keep references to the user object's memory.
             del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
     def launch(self) -> None:
-        """Start the workers once, without waiting until they are ready.
+        """Start the workers once without waiting until they are ready.
 
-        A signal handler may raise here or call this method again. The next call continues.
+        A signal handler may raise during a call or call this method itself. The next call resumes.
 
         Raises
         ------
         OSError
-            A worker cannot be forked. Errors of other start methods are not raised here.
+            A worker cannot be forked. Errors from other start methods are not raised here.
         """
         if not self._wanted.wait(0):
             self._launcher.context = contextvars.copy_context()
@@ -216,9 +216,9 @@ class Supervisor:
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
-        """Write the user's object to its own file, in the same format as requests in slots."""
+        """Write the user's object to its own file in the same format as requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # An upper bound for the aligned buffers, their table and the structure.
+        # An upper bound on the total size of the aligned buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -230,7 +230,7 @@ class Supervisor:
         finally:
             room.close()
 
-    # -- on the supervisor's thread
+    # -- on the supervisor thread
 
     def _run(self) -> None:
         try:
@@ -246,7 +246,7 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            # Set before `_let_go`, because `_await_forks` adds its latch before it checks `_ended`.
+            # Set `_ended` before `_let_go`, since `_await_forks` adds its latch before checking it.
             self._ended.set()
             self._prepared.set()
             self._launched.set()
@@ -278,10 +278,10 @@ class Supervisor:
                 self._receive(key.data)
 
     def _staff(self) -> None:
-        """Start all missing workers, both new ones and replacements for dead ones.
+        """Start all missing workers, whether new or replacements for dead workers.
 
-        The loop's thread may be importing or holding a lock, for which a copy of this process would
-        wait forever. Therefore this process forks only while that thread waits in `_await_forks`.
+        The loop's thread may be importing or holding a lock. A forked copy would wait forever for
+        that lock, so this process forks only while the loop's thread waits in `_await_forks`.
         """
         missing = [
             runner_number for runner_number in self.wanted() if runner_number not in self._workers
@@ -304,7 +304,7 @@ class Supervisor:
                 self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
-        """Kill workers that do not have the user's object yet, since its imports may be slow."""
+        """Kill workers that have not loaded the user's object, because its imports may be slow."""
         for worker in self._workers.values():
             if worker.state in (b"", ENTERED):
                 worker.child.kill()
@@ -346,10 +346,10 @@ class Supervisor:
                 log_later(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Ensure that a worker has exited and repost its tickets. `_staff` starts a replacement."""
+        """Ensure that a worker has exited and repost its tickets. `_staff` replaces the worker."""
         child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
-        # A process may close its socket and keep running, or its server's report may be late.
+        # A process may close its socket and keep running, or the server's report may arrive late.
         if exitcode is None:
             if not child.gone:
                 child.kill()
@@ -372,13 +372,13 @@ class Supervisor:
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         was_ready = worker.state == READY
-        # The worker exited voluntarily, because of `resize`.
+        # True if the worker exited voluntarily after `resize`.
         left = was_ready and exitcode == 0 and not held
         event = "end" if left else "death"
         self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        # Count before reposting: reposted tickets may end the epoch before this thread continues.
+        # Count the death first, as reposted tickets may end the epoch before this thread resumes.
         if counts:
             error = self.deaths.count_death(
                 runner_number - 1,
@@ -412,15 +412,15 @@ class Supervisor:
     # -- on any thread
 
     def died_of(self, ring_number: int, cell: int) -> WorkerDied | None:
-        """Return the error of a batch that killed its workers, or None."""
+        """Return the error for a cell's batch if that batch killed its workers, or None."""
         if not self._failed:
             return None
         return self._failed.pop(self._describe(ring_number, cell).location, None)
 
     def check(self) -> None:
-        """Raise errors from workers and from the supervisor's thread.
+        """Raise any error from a worker or from the supervisor thread.
 
-        The loop's thread calls this before it waits. Forked workers are replaced during the call.
+        The loop's thread calls this before it waits. Dead forked workers are replaced meanwhile.
         """
         if self.closed:
             raise InterruptedError(
@@ -431,7 +431,7 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log why the first item, awaited since `began` (ns of `now_ns`), takes a long time."""
+        """Log why the wait for the first item, which began at `began` (`now_ns`), is long."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
@@ -455,7 +455,7 @@ class Supervisor:
         log_later(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
-        """Let the supervisor's thread fork missing workers, and wait until it has."""
+        """Let the supervisor thread fork missing workers, and wait until it has done so."""
         forked = Latch()
         try:
             self._waiting.append(forked)
@@ -474,17 +474,17 @@ class Supervisor:
     def _snapshot(self) -> list[WorkerProcess]:
         """Return the current workers.
 
-        No lock is needed: only the supervisor's thread changes the dict, and copying is one C call.
+        Only the supervisor thread changes the dict, and a copy is one C call, so no lock is needed.
         """
         return list(self._workers.values())
 
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
     ) -> None:
-        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill it if `restart` is set.
+        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill the worker if `restart`.
 
-        `working` lists each busy runner's number, start time and task; see `overdue`. Workers that
-        are not ready are checked as well.
+        `working` contains the number, start time and task of each busy runner; see `overdue`.
+        Workers that are still starting are checked as well.
         """
         starting = [(w.runner_number, w.entered) for w in self._snapshot() if w.state in STARTING]
         for runner_number, took in overdue(working, starting, timeout):
@@ -499,7 +499,7 @@ class Supervisor:
                 worker.child.kill()
 
     def await_launch(self) -> None:
-        """Wait until all workers have been started once, if `launch` was called."""
+        """Wait until all workers have been started once if `launch` was called."""
         if self._thread.begun and self._wanted.wait(0):
             self._launched.wait()
 
@@ -509,9 +509,9 @@ class Supervisor:
         return [k for k in runner_numbers if not self._active < k <= self._readers]
 
     def resize(self, count: int) -> None:
-        """Change the number of workers, which is at least 1, and start new ones if needed.
+        """Change the number of workers to `count` (at least 1) and start new workers if needed.
 
-        Surplus workers exit on their own when the shared ring tells them to (`Ring.fit`).
+        Surplus workers exit on their own once `Ring.fit` has lowered the limit on indexers.
         """
         if count != self._active:
             self._active = count
@@ -527,14 +527,14 @@ class Supervisor:
         workers = [self._workers.get(runner_number) for runner_number in self.wanted()]
         return [None if worker is None else worker.child.pid for worker in workers]
 
-    # -- the end
+    # -- shutdown
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the rings and stop all workers; kill those that do not exit within `GRACE` seconds.
+        """Close the rings and stop all workers. After `GRACE` seconds, kill the remaining workers.
 
-        Workers without the user's object, which may be importing its modules, are killed at once.
-        If `hurried`, workers that are not ready or in a batch are killed after `HURRY` seconds.
-        Repeated calls are safe, even if a signal handler raised in the first call.
+        Workers that have not loaded the user's object, which may be slow, are killed immediately.
+        If `hurried`, workers that are not ready or are busy are killed after `HURRY` seconds.
+        Repeated calls are safe, even if a signal handler raised during an earlier call.
 
         Raises
         ------
@@ -557,14 +557,14 @@ class Supervisor:
                     log_later(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
-        # Either the thread was not started, or it hangs, or some processes are still alive.
+        # The thread was never started or hangs, or some processes are still alive.
         if not self._gone:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_logged(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        # Break the reference cycle with the supervisor, which would keep the user's object alive.
+        # Break the reference cycle with the supervisor that would keep the user's object alive.
         self._launcher.local = None
         for worker in self._snapshot():
             worker.close()
@@ -572,7 +572,7 @@ class Supervisor:
             self._object.close()
 
     def hurry(self, deadline: float) -> None:
-        """Kill the workers that are busy at `deadline`, if `close` was called. Thread-safe."""
+        """Kill the workers that are still busy at `deadline` if `close` was called. Thread-safe."""
         if not (self.closed and self._thread.begun):
             return
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
@@ -584,7 +584,7 @@ class Supervisor:
 
 
 def _other_threads(caller: int) -> str:
-    """Name the threads that a fork would lose, except `caller`, this thread and cseq's own."""
+    """Name the threads that a fork would lose, excluding `caller`, this thread and cseq's own."""
     threads = threading.enumerate()
     pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())

@@ -1,4 +1,4 @@
-"""A single worker process: setup, messages and stacks, at both ends of its socket.
+"""One worker process: setup, messages and stack traces, on both sides.
 
 ::
 
@@ -7,12 +7,12 @@
       WorkerProcess.receive ◄── ENTERED, LOADED … ─  send_state
                             ◄── end of file ───────  exit
 
-A worker sends ENTERED before it reads the user's object, which imports the user's modules. It sends
-LOADED once it has the object (immediately if forked), and then READY. FAILED carries the exception
-that prevented the worker from becoming ready. NOTED carries a warning, and LOGGED a log record.
+A worker sends ENTERED before it reads the user's object, which may import modules, then LOADED
+(immediately if forked), and finally READY. FAILED carries the exception that prevented the worker
+from becoming ready. NOTED carries a warning, and LOGGED carries a log record.
 
-On a signal, a worker writes its stacks to an anonymous file shared with the trainer. It does not
-use the socket, because the signal handler may run while a message is being sent.
+On a signal, a worker writes its stack traces to an anonymous file shared with the trainer. It does
+not use the socket, because the signal handler may run while a message is being sent.
 """
 
 from __future__ import annotations
@@ -69,22 +69,22 @@ NOT_FOUND = (
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
-# A message consists of its kind, the length of its body, and the body. A setup has no kind.
+# A message consists of a kind, a body length and a body. A setup message has no kind.
 HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# The time limit for a worker's stacks, and the quiet time after which they count as complete.
+# The time limit for stack traces, and the quiet period after which they are complete (seconds).
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 NO_STACK = "(its stack is not available)\n"
 
 
 class Setup(NamedTuple):
-    """The message that sets up a worker process, in addition to file descriptors.
+    """The setup message for a worker process, which is sent with file descriptors.
 
-    It contains the worker's number and its owner number on the ring, the offset and size of the
-    ring in its file, the slot width in bytes, the number of slots that the worker may use, the
-    record of the user's object in its file, and the levels of loggers, unless a fork inherits them.
+    It contains the worker's number and its owner number on the ring, the ring's offset and size in
+    its file, the slot width in bytes, the number of slots that the worker may use, the record of
+    the user's object in its file, and the logger levels unless a fork inherits them.
     """
 
     worker: int
@@ -101,7 +101,7 @@ class Setup(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """A worker process after `enter`. `sender` forwards its log records."""
+    """The result of `enter` in a worker process. `sender` forwards the worker's log records."""
 
     sock: socket.socket
     setup: Setup
@@ -111,7 +111,7 @@ class Entered(NamedTuple):
     sender: Sender | None
 
     def read_object(self, local: object) -> object:
-        """Return the user's object, read from its file or, in a forked worker, passed as `local`.
+        """Return the user's object, which is read from its file or is `local` in a forked worker.
 
         The file is mapped copy-on-write, so changes to the object's arrays stay in this process.
         """
@@ -125,14 +125,14 @@ class Entered(NamedTuple):
                 failure.annotate(error, NOT_FOUND)
                 raise
             send_state(self.sock, LOADED)
-        # A trainer that closed before it received LOADED kills this worker.
+        # If the trainer closed before it received LOADED, it kills this worker anyway.
         if self.ring.closed == 1:
             _leave(0)
         return worker
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Send READY when the context exits, or send the exception and exit the process."""
+        """Send READY when the context exits. On an exception, send it and exit the process."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -144,7 +144,7 @@ class Entered(NamedTuple):
 
 
 def enter(sock: socket.socket) -> Entered:
-    """Set up a worker process, which exits when the trainer closes `sock`."""
+    """Set up this process as a worker that exits when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:
@@ -184,9 +184,9 @@ _is_sending = False
 
 
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
-    """Send the trainer a message: the state of this worker, NOTED or LOGGED.
+    """Send the trainer this worker's state, or a NOTED or LOGGED message.
 
-    Thread-safe. A signal handler may call this during another call, whose message is sent first.
+    Thread-safe. If a signal handler calls this during a send, the new message is sent afterwards.
     """
     global _is_sending
     with _sending:
@@ -205,16 +205,16 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 
 
 class WorkerProcess:
-    """A worker process, as seen by the trainer.
+    """A worker process as seen by the trainer.
 
     Attributes
     ----------
     runner_number : int
         The runner number, starting at 1.
     state : bytes
-        ENTERED, LOADED, READY or FAILED from the latest message, or empty before the first.
+        The latest state received (ENTERED, LOADED, READY or FAILED), or empty before the first.
     entered : int
-        The arrival time of the first message (ns of `now_ns`).
+        The `now_ns` time at which the first message arrived.
     is_overdue : bool
         Whether the worker was killed because it exceeded its timeout.
     """
@@ -235,13 +235,13 @@ class WorkerProcess:
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
-        # If the worker is already dead, its socket is at end of file.
+        # Ignore errors, because `receive` sees end of file if the worker is already dead.
         with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:
-        """Read from the socket. Return complete messages with a body, or None at end of file."""
+        """Read the socket and return complete messages with a body, or None at end of file."""
         try:
             data = self.child.sock.recv(65536)
         except ConnectionError:
@@ -267,19 +267,19 @@ class WorkerProcess:
         return messages
 
     def stack(self) -> str:
-        """Return the worker's stacks, which can be written even while C code holds its GIL."""
+        """Return the worker's stack traces. This works even while C code holds the worker's GIL."""
         # Keep the file open during this call.
         file = self._stacks
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK
         fd = file.fd
-        # The worker shares the file offset.
+        # The worker shares this descriptor's file offset.
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
         self.child.send_signal(STACK_SIGNAL)
         size, grown = 0, 0.0
         deadline = time.monotonic() + STACK_SECONDS
-        # This latch is never set. Waiting on it is a pause without the GIL.
+        # This latch is never set. Waiting on it pauses without holding the GIL.
         quiet = Latch()
         while (now := time.monotonic()) < deadline:
             written = os.fstat(fd).st_size

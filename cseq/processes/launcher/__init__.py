@@ -1,4 +1,4 @@
-"""Starts worker processes: fork server, spawn and fork behind one interface.
+"""Starts worker processes by fork server, spawn or fork, behind one interface.
 
 A worker process receives one end of a pair of connected sockets and runs ``entry(sock)``. The
 trainer keeps the other end. End of file means that the process at the other end is dead or dying.
@@ -15,13 +15,13 @@ For all three methods:
 
 - A worker never runs the user's script. Its ``sys.path`` and ``sys.argv`` match the trainer's, its
   standard input is empty, and it may start processes.
-- From their first instruction, workers and the server ignore signals that are meant for the
-  trainer (`SHIELDED`: Ctrl-C, a job scheduler's notice). Processes that they fork do not.
-- Only the worker and the trainer hold an end of their socket. A process that user code forks from
-  either of them closes its copies (`close_in_forks`). Executed programs inherit none.
-- Exit codes follow `subprocess`: the negative signal number for a killed process.
+- From their first instruction, workers and the server ignore signals meant for the trainer
+  (`SHIELDED`, such as Ctrl-C or a job scheduler's notice). Processes forked by a worker do not.
+- Only the worker and the trainer keep their ends of the socket. A process that user code forks from
+  either side closes its inherited copy (`close_in_forks`). Executed programs inherit no socket.
+- Exit codes follow `subprocess`: a killed process has a negative signal number.
 - A worker exits when ``entry`` returns. Its process pools shut down and its ``atexit`` functions
-  run, but it waits for no threads. On Linux, killing a worker also kills the processes it started.
+  run, but threads are not awaited. On Linux, killing a worker also kills the processes it started.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
     ValueError
         The method is not available on this system.
     RuntimeError
-        The caller is a module that a worker process or the fork server is importing, or gevent or
+        This was called during an import in a worker process or the fork server, or gevent or
         eventlet has patched modules that the processes need.
     """
     check_reading()

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# In seconds: no limit, and the time after a deadline within which killed processes must exit.
+# A timeout so long that it means no limit, and the time allowed for killed processes to exit.
 FOREVER, LAST = 1e6, 1.0
 
-# On Windows, SIGTERM kills. `KILLED` is the exit code of a process terminated by `KILL`.
+# Windows has no SIGKILL, but its SIGTERM kills. `KILLED` is the exit code after `KILL`.
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))
 KILLED = 0xC5E9 if os.name == "nt" else -KILL
 
-# Signals sent to all processes of a terminal or a job. Only the trainer decides how to respond.
+# Terminals and job schedulers send these signals to all processes. Only the trainer responds.
 SHIELDED: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
@@ -29,22 +29,22 @@ SHIELDED: tuple[signal.Signals, ...] = tuple(
 )
 
 Start: TypeAlias = dict[str, Any]
-# The trainer's name in multiprocessing and its process id.
+# The trainer's multiprocessing name and process id.
 Identity: TypeAlias = tuple[str, int]
 
-# A message to or from a fork server: its kind and a number. A request carries the socket for the
-# answers, which only the server writes to. FORK also carries the worker's own socket.
+# A message to or from a fork server, consisting of a kind and a number. A request also carries the
+# reply socket, which only the server writes to. FORK also carries the worker's own socket.
 MESSAGE = struct.Struct("=cq")
-# The number is the length of the module name that follows. The answer is one of the outcomes.
+# IMPORT contains the length of the module name that follows. IMPORTED contains an outcome.
 IMPORT, IMPORTED = b"i", b"I"
 KEPT, FAILED, THREADS, FILES = range(4)
-# The number is the worker number. The answers are REFUSED with a system error number, or BORN with
+# FORK contains the worker number. The replies are REFUSED with a system error number, or BORN with
 # the process id and later ENDED with the exit code.
 FORK, REFUSED, BORN, ENDED = b"f", b"R", b"B", b"E"
 
 
 def start_methods() -> tuple[str, ...]:
-    """Return the start methods of this system in order of preference.
+    """Return this system's start methods in order of preference.
 
     On macOS, 'spawn' is preferred, because a process that has used Apple's libraries (as numpy's
     BLAS does) may be unable to fork.
@@ -65,13 +65,13 @@ def readable(fd: int, seconds: float) -> bool:
 
 
 def answer(sock: socket.socket, kind: bytes, number: int) -> None:
-    """Send an answer. Errors are ignored: a reader notices if the other end is gone."""
+    """Send a reply. Errors are ignored, because a reader detects that the other end is gone."""
     with contextlib.suppress(OSError):
         sock.sendall(MESSAGE.pack(kind, number))
 
 
 def answered(sock: socket.socket) -> tuple[bytes, int] | None:
-    """Receive an answer, which arrives in one piece. Return None at end of file."""
+    """Receive a reply, which arrives in one piece. Return None at end of file."""
     with contextlib.suppress(ConnectionError):
         data = sock.recv(MESSAGE.size)
         if data:
@@ -81,7 +81,7 @@ def answered(sock: socket.socket) -> tuple[bytes, int] | None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe an exit code in a message: 'was killed by SIGKILL', 'exited with code 3'."""
+    """Describe an exit code in words, such as 'was killed by SIGKILL' or 'exited with code 3'."""
     if code is None:
         return "ended (its exit code is unknown)"
     if code == KILLED and code > 0:
@@ -101,19 +101,19 @@ def describe_exit(code: int | None) -> str:
 def zombie_status(pid: int) -> int | None:
     """Return the wait status of a zombie, or None if `pid` is not a zombie or /proc is missing.
 
-    A status of 0 may mean that it is unknown.
+    A status of 0 may mean that the real status is unknown.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    # Another thread of the process might still be writing to memory.
+    # If the process has other threads left, they might still be writing to memory.
     return int(fields[49]) if fields[0] == b"Z" and int(fields[17]) <= 1 else None
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the descendants of a process, or an empty list if the system does not list them."""
+    """Return a process's descendants, or an empty list if the system does not list them."""
     children: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -136,8 +136,8 @@ def exit_code_of(value: object) -> int:
 def end_copy(error: BaseException | None) -> NoReturn:
     """Exit a process that user code forked from a worker and that returned into the engine.
 
-    The process is not a worker: the ring, slots and socket belong to its parent. `error` is the
-    exception raised by user code, or None if user code returned.
+    This process is not a worker, since the ring, slots and socket belong to its parent. `error` is
+    the exception raised by user code, or None if user code returned.
     """
     code = 1
     with contextlib.suppress(Exception):
@@ -153,7 +153,7 @@ def end_copy(error: BaseException | None) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Flush the standard streams, so that forked processes do not write their buffers again."""
+    """Flush the standard streams so that forked processes do not repeat buffered output."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -164,7 +164,7 @@ _reading = False
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Refuse to create launchers in this context, which imports modules in a worker or server."""
+    """Forbid new launchers in this context, in which a worker or server imports modules."""
     global _reading
     _reading = True
     try:
@@ -174,7 +174,7 @@ def reading() -> Iterator[None]:
 
 
 def check_reading() -> None:
-    """Refuse to start processes during an import in a worker, where each would start more."""
+    """Raise RuntimeError during an import in a worker, which would start workers recursively."""
     if _reading:
         raise RuntimeError(
             "a module that worker processes import starts worker processes when it is imported: "

@@ -1,4 +1,4 @@
-"""Code that runs in a new process: how a worker starts and exits."""
+"""Starts and exits a worker. This code runs in the new process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 LOKY = ("loky", "joblib.externals.loky")
-# Modules of process pools that stop their processes at interpreter exit, before `atexit`.
+# Process pool modules that stop their processes at interpreter exit, before `atexit`.
 POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in LOKY))
 
 
@@ -34,7 +34,7 @@ def prepare(start: Start) -> socket.socket:
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    # For `_adopt`. If imported later, multiprocessing would take this process for the trainer.
+    # `_adopt` needs this. A later import of multiprocessing would mistake this for the trainer.
     importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])
@@ -60,7 +60,7 @@ def begin_as_copy(
         _measure_as(is_measured())
         own_offsets()
         system.limit_threads(threads)
-        # Without this, a collection would copy the pages of the trainer's objects.
+        # Otherwise, garbage collection would copy the memory pages of the trainer's objects.
         gc.freeze()
         atexit._clear()
         signal.set_wakeup_fd(-1)
@@ -68,7 +68,7 @@ def begin_as_copy(
         threading.current_thread().name = "MainThread"
         _shield()
         _empty_stdin()
-        # The trainer's stream may have read ahead.
+        # The trainer's stdin stream may hold buffered input.
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     except BaseException:  # noqa: BLE001
         leave(report(worker), worker)
@@ -91,7 +91,7 @@ def _measure_as(measures: bool) -> None:  # noqa: FBT001
 
 
 def _measure() -> None:
-    """Start measuring as `multiprocessing.Process` does. The data is written by `atexit`."""
+    """Start coverage as in a `multiprocessing.Process`. An `atexit` function writes the data."""
     coverage: Any = importlib.import_module("coverage")
     measuring = coverage.Coverage(data_suffix=True, auto_data=True)
     measuring._warn_preimported_source = measuring._warn_no_data = False
@@ -109,10 +109,10 @@ def _own_socket(handle: int | bytes) -> socket.socket:
 
 
 def _shield() -> None:
-    """Ignore signals that are meant for the trainer.
+    """Ignore signals meant for the trainer.
 
-    This installs a handler, because executed programs would inherit `SIG_IGN`, and a worker could
-    then not stop its own children with SIGTERM.
+    This installs a handler instead of `SIG_IGN`, which executed programs would inherit. A worker
+    could then not stop its own children with SIGTERM.
     """
     for signum in SHIELDED:
         signal.signal(signum, ignore)
@@ -123,7 +123,7 @@ def _shield() -> None:
 
 
 def _unshield() -> None:
-    """Restore the default signal handlers in a process forked by a worker."""
+    """Restore the default signal handlers in a process forked from a worker."""
     for signum in SHIELDED:
         if signal.getsignal(signum) is ignore:
             usual = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
@@ -143,8 +143,8 @@ def _drop_handlers() -> None:
 def _empty_stdin() -> None:
     """Make standard input empty, because the terminal's input belongs to the trainer.
 
-    Standard streams that the trainer has closed are opened, so that files of the user's libraries
-    do not reuse their descriptors.
+    Standard output and error are opened if the trainer has closed them. Otherwise, other files
+    could reuse their descriptors.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
@@ -163,14 +163,14 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Remove all names from ``__main__``, where classes of the user's script will be placed."""
+    """Clear ``__main__``, into which classes from the user's script will be placed."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
 
 
 def set_name(name: str) -> None:
-    """Set the name shown in the system's process list."""
+    """Set the process name that the system's process list shows."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="utf-8") as file:
         file.write(name)
 
@@ -178,7 +178,7 @@ def set_name(name: str) -> None:
 def work(
     sock: socket.socket, worker: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
-    """Run a worker's entry and exit the process. Forks that return here exit as well."""
+    """Run a worker's entry function and exit. Forked copies that return here exit as well."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
@@ -203,13 +203,13 @@ def work(
 def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     """Tell multiprocessing and process pools that this is a new process.
 
-    Otherwise they would keep the threads and finalizers of the parent process. The functions that
-    `multiprocessing.Process` calls for this purpose are not public.
+    Otherwise, they would keep the parent process's threads and finalizers. This calls the private
+    functions that `multiprocessing.Process` calls.
     """
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
     process = multiprocessing.Process(name=f"cseq-w{worker}")
-    # The counter of a new process would be 1 in every worker.
+    # Otherwise, the process counter would be 1 in every worker.
     process._identity = (worker + 1,)
     module._current_process = process
     module._parent_process = module._ParentProcess(*trainer, sentinel)
@@ -247,7 +247,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
-    """Return the exit code of a worker whose entry raised, and report an error."""
+    """Return the exit code for a worker whose entry function raised, and report errors."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
     if isinstance(error, ConnectionError) and _hung_up(sock):
@@ -256,7 +256,7 @@ def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
 
 
 def report(worker: int) -> int:
-    """Print the current exception, which ends a worker, and return the exit code for it."""
+    """Print the current exception, which terminates a worker, and return the exit code."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) ends with an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
@@ -266,7 +266,7 @@ def report(worker: int) -> int:
 def leave(code: int, worker: int) -> NoReturn:
     """Exit the process without waiting for its threads."""
     try:
-        # Otherwise multiprocessing would wait forever for the processes of the pools.
+        # Otherwise, multiprocessing would wait forever for the pools' processes.
         for pools in _imported(*POOLS):
             with contextlib.suppress(OSError):
                 pools._python_exit()

@@ -3,9 +3,9 @@
 ::
 
     trainer ── IMPORT, FORK ──► server
-            ◄─ numbers ── on a socket passed with the request
+            ◄─ replies ── on a socket passed with the request
 
-A worker keeps the server's end of this socket. End of file there means that both are gone.
+A worker inherits the server's end of this socket. End of file means that both processes are gone.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SERVER = "cseq.processes.launcher.server"
-# Seconds that a server may take to start (torch on a cold network disk), and seconds between two
-# checks by a thread that waits for a server.
+# In seconds: the time limit for starting a server, which may read torch from a cold network disk,
+# and the interval between checks by a thread that waits for a server.
 START, LOOK = 120.0, 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
@@ -52,10 +52,10 @@ REASONS = {
     None: "ends the process",
 }
 
-# The servers from which workers may be forked, by their start arguments.
+# The fork servers, keyed by their start arguments.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()
-# Once a server has been found unfit, each worker imports its modules itself.
+# After any server has been found unfit, each worker imports its modules itself.
 _any_unfit = False
 
 
@@ -78,20 +78,20 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """True if workers may be forked from the server, as far as is known."""
+        """True if the server is in use and is not known to be unfit or dead."""
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
-        """Send a request. Return the socket for the answers and for the end of file."""
+        """Send a request and return the socket on which replies and end of file arrive."""
         ours, theirs = pair()
-        # Sent in one piece, since other launchers may send requests concurrently.
+        # Send the request in one piece, because other launchers may send requests concurrently.
         request = MESSAGE.pack(kind, value) + data
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
         return ours
 
     def close(self, deadline: float) -> bool:
-        """Stop the server and reap it. Return whether it is gone."""
+        """Stop and reap the server. Return True if it is gone."""
         self.process.sock.close()
         self.process.status(deadline - time.monotonic())
         if not self.process.gone:
@@ -103,8 +103,7 @@ class ForkServer:
 class _ServedChild(Child):
     """A worker that a fork server starts and reaps. The server reports how the worker exited.
 
-    The server's only thread may import for minutes or be stopped, so a zombie also counts as
-    exited.
+    The server's only thread may be stopped or import for minutes, so a zombie counts as exited.
     """
 
     def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
@@ -112,12 +111,12 @@ class _ServedChild(Child):
         self._reports = reports
 
     def _send(self, number: int, *, tree: bool) -> None:
-        # Once the report has arrived, another process may have the same pid.
+        # After the report has arrived, the pid may belong to another process.
         if not readable(self._reports.fileno(), 0):
             super()._send(number, tree=tree)
 
     def status(self, timeout: float) -> int | None:
-        """Behave like `Child.status`, even if the report of an exited worker arrives too late."""
+        """Return the exit code like `Child.status`, even if the server's report arrives late."""
         super().status(timeout)
         self._has_ended(unreported=True)
         return self.code
@@ -126,7 +125,7 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # Read this first: if there is no report afterwards, the pid was the worker's.
+            # Read the status first. If there is no report even after that, the pid is the worker's.
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)
@@ -141,11 +140,11 @@ class _ServedChild(Child):
 
 
 class ForkServerLauncher(Launcher):
-    """Starts each worker as a copy of a small process that has imported the workers' modules."""
+    """Starts each worker by forking a small process that has imported the workers' modules."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         super().__init__(entry, threads)
-        # Modules that a server imports before its first fork, and the time limit for each.
+        # The modules that a server imports before its first fork, and the time limit for each.
         self._modules: Sequence[str] = ()
         self._preloads = True
         self._seconds = FOREVER
@@ -163,9 +162,9 @@ class ForkServerLauncher(Launcher):
     def _answer(
         self, server: ForkServer, answers: socket.socket, seconds: float
     ) -> tuple[bytes, int] | None:
-        """Wait for a server's answer. Return None if the server is dead or found unfit.
+        """Wait for a server's reply. Return None if the server is dead or found unfit.
 
-        Time spent on earlier imports for other launchers does not count.
+        The time limit excludes earlier imports for other launchers.
         """
         end = time.monotonic() + seconds
         while not readable(answers.fileno(), min(LOOK, end - time.monotonic())):
@@ -193,7 +192,7 @@ class ForkServerLauncher(Launcher):
             self._import(server, lacking[0])
 
     def _import(self, server: ForkServer, name: str) -> None:
-        """Make a server import a module, and abandon the server if it must not fork afterwards."""
+        """Make a server import a module. Abandon the server if it cannot safely fork afterwards."""
         global _any_unfit
         self.importing, data = name, name.encode()
         server.importers.append(self)
@@ -241,7 +240,7 @@ class ForkServerLauncher(Launcher):
             return server
 
     def _launch(self, worker: int) -> Child:
-        # Try twice, since only a request reveals that a server is dead.
+        # Try twice, because a dead server may not be noticed before a request.
         for _ in range(2):
             server = self._serving()
             # On an error, closing the socket makes the worker exit.
@@ -257,7 +256,7 @@ class ForkServerLauncher(Launcher):
                         raise OSError(value, f"no worker process: {os.strerror(value)}")
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
-            # Otherwise the server could appear alive and be asked again.
+            # Wait for the server to exit. Otherwise, it could appear alive and be asked again.
             code = server.process.status(LAST)
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {worker}; if it "
@@ -269,7 +268,7 @@ class ForkServerLauncher(Launcher):
         return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
-        """Stop a server unless another launcher uses it. Return whether it is gone or in use."""
+        """Stop a server unless another launcher uses it. Return True if it is gone or in use."""
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False
         server.users -= 1

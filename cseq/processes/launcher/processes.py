@@ -1,4 +1,4 @@
-"""The trainer's side: child processes, their launchers and new interpreters."""
+"""The trainer side: child processes, launchers and new interpreters."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ PAUSE = 0.001
 
 
 class Child:
-    """A child process, as seen by the trainer.
+    """A child process as seen by the trainer.
 
-    `gone` and `status` reap the process. A signal handler that raises inside them would lose the
-    exit status, so only the threads that watch workers call them. Any thread may read `ended` and
-    `code`, which they set, and may send signals.
+    `gone` and `status` reap the process and set `ended` and `code`. A signal handler that raises
+    inside them would lose the exit status, so only the threads that watch workers call them. Any
+    thread may read `ended` and `code` and may send signals.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class Child:
     handle : int or None
         The process handle on Windows.
     ended, code : Latch, int or None
-        The exit code, if known, is set before the latch, which marks the process as exited.
+        The latch set when the process has exited, and its exit code, set earlier if known.
     """
 
     handle: int | None = None
@@ -69,8 +69,8 @@ class Child:
         self.ended = Latch()
         self.code: int | None = None
         self._parent_pid = os.getpid()
-        # Held while a signal is sent, because the pid is free once the process is reaped. A signal
-        # handler may send a signal while its thread is sending another one.
+        # Held while a signal is sent, because the pid may be reused once the process is reaped.
+        # Reentrant, because a signal handler may interrupt a send and send another signal.
         self._lock = Lock()
 
     @property
@@ -80,13 +80,13 @@ class Child:
         return self.ended.wait(0)
 
     def kill(self) -> None:
-        """Kill the process and the processes it started, unless it is gone."""
+        """Kill the process and, on Linux, its descendants unless the process is gone."""
         self.send_signal(KILL, tree=True)
 
     def send_signal(self, signum: int, *, tree: bool = False) -> None:
-        """Send a signal unless the process is gone, but never to a later process with the same pid.
+        """Send a signal unless the process is gone. A later process with its pid gets no signal.
 
-        If `tree` is True, the signal is also sent on Linux to the processes that this one started.
+        On Linux, `tree=True` also sends the signal to the process's descendants.
         """
         if os.getpid() != self._parent_pid:
             return
@@ -102,9 +102,9 @@ class Child:
     def status(self, timeout: float) -> int | None:
         """Wait for the process to exit and return its exit code.
 
-        Return None if it does not exit within `timeout` seconds (`gone` is False) or if its status
-        is unknown (`gone` is True), because its fork server died first or other code in this
-        process reaped it.
+        Return None if the process does not exit within `timeout` seconds (`gone` is False). Return
+        None as well if the exit code is unknown (`gone` is True) because the fork server died first
+        or other code in the trainer reaped the process.
         """
         deadline = time.monotonic() + timeout
         while not self._has_ended():
@@ -121,7 +121,7 @@ class Child:
                 os.kill(pid, signum)
 
     def _has_ended(self) -> bool:
-        """Reap the process if it has exited, and return whether it has."""
+        """Return True after reaping the process, or False if it has not exited."""
         with self._lock.hold():
             if not self.ended.wait(0):
                 # Other code may have reaped the process, in which case its status is lost.
@@ -160,8 +160,8 @@ class _WindowsChild(Child):
 class Launcher:
     """The base class of all start methods.
 
-    A launcher may be called only in the process that created it, and only by threads in which no
-    signal handler runs. `cancel` is thread-safe.
+    A launcher may be used only in the process that created it, and only on threads that run no
+    signal handlers. `cancel` is thread-safe.
 
     Parameters
     ----------
@@ -171,9 +171,9 @@ class Launcher:
     Attributes
     ----------
     takes_objects : bool
-        Whether workers inherit objects: `local`, as in ``entry(sock, local)``, and `context`.
+        Whether workers inherit `local`, which is passed to ``entry(sock, local)``, and `context`.
     importing : str
-        The module that is being imported for all workers, or "".
+        The module currently being imported for all workers, or "".
     """
 
     takes_objects = False
@@ -187,13 +187,13 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start a fork server without waiting. With `preload`, it will import workers' modules."""
+        """Start a fork server without waiting. If `preload`, it will import workers' modules."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make a fork server import modules for all workers before the next `launch`.
 
-        If one of the modules must not be imported before a fork, ends the server or takes longer
-        than `seconds`, the workers import all modules themselves, and the log names the module.
+        If a module cannot safely be imported before a fork, kills the server or takes longer than
+        `seconds`, the workers import all modules themselves, and a log message names the module.
         """
 
     def cancel(self) -> None:
@@ -201,12 +201,12 @@ class Launcher:
         self._cancelled = True
 
     def launch(self, worker: int) -> Child:
-        """Start a worker process, which calls ``entry(sock)`` and is named after its number.
+        """Start a worker process that is named after its number and calls ``entry(sock)``.
 
         Raises
         ------
         OSError
-            The process cannot be started, does not start in time (TimeoutError), or `cancel` was
+            The process cannot be started or does not start in time (TimeoutError), or `cancel` was
             called (InterruptedError).
         """
         self._check()
@@ -223,10 +223,10 @@ class Launcher:
             raise InterruptedError("no worker was started, because the workers are being ended")
 
     def close(self, deadline: float) -> bool:
-        """Stop all processes that this launcher started and kill workers that are still running.
+        """Kill the workers that are still running and stop the servers.
 
-        A server that has not exited at `deadline` (`time.monotonic`) is killed. Return True if all
-        processes are gone and reaped. If one survives, a second call tries again.
+        A server that is still running at `deadline` (`time.monotonic`) is killed. Return True if
+        all processes are gone and reaped. If a process survives, a second call tries again.
         """
         children = set(self._children)
         for child in children:
@@ -237,7 +237,7 @@ class Launcher:
         return self._end_servers(deadline) and all(child.gone for child in children)
 
     def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """Stop the servers that started the workers, and return whether they are gone."""
+        """Stop the servers that started the workers. Return True if the servers are gone."""
         return True
 
 
@@ -245,8 +245,8 @@ class Launcher:
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
     """Yield this process's socket and the socket for a process started in this context.
 
-    Signals for the trainer are blocked in this thread and in the new process until the new process
-    is able to ignore them.
+    Signals meant for the trainer are blocked in this thread until the context exits, and in the new
+    process until it can ignore them.
     """
     ours, theirs = pair()
     with contextlib.ExitStack() as undo:
@@ -259,8 +259,8 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         undo.pop_all()
 
 
-# The program of a new interpreter. It sets the trainer's sys.path before it imports cseq, so that
-# no file in the current folder shadows a standard library module. It disables the garbage
+# The program that a new interpreter runs. It sets the trainer's sys.path before it imports cseq, so
+# no file in the current folder can shadow a standard library module. It disables the garbage
 # collector, which would otherwise traverse the imported objects repeatedly.
 _BOOTSTRAP = """\
 import gc, marshal, os, sys
@@ -276,9 +276,9 @@ import_module(start["module"]).begin_process(start)
 
 
 def spawn(start: Start, title: str, threads: int | None) -> Child:
-    """Start a new interpreter that runs `begin_process(start)` of the module named in `start`.
+    """Start a new interpreter that calls `begin_process(start)` in the module named in `start`.
 
-    Libraries in the interpreter and its children compute with `threads` threads.
+    Compute libraries in the interpreter and its children use `threads` threads.
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
@@ -297,18 +297,18 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
                 creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
-            # If the process is already dead, its socket is at end of file.
+            # Ignore errors, because the socket is at end of file if the process is already dead.
             with contextlib.suppress(OSError), popen.stdin as pipe:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
             return _WindowsChild(ours, popen)
-        # Not a `Popen` pipe, whose ends could reuse the numbers of closed standard streams.
+        # Do not use a `Popen` pipe, whose ends could reuse the numbers of closed standard streams.
         given, _ = anonymous_file("cseq-start")
         fd = theirs.fileno()
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        # `Child` waits for the process instead of `Popen`.
+        # Prevent `Popen` from waiting for the process, which `Child` does.
         popen.returncode = 0
         return Child(ours, popen.pid)
 
@@ -321,7 +321,7 @@ def trainer_identity() -> Identity:
 
 
 def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
-    """Create the first message to a new interpreter: a numbered worker, or a fork server."""
+    """Create the first message to a new interpreter, for a numbered worker or a fork server."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
     start: Start = {"module": module, "entry": entry, "worker": worker}
     start |= {"path": _search_path(), "argv": words}
@@ -329,7 +329,7 @@ def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
 
 
 def _search_path() -> list[str]:
-    """Return sys.path, with the folder of this cseq appended if it is missing."""
+    """Return sys.path with cseq's own import folder appended if it is missing."""
     path = [os.fsdecode(folder) for folder in sys.path if isinstance(folder, (str, bytes))]
     home = os.path.dirname(os.path.abspath(sys.modules["cseq"].__path__[0]))
     # Relative paths stay relative, because the working directory may have been deleted.
@@ -350,7 +350,7 @@ def _executable() -> tuple[str, dict[str, str]]:
         )
     base = getattr(sys, "_base_executable", executable)
     if os.name == "nt" and executable == sys.executable != base:
-        # A virtual environment's python.exe is a stub that starts the base interpreter like this.
+        # Like a virtual environment's python.exe, which is a stub, start the base interpreter.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
 
@@ -369,7 +369,7 @@ class ForkLauncher(Launcher):
 
     def _launch(self, worker: int) -> Child:
         flush_output()
-        # The logging thread may hold locks of the standard streams.
+        # The logging thread may hold the standard streams' locks.
         await_logged(time.monotonic() + LAST)
         if self._threads is not None:
             system.find_openblas()

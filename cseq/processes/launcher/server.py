@@ -1,4 +1,4 @@
-"""The process of a fork server, which imports modules once and forks workers."""
+"""The fork server process, which imports modules once and forks workers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
 
 IS_LINUX = sys.platform == "linux"
-# Names of threads that a library restarts after a fork: jemalloc's (in pyarrow).
+# Names of threads that libraries restart after a fork. Only jemalloc (in pyarrow) has one.
 FORKING = ("jemalloc_bg_thd",)
 
 
@@ -46,9 +46,9 @@ def begin_process(start: Start) -> NoReturn:
 
 
 class Forker:
-    """The fork server: a single thread that forks and reaps workers and reports both events.
+    """The fork server, whose single thread forks and reaps workers and reports both events.
 
-    It exits when the trainer closes its socket or dies. Each worker has its own socket.
+    The server exits when the trainer dies or closes its socket. Each worker has its own socket.
     """
 
     def __init__(self, sock: socket.socket, entry: str, trainer: Identity) -> None:
@@ -77,10 +77,10 @@ class Forker:
         os._exit(0)
 
     def _step(self) -> bool:
-        """Handle a request or the exit of a child. Return False if the trainer is gone."""
+        """Handle a request or a child's exit. Return False if the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            # Read before reaping, so that a child that exits later wakes the server again.
+            # Drain the socket before reaping so that a later exit wakes the server again.
             self._woken.recv(4096)
             self._reap()
         if self._sock.fileno() not in ready:
@@ -103,8 +103,8 @@ class Forker:
         return True
 
     def _fork(self, reports: socket.socket, fd: int, worker: int) -> None:
-        """Start a worker, which owns the socket `fd`, and report its process id."""
-        # Otherwise the garbage collector of each worker would copy these pages.
+        """Fork a worker, which owns the socket `fd`, and report the worker's process id."""
+        # Otherwise, each worker's garbage collector would copy the server's memory pages.
         gc.freeze()
         try:
             pid = fork()
@@ -115,14 +115,14 @@ class Forker:
             return
         if pid == 0:
             self._become_worker(reports, fd, worker)
-        # Close this copy before answering. From then on, the socket closes when the worker exits.
+        # Close this copy before replying, so that the socket is closed once the worker exits.
         os.close(fd)
         answer(reports, BORN, pid)
         close_in_forks(reports)
         self._reports[pid] = reports
 
     def _become_worker(self, reports: socket.socket, fd: int, worker: int) -> NoReturn:
-        """Run a worker in the copy of the server. `reports` is closed once both have exited."""
+        """Run a worker in this copy of the server. `reports` closes once both have exited."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -142,13 +142,13 @@ class Forker:
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
                 if reports is not None:
                     answer(reports, ENDED, code)
-            # Reap after answering, since the system may reuse the process id from then on.
+            # Reap after reporting, because the system may reuse the process id after reaping.
             if IS_LINUX:
                 os.waitpid(pid, 0)
 
 
 def _ended_child() -> tuple[int, int] | None:
-    """Return the process id and exit code of an exited child, which Linux does not reap yet."""
+    """Return an exited child's process id and exit code, or None. On Linux, do not reap it yet."""
     if not IS_LINUX:
         pid, status = os.waitpid(-1, os.WNOHANG)
         return (pid, os.waitstatus_to_exitcode(status)) if pid else None
@@ -160,7 +160,7 @@ def _ended_child() -> tuple[int, int] | None:
 
 
 def _import(name: str) -> int:
-    """Import a module for all workers. Return whether workers can be forked afterwards."""
+    """Import a module for all workers. Return the outcome: KEPT, FAILED, THREADS or FILES."""
     tasks, files, outcome = _tasks(), _files(), KEPT
     try:
         with reading():
@@ -174,7 +174,7 @@ def _import(name: str) -> int:
 
 
 def _tasks() -> set[str]:
-    """Return the threads that a fork would lose, or an empty set if the system lists none."""
+    """Return the threads that a fork would lose, or an empty set if they cannot be listed."""
     tasks = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -188,7 +188,7 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """Return the open descriptors, some of which CUDA holds, or an empty set if unknown."""
+    """Return the open descriptors, including CUDA's, or an empty set if they cannot be listed."""
     files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
