@@ -145,7 +145,7 @@ def _travelling(error: BaseException) -> bytes:
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
     """Return an exception and the exceptions in its arguments (as in groups), with their arguments.
 
-    Pickle calls the class with these arguments. A constructor would format its text a second time.
+    Pickle passes these arguments to the class, whose constructor might format its text twice.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -165,8 +165,8 @@ class Failure:
     """The first error from a group of workers, which every `check` raises.
 
     The traceback of a raised exception refers to the manager, and through the workers to this
-    object. Keeping the exception would therefore create a reference cycle. For this reason, the
-    exception itself is raised only once. Later calls raise copies, packed as for another process.
+    object, so keeping the exception would create a reference cycle. The exception itself is
+    therefore raised only once. Later calls raise copies, packed as if for another process.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Failure:
         return self._error is not None
 
     def note(self, error: BaseException) -> None:
-        """Store an error if it is the first one."""
+        """Store an error unless one is already stored."""
         if self._error is None:
             self._error = ordinary(error)
 
@@ -307,7 +307,7 @@ def named(error: BaseException, location: str) -> BaseException:
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Add a remedy to an exception as a note, or to its text before Python 3.11."""
+    """Add a remedy to an exception as a note or, before Python 3.11, to its text."""
     if hasattr(error, "add_note"):
         _note(error, note)
         return

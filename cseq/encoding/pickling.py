@@ -84,7 +84,7 @@ def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
 class Pickled(NamedTuple):
     """A serialized object: the pickle of a list that starts with the object, and large buffers.
 
-    The buffers are views of the object's memory, not copies. Write them before it changes.
+    The buffers are views of the object's memory, not copies. Write them before the object changes.
     `modules` lists the modules that the pickle is known to refer to by name.
     """
 
@@ -121,12 +121,12 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
         data = _dump_by_value(obj, modules, reducers, buffers)
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - its traceback is no news: the name says where
+    except Exception as error:  # noqa: BLE001 - its traceback adds nothing to the name
         remedy = REMEDY.format(name=name)
         for attribute, part in _attributes_of(obj).items():
             try:
                 _dump_by_value(part, {}, reducers, None)
-            except Exception as its:  # noqa: BLE001 - it is raised, whatever it is
+            except Exception as its:  # noqa: BLE001 - any error is raised below
                 raise unpicklable(f"{name}.{attribute}", its, remedy) from None
         raise unpicklable(name, error, remedy) from None
     return Pickled(data, buffers, tuple(modules))
@@ -138,7 +138,7 @@ def _attributes_of(obj: object) -> dict[str, object]:
         return dict(zip(obj._fields, obj, strict=True))
     try:
         state: object = obj.__reduce_ex__(5)[2]
-    except Exception:  # noqa: BLE001 - then this object itself is the one to blame
+    except Exception:  # noqa: BLE001 - then the object itself is at fault
         return {}
     return state if isinstance(state, dict) else {}
 
@@ -148,7 +148,7 @@ def dumps(
     buffers: list[memoryview] | None = None,
     reducers: Callable[[], Reducers] | None = None,
 ) -> bytes:
-    """Pickle an object for the process at the other end of a pool, which uses `pickle.loads`.
+    """Pickle an object for the process at the other end of a pool; read it with `pickle.loads`.
 
     If `buffers` is given, large buffers of arrays and CPU tensors inside any objects are appended
     to `buffers`, by default with `data_reducers`. Without `buffers`, the pickle can be read without
@@ -403,8 +403,8 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
             return NotImplemented
 
     def reduce_code(code: types.CodeType) -> Reduced:
-        # cloudpickle writes "<dynamic-code>" as the file, so that a notebook function always has
-        # the same pickle. Keep the file and line here for worker tracebacks and stacks.
+        # cloudpickle writes "<dynamic-code>" as the file name, so that a notebook function always
+        # has the same pickle. Keep the file and line here for worker tracebacks and stacks.
         reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
         make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])

@@ -80,7 +80,7 @@ cdef class Feed:
     ----------
     run : RunState
     rings : list of Ring
-        One shared ring, or one queue per worker, all in one memory.
+        One shared ring, or one queue per worker, all in the same memory.
     decoder : Decoder
     pool : Pool
         ``await_next()`` calls `advance` and `wait`, and returns when the next ticket is ready. It
@@ -377,7 +377,7 @@ cdef class Feed:
     # -- the epoch
 
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
-        """Start an epoch and cancel the tickets of the previous one in a single C step.
+        """Start an epoch and cancel the previous epoch's tickets in a single C step.
 
         Parameters
         ----------

@@ -34,7 +34,7 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# The minimum number of seconds between log lines with advice: at the end of an epoch, within one.
+# The minimum seconds between log lines with advice, at the end of an epoch and within an epoch.
 LONG, OFTEN = 20.0, 600.0
 # The fractions of waiting time above which advice is logged, and logged as a warning.
 LOGGED, WARNED = 0.05, 0.2

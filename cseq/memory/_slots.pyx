@@ -49,11 +49,11 @@ cdef class SlotTable:
 
     A trainer slot is leased while its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
     which may be dropped on any thread, even during garbage collection. A fork adds PINNED to leased
-    slots until the next epoch starts, since the child may read them. Whoever sets `uses` to 0 frees the
+    slots until the next epoch starts, because the child may read them. Whoever sets `uses` to 0 frees the
     slot. A copy of this object in a forked process changes nothing.
 
     The search for the lowest free slot starts at the `hint`. Freeing a lower slot lowers the hint. A long
-    search raises it and then checks the skipped slots again. A wrong hint only costs memory.
+    search raises the hint and then checks the skipped slots again. A wrong hint only costs memory.
 
     The caller owns the file `fd`, in which slots are `width` bytes apart. `owner` is TRAINER, which
     creates the table, or a worker number from 1.
@@ -214,7 +214,7 @@ cdef class SlotTable:
     def lease(self, Py_ssize_t slot, Mapping mapping not None):
         """Lend a ticket's slot to the batch that is being decoded.
 
-        Until `free_from`, all calls return the same `Lease`: an interrupted decode and its retry share it.
+        All calls before `free_from` return the same `Lease`, so an interrupted decode and its retry share one.
         """
         cdef Lease lease = self.leases.get(slot)
         self.check(slot)
@@ -267,7 +267,7 @@ cdef class SlotTable:
         return peak
 
     def pin(self):
-        """Keep leased slots until `unpin`, since the child of a fork may read them."""
+        """Keep leased slots until `unpin`, because a forked child may read them."""
         cdef Py_ssize_t slot
         for slot in range(1, self.count() if forks_here[0] == self.depth else 0):
             if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):

@@ -150,7 +150,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
     # macOS lacks the flag, so set close-on-exec here as early as possible.
     if not hasattr(socket, "MSG_CMSG_CLOEXEC"):
         for fd in fds:
-            os.set_inheritable(fd, False)  # noqa: FBT003 - its own way
+            os.set_inheritable(fd, False)  # noqa: FBT003 - its signature
     return data, [lift(fd) for fd in fds]
 
 

@@ -26,7 +26,7 @@ RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return the name that a pool's ring file has in `/proc`; it encodes what `top` shows."""
+    """Return the name of a pool's ring file in `/proc`, which encodes the values for `top`."""
     facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
@@ -129,7 +129,7 @@ class Crew:
         """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many of `num_workers` workers fit in memory when `present` already run."""
+        """Return how many of `num_workers` workers fit in memory with `present` already running."""
         return num_workers
 
     def check(self) -> None:
