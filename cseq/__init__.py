@@ -11,7 +11,7 @@ A batch travels as a ticket in a cell of a ring. The cell's state records its pr
 Without a CUDA device, READY follows INDEXING, and the side that decodes a batch creates its
 tensors. Processes exchange data through shared-memory slots beside the ring. Threads share the
 objects themselves. To learn how cseq works, read docs/inside/architecture.md, which follows one
-batch step by step, together with the starred modules. A module imports only modules below it::
+batch step by step, and the starred modules. Modules import only modules below them::
 
     cseq/
     ├── testing.py      helpers for testing training scripts: kill workers, wait for workers
@@ -57,7 +57,7 @@ import os
 import sys
 import typing
 
-# Another project, named cseq on the package index, installs cli.py into the same folder.
+# The unrelated project named cseq on the package index installs cli.py into the same folder.
 if os.path.exists(f"{__path__[0]}/cli.py"):
     raise ImportError(
         f"{__path__[0]} has files of another project, named cseq on the package index: run "
@@ -183,13 +183,13 @@ if not typing.TYPE_CHECKING:
         try:
             return getattr(torch, name)
         except ImportError as error:
-            # `from cseq import DataLoader` would hide the message of an AttributeError.
+            # `from cseq import DataLoader` would hide an AttributeError's message.
             if error.name != "torch" or sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 raise
             raise AttributeError(str(error), name=name) from error
 
     def __dir__() -> list[str]:
-        """List the public names; include names that need torch or Ray only if it is installed."""
+        """List the public names. Some are listed only if torch or Ray is installed."""
         from importlib.util import find_spec
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()

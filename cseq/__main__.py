@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="the script is a module")
-    # One argument holds both: argparse would drop the script's own `--` from a second argument.
+    # One argument holds both, because argparse would drop the script's own `--` from a second one.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument("target", metavar="FILE.py:make", help="a function that returns either")
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(given, "look"):
         parser.print_help()
         return
-    # On Windows, file encodings lack arrows.
+    # On Windows, a file's default encoding may not support arrows.
     if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     status = given.look(given)
@@ -105,7 +105,7 @@ def _run(given: argparse.Namespace) -> str | None:
     else:
         _watch()
     sys.argv = given.script
-    # A leading `--` ends the options of cseq.
+    # A leading `--` ends cseq's own options.
     if sys.argv[0] == "--" and sys.argv[1:]:
         del sys.argv[0]
     if given.is_module:
@@ -195,7 +195,7 @@ def _run_module(name: str) -> None:
 
 def _run_script(script: str) -> None:
     """Run a file, or a folder or archive that has a ``__main__.py``, as ``python`` does."""
-    # `__file__` stays valid after a chdir. A `..` that follows a symbolic link is kept.
+    # This keeps `__file__` valid after a chdir. Unlike `abspath`, it keeps a `..` after a symlink.
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)
@@ -210,8 +210,8 @@ def _run_script(script: str) -> None:
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     _enter(os.path.dirname(os.path.realpath(path)))
-    # As in python, the module outlives the script, so running threads and `atexit` functions still
-    # find their names. `runpy` would remove the module and set `sys.argv[0]` to `__file__`.
+    # As in python, the module outlives the script, so running threads and `atexit` functions can
+    # still use its globals. `runpy` would remove the module and set `sys.argv[0]` to `__file__`.
     module = ModuleType("__main__")
     module.__dict__.update(
         __annotations__={},

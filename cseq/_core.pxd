@@ -35,8 +35,8 @@ cdef class Ring:
     # Tickets are `outstanding` until they are committed or cancelled; calls do not count. The search
     # for a free cell starts at `next_cell`. In a queue, `next_cell` is the cell to post in. `unwoken`
     # counts the tickets posted since the last wake-up; `wake_at` tickets cause a wake-up. `calling` is
-    # the cell of a queue's pending call, or -1. `meter` is the trainer's, in the ring at offset 0. All
-    # queues of threads share `turns`, and `first_entry` is the offset of this queue's cell objects.
+    # the cell of a queue's pending call, or -1. `meter` is the trainer's meter in the ring at offset 0. All
+    # thread queues share `turns`, and `first_entry` is the offset of this queue's cell objects.
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
@@ -61,7 +61,7 @@ cdef class Ring:
             cseq_count_u64(&self.meter.samples, c.count)
             cseq_count_u64(&self.meter.nbytes, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
-        """Free a cell of the trainer for the next ticket. The old ticket is no longer `outstanding`."""
+        """Free one of the trainer's cells for the next ticket. The old ticket is no longer `outstanding`."""
         if self.kept is None:
             self.next_cell = cell
         else:
@@ -81,9 +81,9 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
-# Stream tickets; see producer.py. A request has six words: slot, bytes committed, record. A cell has
-# two requests, one for the call or key and one for the assignment. The number of the key's ints, or
-# one of the two negative values, follows, and then the ints.
+# The layout of stream tickets (see producer.py). A request has six words: slot, committed bytes, record. A
+# cell has two requests, one for the call or key and one for the assignment. Then comes the number of ints in
+# the key, or one of the two negative values, followed by the ints.
 cdef enum:
     ASK_ITEM = 0
     ASK_CALL = 1

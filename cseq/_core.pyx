@@ -32,7 +32,7 @@ ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
-# Numbers of shuffle steps: up to BRIEF steps keep the GIL; signals are checked every SLICE steps.
+# A shuffle of up to BRIEF steps keeps the GIL. Longer shuffles check for signals every SLICE steps.
 cdef enum:
     BRIEF = 4096
     SLICE = 1 << 20
@@ -142,11 +142,11 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
 
 
 cdef class Reader:
-    """A reader of an order's units for one seed, which implements an `order.base.Order` in the core.
+    """The core's implementation of an `order.base.Order` for one seed, which reads the order's units.
 
-    The result depends only on seed, epoch and position, whatever the order of calls. State between
-    calls only improves speed. Only one thread at a time may use a reader. An epoch has `units` units
-    with up to `room` samples each.
+    The result depends only on seed, epoch and position, not on the order of calls. State between calls only
+    improves speed. Only one thread at a time may use a reader. An epoch has `units` units with up to `room`
+    samples each.
     """
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
@@ -160,7 +160,7 @@ cdef class Reader:
 
     cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
-        """`read` one rank's part of the global batch [first, first + together). An order may select
+        """Like `read`, for one rank's part of the global batch [first, first + together). An order may select
         the same number of other units from the batch for each rank."""
         return self.read(epoch, start, count, out, sizes)
 
@@ -284,7 +284,7 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 @cython.final
 @cython.no_gc
 cdef class Turns:
-    """Turn-taking among threads, used as long as it is faster. See cseq_turns.h."""
+    """Turn-taking among threads, which is used while it is faster. See cseq_turns.h."""
 
     def __cinit__(self, uint32_t runners):
         self.t.runners, self.t.between = runners, 1
@@ -321,7 +321,7 @@ cdef class Ring:
     runners : int
         The number of runners. Owners are numbered from 1 to `runners`.
     calls : int
-        0 for a shared ring, where each runner claims any ticket. Otherwise the ring is a queue of one
+        0 for a shared ring, where any runner may claim any ticket. Otherwise the ring is a queue of one
         runner, which claims tickets in posting order and checks the last `calls` cells first.
     at : int
         The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring at
@@ -336,7 +336,7 @@ cdef class Ring:
     limit : int
         The maximum number of outstanding tickets.
     kept : list or None
-        The objects that the ticket in each cell of a queue refers to.
+        For each cell of a queue, the objects that its ticket refers to.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -396,7 +396,7 @@ cdef class Ring:
 
     @property
     def closed(self):
-        """0 if open, 1 if closed permanently, n > 1 if indexers numbered n and above have to exit."""
+        """0 if open, 1 if closed permanently, n > 1 if indexers numbered n and above must exit."""
         return cseq_load_sc_u32(&self.r.closed)
 
     def set_spin(self, uint32_t ns, uint32_t crew=0):

@@ -19,8 +19,8 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.no_gc
 cdef class Lock:
     # Thread `owner` (0 for none) has acquired the lock `depth` times. While `asleep` is set, a thread
-    # may be waiting for the lock. `forks` is the value of `forks_here` at the last check. `calls` are the
-    # deferred calls. `due` is set while there are any.
+    # may be waiting for the lock. `forks` is the value of `forks_here` at the last check. `calls` contains
+    # the deferred calls. `due` is set while there are deferred calls.
     cdef uint64_t owner
     cdef uint32_t asleep, depth, forks, due
     cdef list calls
@@ -34,7 +34,7 @@ cdef class Lock:
     cdef object next_call(self)
     cpdef int refuse_mine(self) except -1
     cdef inline int acquire_once(self) except -1:
-        """Acquire the lock, or raise RuntimeError if this thread has it."""
+        """Acquire the lock, or raise RuntimeError if this thread already holds it."""
         return self.refuse_mine() if self.has() else self.acquire_first(-1)
 
 

@@ -15,7 +15,7 @@ from threading import current_thread
 
 cseq_wait_choose()
 
-# The number of frames reserved for a sampler or an iterator of keys.
+# The number of frames reserved for a sampler or a key iterator.
 cdef enum:
     ROOM = 100
 
@@ -53,10 +53,10 @@ cdef uint64_t ns_of(double seconds) noexcept:
 cdef class Lock:
     """A reentrant lock like `threading.RLock`, which the core acquires without Python calls.
 
-    A signal handler runs either before the acquisition or inside the protected section. There, the
-    handler may acquire the lock again to read, may not acquire it (`refuse_mine`), or must defer its
-    operation (`put_off`). Python code must use ``with lock.hold()``. Otherwise, since Python 3.14, a
-    handler may raise between the acquisition and the body and leave the lock acquired.
+    A signal handler runs either before the acquisition or inside the protected section. In the section, a
+    handler that reads may acquire the lock again. Other handlers are refused (`refuse_mine`) or deferred
+    (`put_off`). Python code must use ``with lock.hold()``. Otherwise, since Python 3.14, a handler may raise
+    between the acquisition and the body and leave the lock acquired.
 
     In a forked process, the lock is free unless the forking thread holds it: other threads are gone.
     """
@@ -66,7 +66,7 @@ cdef class Lock:
         self.forks = forks_here[0]
 
     cdef bint has(self) noexcept:
-        """Return True if this thread has the lock. Only the thread itself sets and clears its id."""
+        """Return True if this thread holds the lock. Only a thread itself sets and clears its id."""
         if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
@@ -83,7 +83,7 @@ cdef class Lock:
 
     @property
     def is_mine(self):
-        """Whether this thread has the lock and is inside the protected section."""
+        """Whether this thread holds the lock and is inside the protected section."""
         return bool(self.has())
 
     def hold(self, double timeout=-1):
@@ -93,7 +93,7 @@ cdef class Lock:
         return hold
 
     cpdef int refuse_mine(self) except -1:
-        """Raise RuntimeError if this thread has the lock and is thus inside another call."""
+        """Raise RuntimeError if this thread holds the lock and is thus inside another call."""
         if self.has():
             raise RuntimeError(
                 "this thread is in the middle of another call of the same object: a signal handler, or "
@@ -113,7 +113,7 @@ cdef class Lock:
         return True
 
     cdef bint acquire_first(self, double timeout) except -1:
-        """Acquire the lock, which this thread does not have yet."""
+        """Acquire the lock, which this thread must not hold yet."""
         if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
             if not timeout or not self.sleep(timeout):
                 return False
@@ -134,7 +134,7 @@ cdef class Lock:
         return False
 
     cdef int release(self) except -1:
-        """Release the lock, which the caller must have. Then make the deferred calls."""
+        """Release the lock, which the caller must hold, and make the deferred calls."""
         self.depth -= 1
         if not self.depth:
             cseq_swap_sc_u64(&self.owner, 0)
@@ -143,16 +143,16 @@ cdef class Lock:
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def put_off(self, call not None):
-        """Defer ``call()`` to the thread that has the lock, which makes the call after the release. If
-        the lock is free, this thread makes the call immediately."""
+        """Defer ``call()`` to the thread that holds the lock, which makes the call after releasing the lock.
+        If the lock is free, this thread makes the call immediately."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
         if self.acquire(0):
             self.release()
 
     cdef int make_calls(self) except -1:
-        """Make the deferred calls, unless this thread still has the lock. If a call raises, the others
-        stay due."""
+        """Make the deferred calls, unless this thread still holds the lock. If a call raises, the remaining
+        calls stay due."""
         if self.has() or not cseq_swap_sc_u32(&self.due, 0):
             return 0
         try:
@@ -174,8 +174,8 @@ cdef class Lock:
 cdef class Hold:
     """A context manager that holds a lock during a ``with``.
 
-    An exception before the body drops this object and thus releases the lock. With a `timeout`, the
-    body may run without the lock. `has` is True if the lock was acquired.
+    If an exception occurs before the body, this object is dropped and thus releases the lock. With a
+    `timeout`, the body may run without the lock. `has` is True if the lock was acquired.
     """
 
     cdef Lock lock
@@ -208,7 +208,7 @@ cdef class Latch:
         cseq_wake(&self.word, 0)
 
     def wait(self, double timeout=-1):
-        """Wait up to `timeout` seconds (-1 for no limit) until the latch is set. Return whether it is.
+        """Wait up to `timeout` seconds (-1 for no limit) until the latch is set. Return whether it is set.
 
         Signal handlers run during the wait.
         """
@@ -230,8 +230,8 @@ cdef class Latch:
 cdef class RunState:
     """The part of a run that iterators need for every batch.
 
-    An iterator with another `generation` is invalid and receives nothing. The `lock` guards every use
-    of the pool except `interrupt`.
+    An iterator with a different `generation` is invalid and receives nothing. The `lock` guards every use of
+    the pool except `interrupt`.
     """
 
     def __cinit__(self):
@@ -242,7 +242,7 @@ cdef class RunState:
         return cseq_load_acq_u64(&self.number)
 
     def interrupt(self):
-        """Start the next generation and return its number. Callable from threads and signal handlers."""
+        """Start the next generation and return its number. Any thread or signal handler may call this."""
         return cseq_add_sc_u64(&self.number, 1) + 1
 
 
@@ -259,8 +259,8 @@ cdef extern from *:
     void cseq_exit(int code) noexcept nogil
 
 def exit_on_hangup(intptr_t socket):
-    """Wait until the peer of `socket` is gone, then exit this process without the interpreter. The
-    function never returns and needs a dedicated thread."""
+    """Wait until the peer of `socket` is gone, then exit this process without finalizing the interpreter. The
+    function never returns, so it needs a dedicated thread."""
     with nogil:
         cseq_await_hangup(socket)
         cseq_exit(1)
@@ -276,11 +276,11 @@ def end_daemons():
 
 
 cpdef int rest() except -1:
-    """Block a user's daemon thread here permanently once the interpreter exits. It holds no lock.
+    """Block a user's daemon thread permanently once the interpreter exits. The thread holds no lock.
 
-    Python stops such a thread when it tries to reacquire the GIL, up to 3.13 by unwinding its stack. In
-    a tensor's destructor, which releases the GIL, this aborts the process. A blocked thread drops no
-    objects and prints no traceback.
+    Python stops a daemon thread that tries to reacquire the GIL, and up to 3.13 unwinds its stack. In a
+    tensor's destructor, which releases the GIL, this aborts the process. A blocked thread drops no objects
+    and prints no traceback.
     """
     cdef uint32_t word = 0
     if not ends:

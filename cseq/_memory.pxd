@@ -6,7 +6,7 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-# Copies of LARGE bytes or more release the GIL. LEAST bytes of a slot are committed before its use.
+# Copies of LARGE bytes or more release the GIL. LEAST bytes of a slot are committed before the slot is used.
 # Leaves of up to MOST_COPIED bytes are copied out of their slots into shared blocks of up to this size.
 cdef enum:
     MAX_DIMS = 64
@@ -20,7 +20,7 @@ cdef uint64_t* forker_here
 
 cdef extern from *:
     """
-    /* Return an array on the memory of `owner`, which it keeps alive. Without `strides`, it is contiguous. */
+    /* Return an array on `owner`'s memory that keeps `owner` alive. Without `strides`, it is contiguous. */
     static inline PyObject *cseq_array_on(PyObject *owner, char *data, PyObject *dtype, int nd, npy_intp *dims,
                                           npy_intp *strides, int flags) {
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, (PyArray_Descr *)Py_NewRef(dtype), nd, dims,

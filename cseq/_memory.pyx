@@ -43,8 +43,8 @@ cdef extern from *:
     #include <stdlib.h>
     #ifdef __GLIBC__
     #include <malloc.h>
-    /* Sizes in bytes. Blocks larger than CSEQ_MAPPED are mapped: zeroed on creation, returned when freed. Up
-     * to CSEQ_FREED stay at the end of the heap. glibc caches up to seven freed blocks per torch-aligned size. */
+    /* Blocks of more than CSEQ_MAPPED bytes are zeroed on creation and unmapped when freed. Up to CSEQ_FREED
+     * bytes stay at the end of the heap. glibc caches up to seven freed blocks per torch-aligned size. */
     enum { CSEQ_MAPPED = 32 << 20, CSEQ_FREED = 128 << 20 };
     static int cseq_keep_freed(void) {
         return mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
@@ -57,7 +57,7 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* One instance of each per process, because arrays that outlive all other objects refer to them. */
+    /* A process has one instance of each, because arrays that outlive all other objects refer to them. */
     static cseq_slot_allocator cseq_slot_arrays;
     static cseq_reuse cseq_reused;
     /* The number of forks since exec, and the id of the thread that forked this process. */
@@ -115,7 +115,7 @@ def fork():
     """Call `os.fork` without the Python 3.12 warning that this process has threads.
 
     `warnings.catch_warnings` changes the filters of all threads, so it could interfere with user threads.
-    Python issues the warning after the fork. If warnings are errors, the process could lose the child.
+    Python issues the warning after the fork. If warnings are errors, the caller could lose the child.
 
     Raises
     ------
@@ -242,8 +242,8 @@ cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
 
 
 cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
-    """Return True if an array is dense but not in row-major order. Set `axes` to the memory order of the
-    axes if so, otherwise to row-major order.
+    """Return True if an array is dense but not in row-major order. Set `axes` to the axes' memory order if
+    so, otherwise to row-major order.
 
     Strides of single-element axes also count, because some torch formats differ only in these strides.
     """
@@ -275,7 +275,7 @@ cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
 
 
 def axes_of(cnp.ndarray array not None):
-    """Return an array's axis order in a slot as bytes, outermost first. With gaps, it is row-major."""
+    """Return an array's axis order in a slot as bytes, outermost first. With gaps, the order is row-major."""
     cdef uint8_t axes[MAX_DIMS]
     is_permuted(array, axes)
     return (<char*>axes)[:cnp.PyArray_NDIM(array)]
@@ -285,7 +285,7 @@ def flat_of(cnp.ndarray array not None):
     """Return an array's elements in memory order as a one-dimensional array, or None if there are gaps or
     negative strides.
 
-    Only read the result. It is marked as writable because objects made from its bytes are.
+    Only read the result. It is marked as writable because objects made from its bytes must be writable.
     """
     cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
@@ -404,7 +404,7 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make malloc in this process keep freed blocks of up to 32 MB, because the system clears new pages.
+    """Make this process's malloc keep freed blocks of up to 32 MB, because the system clears new pages.
     Larger blocks are mapped and unmapped. Return whether this is supported (only with glibc)."""
     return bool(cseq_keep_freed())
 
@@ -416,7 +416,7 @@ cdef PyDataMem_Handler slot_handler, reuse_handler
 
 cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
                    PyDataMemAllocator allocator) except -1:
-    """Fill in a handler on top of NumPy's, whose allocator is copied into `below`."""
+    """Initialize a handler on top of NumPy's handler, whose allocator is copied into `below`."""
     handler[0] = (<PyDataMem_Handler*>PyCapsule_GetPointer(numpys, "mem_handler"))[0]
     memcpy(below, &handler.allocator, sizeof(cseq_allocator))
     strcpy(handler.name, name)
@@ -434,8 +434,8 @@ cdef void release_slot(void* owner) noexcept:
 cdef class SlotAllocator:
     """A hook that makes NumPy allocate a batch's arrays in its slot. See cseq_slot_allocator.h.
 
-    It works in the thread and `contextvars` context that create it, until the process exits. A worker
-    process has one.
+    The hook applies to the thread and `contextvars` context that create it, until the process exits. Each
+    worker process has one hook.
     """
 
     def __cinit__(self):
@@ -480,7 +480,7 @@ cdef class SlotAllocator:
         cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
-        """Next time, serve the allocations that contain these arrays of the batch from the slot."""
+        """Mark the allocations that contain these arrays to be served from the slot next time."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
@@ -505,7 +505,7 @@ put_above(
 cdef class Reuse:
     """A context manager in which the thread's large arrays reuse freed memory. See cseq_reuse.h.
 
-    If the user has set a custom NumPy handler in this thread, that handler stays.
+    A custom NumPy handler that the user has set in this thread stays active.
     """
 
     def __enter__(self):

@@ -15,9 +15,9 @@ cdef class Runner:
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
     # `cell` is the current ticket's cell, or -1. `claim` waits for up to `park` ns. If runners take
-    # turns, `turn` is this runner's number, unique among the pool's queues. With `owes`, the runner has
-    # to notify the trainer before it leaves its turn. `since` is the time of the last claim, publication
-    # or unsuccessful wait. `room` holds a ticket's indices.
+    # turns, `turn` is this runner's number, unique among the pool's queues. With `owes`, the runner must
+    # notify the trainer before it leaves its turn. `since` is the time of the last claim, publication or
+    # unsuccessful wait. `room` holds a ticket's indices.
     cdef cseq_cell* c
     cdef cseq_meter* meter
     cdef readonly int cell

@@ -18,7 +18,7 @@ cnp.import_array()
 
 cseq_wait_choose()
 
-# A thread sleeps this long before it requests the GIL, which it would otherwise get back immediately.
+# A thread sleeps this long before it requests the GIL. Otherwise, it would get the GIL back immediately.
 cdef enum:
     PROBE_NS = 50000
 NO_MORE = object()
@@ -34,8 +34,8 @@ cdef class BatchState:
 
 cdef extern from *:
     """
-    /* Return 1 if an array is as PyArray_EMPTY made it. User code may have changed its type, shape or
-     * flags, or may have a weak reference to it. */
+    /* Return 1 if an array is still as PyArray_EMPTY created it. User code may have changed its type, shape
+     * or flags, or created a weak reference to it. */
     static int cseq_is_fresh(PyArrayObject *one, npy_intp n) {
         const PyArrayObject_fields *f = (PyArrayObject_fields *)one;
         return f->nd == 1 && f->dimensions[0] == n && PyArray_ISCARRAY(one)
@@ -109,7 +109,7 @@ cdef class Runner:
         return self
 
     def __next__(self):
-        """`claim` a ticket, reusing the end time of the last ticket. Stop when the ring is closed."""
+        """Claim a ticket, reusing the last ticket's end time. Stop when the ring is closed."""
         if (self.since and self.since - self.meter.polled_ns < CSEQ_POLL
                 and self.claim_at_once(self.since)):
             return True
@@ -127,7 +127,7 @@ cdef class Runner:
         cseq_store_rlx_u64(&self.meter.since_ns, now)
 
     cdef bint claim_at_once(self, uint64_t now) noexcept:
-        """Claim an available ticket with this time, if there is one. The runner must hold no ticket."""
+        """Claim a ticket at the time `now` if one is available. The runner must hold no ticket."""
         cdef int cell = CSEQ_NONE
         if not cseq_ring_leaves(self.r, self.stage, self.owner):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
@@ -221,7 +221,7 @@ cdef class Runner:
             The location of the batch in the slot: up to `FIELDS` sizes in bytes, whose sum is the
             size of the batch.
         capacity : int
-            The number of bytes of the slot that are now committed.
+            The number of bytes that are now committed in the slot.
         slot : int
             The slot that an indexer has written to, which now belongs to the ticket, or -1.
         """
@@ -260,7 +260,7 @@ cdef class BatchWriter:
         return 0
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write a batch and publish its ticket if this is possible in C. Return whether it was done."""
+        """Write a batch and publish its ticket if C code can do both. Return True if it was published."""
         return False
 
     def begin_ticket(self):
@@ -292,8 +292,8 @@ cdef class Work:
 
     A Python subclass has three methods. ``answer(runner)`` makes the result, or returns `NO_MORE` if
     this ticket and all later ones have no result. ``fail(runner, error)`` publishes an exception.
-    ``end_copy(error)`` exits a process that user code has forked, which does not take part in the ring
-    and whose fork count differs from `depth`.
+    ``end_copy(error)`` exits a process that user code has forked. Such a process has a fork count other than
+    `depth` and takes no part in the ring.
     """
 
     cdef readonly BatchWriter batch_writer
@@ -335,7 +335,7 @@ cdef class BatchMaker(Work):
     """The C part of `indexer.Indexing`, which makes batches.
 
     `batch_state` is the context that this thread has entered. `convert` is applied to every batch, and
-    `seeds` seeds the global generators before it.
+    `seeds` seeds the global generators before each batch.
     """
 
     cdef public object indexer
@@ -379,7 +379,7 @@ cdef class BatchMaker(Work):
         return self.indexer[runner.indices()]
 
     def make_here(self, Runner runner not None, here):
-        """Claim a ticket, if available, and process it on the trainer's thread, in test mode.
+        """In test mode, claim a ticket if one is available and process it on the trainer's thread.
 
         If `fail` raises, the ticket stays posted and its batch is remade. A signal handler may raise at
         any point, including before the claim and at the very start of `restore`. `here` holds this

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         type: str
         index: int
 
-    # 'cuda', 'cuda:1', 'cpu' or 'null'; str, because scripts may compute the device number.
+    # Strings are 'cuda', 'cuda:1', 'cpu' or 'null'. Scripts may compute the number, hence the str.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [
@@ -65,7 +65,7 @@ __all__ = [
 F = typing.TypeVar("F", bound="Callable[..., None]")
 
 MOST_EPOCHS = 2**63
-# What `repr` calls the workers of each `thread_type`.
+# The name that `repr` shows for the workers of each `thread_type`.
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 # The default batch size.
 BATCH_SIZE = 32
@@ -77,12 +77,12 @@ AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
 # Each batch has a mapping in two processes, and Linux allows about 65000 mappings per process.
 MOST_BUFFER = 2**14
-# A ticket counts its words in 32 bits.
+# A ticket stores its number of words in 32 bits.
 MOST_BATCH = 2**32 - 1
 
 
 def explained(initialise: F) -> F:
-    """Make an ``__init__`` suggest the right argument for an unknown keyword."""
+    """Decorate an ``__init__`` to suggest the right argument for an unknown keyword."""
     signature = inspect.signature(initialise)
 
     @functools.wraps(initialise)
@@ -103,9 +103,9 @@ def explained(initialise: F) -> F:
 def sizes_of(
     num_workers: object, buffer: Any, thread_type: str, words: int
 ) -> tuple[Size, Size, tuple[bool, bool]]:
-    """Check `num_workers` and `buffer` for cells of `words` indices.
+    """Check `num_workers` and `buffer` for cells that hold `words` indices.
 
-    Return a pool's initial and maximum sizes, and a flag per argument for whether it is 'auto'.
+    Return a pool's initial and maximum sizes, and whether each of the two arguments is 'auto'.
     """
     if buffer is None:
         buffer = AUTO if thread_type == "ray" else 10
@@ -139,7 +139,7 @@ def sizes_of(
 
 
 def is_auto(name: str, value: object) -> bool:
-    """Return True if a number is 'auto'. Any other string is an error."""
+    """Return True if a number is 'auto'. Any other string raises an error."""
     if isinstance(value, str) and value != AUTO:
         raise TypeError(f"{name}={value!r} is not an integer; pass one, or 'auto'")
     return isinstance(value, str)
@@ -162,9 +162,9 @@ class Job(NamedTuple):
     Attributes
     ----------
     output : Output
-        The output for `out_type` and `dtype`. In a pool, it is limited to what this machine has.
+        The output for `out_type` and `dtype`. In a pool, it is limited to available devices.
     num_workers, buffer : int
-        The maximum numbers.
+        The maximum values.
     num_converters : int
         The number of converters. In a pool without CUDA, it is 0.
     start : Size
@@ -193,7 +193,7 @@ class Job(NamedTuple):
     compat: bool | None = None
 
     def without_worker(self) -> Job:
-        """Return the job for a closed pool, whose reference cycle would keep the worker alive."""
+        """Return a copy without the worker, which a reference cycle would keep alive."""
         return self._replace(worker=None, fleet=None)
 
 
@@ -201,7 +201,7 @@ def sampler_of(
     worker: Any, dset_size: Any, order: Order, batch_size: object, seed: Any, drop_last: Any,
     ordered: Any, shard: Shard, pad: Any, repeat: object,
 ) -> Sampler:  # fmt: skip
-    """Check the arguments that determine the samples of each batch, and make the sampler."""
+    """Check the arguments that determine each batch's samples, and create the sampler."""
     return Sampler(
         samples_of(worker, order) if dset_size is None else dset_size,
         order,
@@ -217,7 +217,7 @@ def sampler_of(
 
 
 def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
-    """Reject options that Ray's processes cannot use, and options of the fleet if it is `given`."""
+    """Reject options that do not apply to Ray, and the fleet's own options if one was `given`."""
     given_options = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
@@ -258,7 +258,7 @@ def batch_size_of(batch_size: object, order: Order) -> int:
 
 
 def own_order(worker: object) -> Order | None:
-    """Return the order that an indexer brings with it, if any."""
+    """Return the order that the indexer defines, if any."""
     order = getattr(worker, "order", None) if indexer.is_indexer(worker) else None
     return order if isinstance(order, Order) else None
 
@@ -286,7 +286,7 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
 
 
 def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> int:
-    """Check `repeat`. True becomes the maximum number of epochs."""
+    """Check `repeat` and return the number of epochs. True means the maximum number."""
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
@@ -302,9 +302,9 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
 
 
 def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
-    """Check or choose the number of converters. Without workers, it is 0.
+    """Check or choose the number of converters. Without workers, the number is 0.
 
-    One thread can keep a device busy copying page-locked slots; more would compete for the GIL.
+    One thread can keep a device busy copying page-locked slots. More would compete for the GIL.
     Batches from worker threads are first copied to page-locked memory, which needs several threads.
     """
     if converters is None:

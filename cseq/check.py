@@ -29,7 +29,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Together with as many converters, all runners can be numbered in 16 bits.
+# With an equal number of converters, all runner numbers fit into 16 bits.
 MOST_WORKERS = 2**15 - 1
 
 # Each array value takes 4 bytes in the table that is built from the array.
@@ -82,7 +82,7 @@ def unexpected(
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Check an integer in [least, most]. NumPy integers are accepted; bools are not."""
+    """Check for an integer in [least, most]. NumPy integers are accepted, but bools are not."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -129,7 +129,7 @@ def integers(
 
 
 def flag(name: str, value: object) -> bool:
-    """Check a bool."""
+    """Check that a value is a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={value!r} is neither True nor False")
     return bool(value)
@@ -144,7 +144,7 @@ def choice(name: str, value: T, options: Sequence[object]) -> T:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Check a positive number of seconds, or None for no limit."""
+    """Check for a positive number of seconds, or None for no limit."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -155,7 +155,7 @@ def seconds(name: str, value: object) -> float | None:
 
 
 def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Check an array shape as NumPy does."""
+    """Check an array shape by NumPy's rules."""
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
     dims = tuple(map(operator.index, sizes))
     if min(dims, default=0) < 0:

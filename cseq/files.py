@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and files that processes lock."""
+"""Files that are written completely or not at all, and file locks between processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["locked", "whole"]
 def whole(path: str) -> Iterator[IO[str]]:
     """Write a text file completely or not at all. A name that ends in .gz is compressed.
 
-    An OSError names the final file. A leftover part file from a killed process with the same id is
-    removed first, and a symbolic link in its place is not followed.
+    An OSError names the final file. Any partial file left by a killed process with the same id is
+    removed first. A symbolic link with the partial file's name is not followed.
     """
     part = f"{path}.{os.getpid()}.part"
     try:

@@ -95,10 +95,10 @@ class RaySequence(_Kind[B_co]):
     """Whole batches from worker processes on the nodes of a Ray cluster.
 
     It accepts the parameters of `MSequence` except ``thread_type``. `worker` may be a `RayFleet`,
-    whose workers are then used. Otherwise, `start` creates a fleet, which `finish` shuts down: it
-    has `num_workers` processes with one CPU each, spread over the nodes, and uses this manager's
-    `timeout`, `threads` and `seed_globals`. If Ray is not connected yet, `start` connects as
-    ``ray.init()`` does. `buffer` defaults to 'auto' within `memory_limit`.
+    whose workers are then used. Otherwise, `start` creates a fleet, which `finish` shuts down. The
+    fleet has `num_workers` processes with one CPU each, spread over the nodes, and uses this
+    manager's `timeout`, `threads` and `seed_globals`. If Ray is not connected yet, `start` connects
+    as ``ray.init()`` does. `buffer` defaults to 'auto' within `memory_limit`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A manager is started, used in a `with` and finished. Each start makes a `Run`."""
+"""A manager's lifecycle: start, use in a `with`, finish. Each start creates a `Run`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Manager:
         self._logged_causes: set[str] = set()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse pickling and copying: copies would have no defined way to share workers."""
+        """Refuse pickling and copying, because copies cannot share workers in a defined way."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
             "that needs one, with the same arguments, and call load_state_dict(state_dict()) to "
@@ -95,13 +95,13 @@ class Manager:
     def _look(self) -> Hold:
         """Hold the lock to read protected state. Inside another call, do not wait for the lock.
 
-        The lock's holder may be waiting for that very call.
+        Waiting could deadlock, because the lock's holder may be waiting for that call.
         """
         within = self._run is not None and self._run.lock.is_mine
         return self._lock.hold(0 if within else -1)
 
     def _put_off(self, call: Callable[[], object]) -> bool:
-        """Defer a call until the end of the call that this thread is executing, if any."""
+        """Return True if this thread is inside another call, and defer `call` until it returns."""
         run = self._run
         for lock in (self._lock,) if run is None else (self._lock, run.lock):
             if lock.is_mine:
@@ -114,7 +114,7 @@ class Manager:
     def _open(self, pool: Pool[Batches]) -> None:
         """Start a pool when none is running."""
         pool.logged_causes = self._logged_causes
-        # The pool opens last: if a signal handler raises earlier, `_end` has a run to close.
+        # Open the pool last, so that `_end` has a run to close if a signal handler raises.
         self._run = run = Run(pool)
         try:
             run.close_with(self)
@@ -166,7 +166,7 @@ class Manager:
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End the run, if any. After a signal handler raises here, another call completes the end.
+        """End the run, if any. If a signal handler raises here, another call completes the work.
 
         `ended` is the propagating exception.
         """
@@ -205,7 +205,7 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # This precedes any call because `finish` must work after an interrupt.
+        # Clear the flag before any call, because `finish` must work after an interrupt.
         self._is_entered = False
         if not self._put_off(self.finish):
             with self._lock.hold():
@@ -289,7 +289,7 @@ class Manager:
         """The samples and whole batches that ``on_error='skip'`` has skipped since the last start.
 
         The list contains the latest 1000 entries, each with ``epoch``, ``batch``, ``sample`` (None
-        for a whole batch), ``error`` and ``indices``. ``stats().skips`` counts every such batch.
+        for a whole batch), ``error`` and ``indices``. ``stats().skips`` counts all skipped batches.
         """
         with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.tickets.skipped

@@ -10,7 +10,7 @@ from cseq.system import memory_limit_of
 
 __all__ = ["MAX_RESTARTS", "Size", "WorkerOptions"]
 
-# The default of `max_restarts`.
+# The default value of `max_restarts`.
 MAX_RESTARTS = 100
 
 
@@ -20,8 +20,7 @@ class WorkerOptions(NamedTuple):
     Attributes
     ----------
     memory_limit : int or None
-        A number of bytes, or None for a rank's share of a quarter of the memory of the workers'
-        machine.
+        The limit in bytes. None means a rank's share of a quarter of the worker machine's memory.
     """
 
     start_method: str | None = None

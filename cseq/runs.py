@@ -33,11 +33,11 @@ __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
 # The name of threads that close runs without an owner.
 NAME = "cseq-close"
-# How long interpreter exit waits for closing runs, and for threads that are making a batch.
+# The maximum wait at interpreter exit for closing runs and for threads that are making a batch.
 EXIT_SECONDS = 15.0
-# How long interpreter exit then waits for pending log records.
+# The maximum subsequent wait for pending log records.
 LOG_SECONDS = 2.0
-# How long `close` waits for another thread's call.
+# The maximum time that `close` waits for another thread's call.
 LOCK_SECONDS = 5.0
 
 K = TypeVar("K", bound="Tickets")
@@ -53,8 +53,8 @@ class Run(Generic[K]):
     about : str
         The name of the run's data, for reports.
     is_ended : bool
-        Whether `close` was called. Even if that call was interrupted, the run can then only be
-        closed.
+        Whether `close` was called. From then on, the run can only be closed, even if that call was
+        interrupted.
     """
 
     def __init__(self, pool: Pool[K]) -> None:
@@ -79,7 +79,7 @@ class Run(Generic[K]):
         self._finalizer.atexit = False
 
     def interrupt(self) -> int:
-        """End all existing iterators, including those waiting in other threads.
+        """End all existing iterators, including iterators that are waiting in other threads.
 
         Return the new generation.
         """
@@ -129,7 +129,7 @@ class Run(Generic[K]):
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
 # Callbacks that receive every run before it ends.
 on_close: list[Callable[[Run[Any]], object]] = []
-# One latch for each run whose owner is gone, until the run is closed.
+# The latches of runs that have lost their owner and are not closed yet.
 _closings: set[Latch] = set()
 
 
@@ -149,7 +149,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
         return
     closed = Latch()
     _closings.add(closed)
-    # The thread pops `close`, so no reference to it remains.
+    # The thread pops `close`, so no reference to `close` remains.
     pending = [close]
 
     def work() -> None:

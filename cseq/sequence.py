@@ -47,7 +47,7 @@ MOST_EPOCH = 2**64 - 1
 
 
 class MSequence(Manager, Generic[B_co]):
-    """The base class of managers, whose workers make whole batches for the loop in order.
+    """The base class for managers whose workers make complete batches for the loop, in order.
 
     An epoch contains each sample once.
 
@@ -55,8 +55,8 @@ class MSequence(Manager, Generic[B_co]):
     ----------
     worker : class, callable or indexer
         Creates an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is a
-        new one-dimensional ``int64`` array. A class, or another callable without arguments, is
-        called once in every worker process or thread (sequentially for threads). An object with
+        new one-dimensional ``int64`` array. A class or another callable without arguments is called
+        once in every worker process or thread (sequentially for threads). An object with
         ``__getitem__``, such as an array, is used as the indexer: processes get copies, threads
         share it. A torch ``Dataset``, or a Dataset class, is passed to `from_dataset`. If the
         indexer has a ``close()`` method, it is called when the worker exits.
@@ -72,12 +72,12 @@ class MSequence(Manager, Generic[B_co]):
     batch_size : int
         The number of samples in a batch. The last batch may be smaller.
     buffer : int, 'auto' or None
-        The number of batches to make ahead of the loop, from 1 to 16384, or 'auto' for as many as
-        help. The default is 10, or 'auto' on a Ray cluster.
+        The number of batches to make ahead of the loop, from 1 to 16384, or 'auto' to adapt the
+        number to the loop. The default is 10, or 'auto' on a Ray cluster.
     shuffle : bool or 'feistel'
-        True uses a new order for each epoch, which depends only on the seed, the epoch and the
-        number of samples. 'feistel' does so without a table, for more than about 10**9 samples.
-        False keeps the samples in order. `Shuffled` and `Sequential` are the same as ``order=``.
+        True shuffles each epoch differently, depending only on the seed, the epoch and the number
+        of samples. 'feistel' needs no table, for more than about 10**9 samples. False keeps the
+        samples in order. The equivalents for ``order=`` are `Shuffled` and `Sequential`.
     thread_type : 'proc', 'thread' or 'ray'
         Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
@@ -91,7 +91,7 @@ class MSequence(Manager, Generic[B_co]):
         which integer labels need. 'auto' means None if `worker` comes from `from_dataset` or has an
         order, otherwise 'float32'.
     drop_last : bool
-        Drop the last batch if it is smaller than the others.
+        Whether to drop the last batch if it is smaller than the others.
     ordered : bool
         If False, deliver batches as soon as they are ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
@@ -102,11 +102,11 @@ class MSequence(Manager, Generic[B_co]):
         are repeated at its end. A torch process group or a one-dimensional DeviceMesh determines
         this process's rank. 'auto' detects the shard at the first `start` or ``len`` from a Ray
         Train worker, an initialized torch process group, JAX, or the environment variables of
-        torchrun, Lightning, Open MPI, MPICH or srun. If a later detection differs, it is an error.
-        A DeviceMesh with dimensions other than data is also an error: pass ``mesh["dp"]``.
+        torchrun, Lightning, Open MPI, MPICH or srun. A different result later is an error. A
+        DeviceMesh with dimensions other than data is also an error: pass ``mesh["dp"]``.
     on_error : 'raise' or 'skip'
         With 'raise', the loop raises the indexer's exception. With 'skip', cseq logs the exception
-        and omits the batch, or only the sample with `from_dataset`. `skipped` lists both.
+        and omits the batch, or only the sample with `from_dataset`. `skipped` lists every omission.
     max_restarts : int
         The number of worker processes that may die and be replaced in an epoch.
     timeout : float, optional
@@ -116,8 +116,8 @@ class MSequence(Manager, Generic[B_co]):
         Whether to raise `WorkerTimeout`, or to replace the worker process and retry the batch.
     memory_limit : int, str or None
         The maximum shared memory for held batches, in bytes or as '2GiB'. Beyond the limit, batches
-        are copied. Free shared memory that no batch in flight needs also counts; beyond the limit,
-        it is returned to the system. The default is a quarter of the memory of the machine or
+        are copied. Free shared memory that no batch in flight needs also counts, but is returned to
+        the system beyond the limit. The default is a quarter of the memory of the machine or
         container, divided by the number of ranks on it.
     pad : bool
         If False, ranks repeat no samples. Some ranks may then have one batch or one sample fewer
@@ -128,8 +128,8 @@ class MSequence(Manager, Generic[B_co]):
         keeps each library's default, usually all cores. No effect with ``thread_type='thread'``.
     preload : bool
         Whether the fork server imports the modules that `worker` refers to, once for all workers.
-        If one of them starts threads, opens files or initializes CUDA on import, each worker
-        imports what it needs, as with False.
+        If one of these modules starts threads, opens files or initializes CUDA on import, each
+        worker imports what it needs, as with False.
     order : Order, optional
         An order to use instead of `shuffle`. The default is the `order` attribute of `worker`, if
         `worker` is an indexer that has one. If the order's units are batches (`Buckets`), omit
@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
     ) -> None:
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: arguments.ThreadType = thread_type
-        # Other ranks do not know a seed that is drawn here.
+        # Other ranks have no access to a seed that is drawn here.
         self._drawn = self._own_seed = seed is None
         self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
@@ -307,17 +307,17 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def batch_size(self) -> int:
-        """The number of samples per batch, or of rows if `order` has rows. 1 if it has batches."""
+        """The number of samples or rows per batch, or 1 if the order's units are batches."""
         return self._sampler.batch_size
 
     @property
     def seed(self) -> int:
-        """The seed, whether passed or drawn."""
+        """The seed that was passed or drawn."""
         return self._sampler.seed
 
     @property
     def use_cuda(self) -> bool:
-        """Whether batches are tensors on a CUDA device. It is False if this machine has none."""
+        """Whether batches are tensors on a CUDA device. Always False without such a device."""
         return outputs.resolve(self._job.output).use_cuda
 
     @property
@@ -332,9 +332,9 @@ class MSequence(Manager, Generic[B_co]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next ``iter()``, or of the latest one if it has yielded no batch.
 
-        A position in this epoch that `load_state_dict` loaded is kept. If the loop is in the middle
-        of this epoch, the loop continues, and `state_dict` still returns its position. The next
-        ``iter()`` then restarts the epoch, unless the loop has finished it by then.
+        A position that `load_state_dict` loaded for this epoch is kept. If the loop is in the
+        middle of this epoch, the loop continues, and `state_dict` still returns its position. The
+        next ``iter()`` then restarts the epoch, unless the loop has finished it by then.
 
         Parameters
         ----------
@@ -366,10 +366,10 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def sampler(self) -> RankSampler:
-        """An object for frameworks, with two methods of torch's ``DistributedSampler``.
+        """A sampler for frameworks, with two of the methods of torch's ``DistributedSampler``.
 
-        ``len()`` returns the number of samples for this rank in an epoch. ``set_epoch`` sets the
-        manager's epoch.
+        ``len()`` returns this rank's number of samples per epoch. ``set_epoch`` sets the manager's
+        epoch.
         """
         return RankSampler(self._count_samples, self.set_epoch)
 
@@ -390,7 +390,7 @@ class MSequence(Manager, Generic[B_co]):
         return remaking.locate(sampler, epoch, batch, consumed)[0].samples(0)[0]
 
     def remake(self, epoch: int, batch: int) -> Remade:
-        """Recreate a batch of any epoch in the calling thread, exactly as the loop received it.
+        """Recreate a batch from any epoch in the calling thread, exactly as the loop received it.
 
         Use it to examine a slow, unusual or skipped batch with a debugger or a profiler. The call
         creates a new indexer and does not affect the run.
@@ -409,7 +409,7 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         IndexError
-            The epoch has no such batch.
+            `batch` is out of range for the epoch.
         Exception
             The indexer raised the exception, as in the loop.
 
@@ -473,13 +473,13 @@ class MSequence(Manager, Generic[B_co]):
     def start_test(self, test_mode: arguments.TestMode = "default") -> Self:
         """Start test mode, where the calling thread makes each batch on demand.
 
-        Test mode uses no workers. Order and results are the same as with `start`, and the method
-        returns the manager.
+        Test mode uses no workers. The order and the results are the same as with `start`. The
+        method returns the manager.
 
         Parameters
         ----------
         test_mode : {'default', 'cpu', 'numpy'}
-            Whether batches are the same as with `start`, CPU tensors, or the indexer's results.
+            The type of batches: the same as with `start`, CPU tensors, or the indexer's results.
 
         Raises
         ------
@@ -551,10 +551,10 @@ class MSequence(Manager, Generic[B_co]):
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """Change the weights of this manager's `Mixture`, starting with the next batch.
 
-        The weights apply until the next change, also to later epochs, whose size stays the same.
-        Each source continues at its current position. A state includes the weights. It loads into a
-        manager whose mixture was created with the same initial weights. With several ranks, call
-        this method on every rank after the same batch. Prefetched batches are remade.
+        The weights apply until the next change, including in later epochs. Epochs keep their size.
+        Each source continues at its current position. A state includes the weights. A manager can
+        load the state if its mixture was created with the same initial weights. With several ranks,
+        call this method on every rank after the same batch. Prefetched batches are remade.
 
         Parameters
         ----------
@@ -615,7 +615,7 @@ class MSequence(Manager, Generic[B_co]):
     # -- checkpoint and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's position after the last batch that the loop received.
+        """Return the loop's position after the last batch it received.
 
         Returns
         -------
@@ -652,8 +652,8 @@ class MSequence(Manager, Generic[B_co]):
         Parameters
         ----------
         state : dict
-            A result of `state_dict` from this program or another, passed directly or after JSON or
-            `torch.save`. The dict itself is not kept.
+            A result of `state_dict` from this or another program, possibly saved as JSON or with
+            `torch.save`. No reference to the dict is kept.
         strict : bool
             If False, the data or the order may have changed. The epoch continues at the same
             position in the current order, so samples may be repeated or missed.
@@ -694,6 +694,6 @@ class MSequence(Manager, Generic[B_co]):
             elif self._run is not None:
                 self._run.interrupt()
             job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
-            # Both change in one statement because a signal handler may read them.
+            # Set both in one statement, because a signal handler may read them.
             self._place, self._job = place, job
             self._own_seed = False

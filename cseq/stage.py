@@ -1,8 +1,8 @@
 """The loop that every runner executes: claim, work, publish.
 
-A runner is a thread or a process. Its side of the ring is a `Runner`. Its *work* is the processing
-of a ticket, including the publication of the batch: processes use a shared-memory slot, threads
-pass the object itself.
+A runner is a thread or a process, and a `Runner` is its side of the ring. Its *work* processes a
+ticket and publishes the batch. Processes publish in a shared-memory slot. Threads pass the object
+itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
 
-# The seconds that a busy runner gets when nothing waits for its batch anymore.
+# The time in seconds that a busy runner has left when nothing waits for its batch anymore.
 HURRY = 0.5
 # A worker may take this many times `timeout` to start.
 START_SHARE = 10
@@ -52,7 +52,7 @@ START_SHARE = 10
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Find the runners that take too long. Yield each number with a description of the delay.
+    """Yield the number of each runner that takes too long, and a description of the delay.
 
     Parameters
     ----------
@@ -79,8 +79,8 @@ def overdue(
 def spin_ns(runners: int, *, turns: bool = False) -> int:
     """Return how long runners and the trainer spin before they sleep, in nanoseconds.
 
-    If runners and trainer outnumber the cores, the time is the shortest useful one, because
-    spinning would keep another runner from its work. On a single core, the time is 0.
+    If the runners and the trainer outnumber the cores, the time is as short as is useful, because
+    spinning would occupy a core that another runner needs. On a single core, the time is 0.
     """
     if cores() == 1:
         return 0

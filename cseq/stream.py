@@ -1,6 +1,6 @@
 """A stream of items from each worker process, each in its own order.
 
-Worker w of N makes its own items. The trainer requests items in advance by tickets on one ring per
+Worker w of N makes its own items. The trainer requests items in advance via tickets on one ring per
 worker. If a worker dies, its replacement processes the tickets again. See docs/inside/streams.md.
 
 ::
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ItemFailure", "KeyProducer", "Naming", "Producer", "Streams"]
 
-# The maximum of `prefetch`.
+# The maximum value of `prefetch`.
 MOST_AHEAD = 2**62
 
 
@@ -49,12 +49,12 @@ class Streams:
     Parameters
     ----------
     producer : callable
-        ``producer(number, num_workers)`` creates a worker's `Producer` in the worker's process. It
-        is sent there in the same way as an `MPSequence` worker: by value if it cannot be imported.
+        ``producer(number, num_workers)`` creates a `Producer` in the worker's process. Like an
+        `MPSequence` worker, the callable is pickled by value if it cannot be imported.
     num_workers : int
     prefetch : int
         The maximum number of items per worker that are requested, in progress, or waiting. In an
-        epoch of keys, the number of keys per worker that are drawn ahead of the consumed items.
+        epoch of keys, the number of keys drawn per worker ahead of the consumed items.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start processes. The default is a fork server where available.
     max_restarts : int
@@ -73,14 +73,14 @@ class Streams:
         Whether to raise an item's exception, or to return an `ItemFailure` with the ``error`` and
         the number of the ``worker``.
     naming : Naming
-        The name of an item in messages, and the number of samples that it counts as.
+        The name of an item in messages, and the number of samples in an item.
     lethal : 'raise' or 'return'
-        In an epoch of keys, an item that killed three workers is a `WorkerDied`. With 'raise', it
-        ends the streams. With 'return', it replaces only that item.
+        In an epoch of keys, an item that killed three workers results in `WorkerDied`. With
+        'raise', the error ends the streams. With 'return', it replaces only that item.
     launch : 'now' or 'begin'
-        With 'now', the constructor starts the workers. With 'begin', the first `ask` does, or the
-        first `begin` after posting work. A forked worker then makes its first items while others
-        are forked, and sees what the iterator of keys changed in this process.
+        With 'now', the constructor starts the workers. With 'begin', the first `ask` starts them,
+        or the first `begin` after posting work. A forked worker then makes its first items while
+        others are forked, and inherits changes that the key iterator made.
     kind : 'processes' or 'threads'
         The kind of workers. Threads do not pickle anything: they share `producer`, assignments and
         keys with the trainer, and items with the loop. A thread cannot die or be replaced.
@@ -92,11 +92,11 @@ class Streams:
 
     Notes
     -----
-    The start does not wait for the workers. The first call that waits raises any exception from
+    Starting does not wait for the workers. The first call that waits raises any exception from
     `producer`. An item is encoded before the producer is asked for the next one, so the producer
     may reuse its buffers. An item stays intact as long as any part of it is referenced.
 
-    An exception takes its item's place. Its ``__cause__`` shows the worker's traceback and has the
+    An exception replaces its item. Its ``__cause__`` shows the worker's traceback and stores the
     worker's number (``worker``). If `Producer.items` raises, the worker's stream ends until the
     next `begin`. If a key's item raises, or an item fails to pickle or decode, the epoch continues.
 
@@ -106,7 +106,7 @@ class Streams:
 
     If a signal handler raises (Ctrl-C) in ``next``, no item was consumed, and the next call returns
     the item. If a handler raises in `begin`, no epoch is active. A handler that consumes items or
-    begins an epoch in the middle of another call gets a RuntimeError.
+    starts an epoch in the middle of another call gets a RuntimeError.
 
     Only one thread at a time may call methods, but any thread may call `interrupt` and `close`.
     """
@@ -178,12 +178,12 @@ class Streams:
         assign: Literal["turn", "free"] = "turn",
         first: int = 0,
     ) -> list[Any]:
-        """Start an epoch in every worker and request items in advance. Drop an earlier epoch.
+        """Start an epoch in every worker and request items in advance. An earlier epoch ends.
 
         Parameters
         ----------
         assignments : sequence
-            The argument of each worker's ``begin``. Each one is pickled and may have any size.
+            The argument for each worker's ``begin``. Arguments are pickled and may be of any size.
         keys : iterator, optional
             With keys, items are ``producer.make(key)`` instead of ``producer.items(start)``. A key
             can be any object that can be pickled. `prefetch` keys per worker are drawn here, and
@@ -202,8 +202,8 @@ class Streams:
         Returns
         -------
         list
-            The replies of the workers' ``begin`` in worker order. With `keys`, the list is empty:
-            no reply is awaited, and an exception from ``begin`` is raised instead of an item.
+            The replies from the workers' ``begin`` in worker order. With `keys`, the list is empty,
+            as no reply is awaited, and exceptions from ``begin`` are raised instead of items.
 
         Raises
         ------
@@ -258,7 +258,7 @@ class Streams:
         Raises
         ------
         IndexError
-            There is no such worker.
+            No worker has this number.
         OSError
             The streams are closed, or belong to the process that forked this one.
         Exception
@@ -285,12 +285,12 @@ class Streams:
     def glance(self) -> Callable[[], Any]:
         """A function that returns the next item of an ordered epoch of keys without consuming it.
 
-        It returns None if that item is not ready. No key is drawn. See `Feed.glance`.
+        The function returns None if the item is not ready, and draws no key. See `Feed.glance`.
         """
         return self._feed.glance
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the epoch: one item from each worker in turn, or the items of the keys.
+        """Iterate over the epoch's items: one from each worker in turn, or one for each key.
 
         Workers without items are skipped. With ``ordered=False``, items are returned when ready.
         """
@@ -298,7 +298,7 @@ class Streams:
         return FeedIterator(self._feed, self._feed.generation, self)
 
     def interrupt(self) -> None:
-        """End the epoch, which yields no more items. A waiting call raises InterruptedError."""
+        """End the epoch, so it yields no more items. A waiting call raises InterruptedError."""
         self._run.interrupt()
 
     def close(self) -> None:
@@ -306,7 +306,7 @@ class Streams:
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times so far. Each item is a batch whose samples `naming` counts."""
+        """Return counts and times so far. An item counts as a batch. `naming` counts samples."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
@@ -315,7 +315,7 @@ class Streams:
         return [] if supervisor is None else supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
-        """Return the latest process of each worker by number. A process may have exited.
+        """Return each worker's latest process by worker number. A process may have exited.
 
         The method always returns the same dict, which is updated at each start and remains valid
         after the streams are gone. With `wait`, all processes have started on return, unless the

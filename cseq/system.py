@@ -93,7 +93,7 @@ def lines(path: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Return the number in a file, or None if the file is missing or has other text ('max')."""
+    """Return the number in a file, or None if the file is missing or contains text ('max')."""
     text = "".join(lines(path)).strip()
     return int(text) if text.isdigit() else None
 
@@ -107,12 +107,12 @@ def fields(path: str) -> dict[str, int]:
 # -- cores and library threads
 
 OPENMP = "OMP_NUM_THREADS"
-# If one of these is unset, its library reads OPENMP, as torch does.
+# If one of these variables is unset, its library reads the OPENMP variable, as torch does.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-# The names of the same function in the OpenBLAS copies of NumPy and SciPy.
+# The names of the same function in the OpenBLAS builds that NumPy and SciPy include.
 OPENBLAS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -157,7 +157,7 @@ def neighbours() -> int:
 def gpu_is_idle() -> bool | None:
     """Return whether the GPU has finished this thread's work, or None without CUDA.
 
-    During a graph capture, queries are not allowed, and the result is also None.
+    The result is also None during a graph capture, where queries are not allowed.
     """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
@@ -196,16 +196,16 @@ def limit_threads(threads: int | None) -> None:
             set_number(threads)
 
 
-# The number of modules at the last search, and pairs of OpenBLAS's thread count and its setter.
+# The module count at the last search, and OpenBLAS thread counts, each paired with its setter.
 _openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find loaded OpenBLAS libraries on Linux. Call this before a fork to spare the children.
+    """Find loaded OpenBLAS libraries on Linux. Call this before a fork to save children the work.
 
     A fork ends OpenBLAS's threads. Setting a thread count in the child restarts as many threads as
-    an internal variable holds, and each of them spins for 75 ms. That variable is therefore set
-    first. An OpenBLAS that hides it, such as NumPy 2.5's, keeps its thread count.
+    an internal variable holds, and each of them spins for 75 ms. The variable is therefore set
+    first. An OpenBLAS build that hides it, such as NumPy 2.5's, keeps its thread count.
     """
     global _openblas
     if _openblas[0] != len(sys.modules):
@@ -229,8 +229,8 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# The files of a control group that contain its memory usage and its number of out-of-memory kills,
-# by the name of the file with its memory limit.
+# A control group's files for its memory usage and its number of out-of-memory kills, by the name of
+# its memory limit file.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
 # The memory size to assume if the system does not report it.
@@ -249,13 +249,13 @@ def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
     ----------
     value : int, str or None
         A number of bytes, a number with a unit, such as ``'2GiB'`` or ``'500 MB'``, or None for
-        this rank's share of a quarter of the memory of this machine or its control group. With 0,
-        no slot is lent, and batches are always copied.
+        this rank's share of a quarter of the machine's or control group's memory. With 0, no slot
+        is lent, and batches are always copied.
 
     Raises
     ------
     TypeError
-        The value has another type.
+        The value has an unsupported type.
     ValueError
         The value is negative, or the text is not a size.
     """
@@ -308,14 +308,14 @@ def private_memory(pid: int | None, root: Folder = ROOT) -> int:
 
 def oom_kills(root: Folder = ROOT) -> int | None:
     """Return the number of out-of-memory kills in this control group, or None if unknown."""
-    # Exhaust the generator: a signal handler's exception is lost if raised while one is closed.
+    # Exhaust the generator, because a signal handler's exception is lost if raised while it closes.
     counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
     return known[0] if known else None
 
 
 def check_available(nbytes: int) -> None:
-    """Raise MemoryError if fewer bytes are available, because Linux would kill a process instead.
+    """Raise MemoryError if fewer bytes are available. Otherwise, Linux would kill a process.
 
     macOS does not report the available memory and would fill its disk. There, a request beyond the
     total memory is rejected.

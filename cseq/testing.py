@@ -1,4 +1,4 @@
-"""Helpers for tests of training scripts: kill or await workers, check an order.
+"""Helpers for testing training scripts: kill workers, wait for workers, check an order.
 
 ::
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["await_workers", "check_order", "kill", "pids"]
 
-# The polling interval in seconds, for a state that has no notification.
+# The polling interval in seconds for states without a notification.
 PAUSE = 0.001
 
 
@@ -59,7 +59,7 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     Raises
     ------
     ValueError
-        There is no such worker.
+        No worker has this number.
     """
     supervisor = supervisor_of(running)
     owners = supervisor.shared.owners

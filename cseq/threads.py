@@ -1,9 +1,9 @@
-"""Threads whose start and join are safe if a signal handler raises at any time.
+"""Threads that start and join safely even if a signal handler raises at any time.
 
 `threading` is written in Python. A handler (Ctrl-C) that raises in the middle of ``Thread.start``
 or an event's ``wait`` can leave a lock acquired forever. In this module, the main thread calls only
-C functions: a handler runs before or after such a call, or inside `Latch.wait`, which holds no
-lock. All other code runs in threads that execute no handlers.
+C functions. A handler therefore runs before or after a C call, or inside `Latch.wait`, which holds
+no lock. All other code runs in threads that execute no handlers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Threads:
         Raises
         ------
         RuntimeError
-            The system has no more threads, or the threads would be greenlets.
+            The system cannot start more threads, or the threads would be greenlets.
         """
         refuse_patches("threading", "thread")
         if _thread.get_ident() != threading.main_thread().ident:
@@ -108,7 +108,7 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# Greenlet libraries, each with its function that checks whether a module is patched.
+# Greenlet libraries, and the function in each that checks whether a module is patched.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
@@ -178,8 +178,8 @@ _guard = Lock()
 def log_later(level: int, text: str, *args: object) -> None:
     """Log a message on another thread, in order.
 
-    The user's `logging` handlers may raise or wait for a server. They must not delay a thread that
-    others wait for. An exception from a handler is printed.
+    The user's `logging` handlers may raise or wait for a server. Handlers must not delay a thread
+    that other threads wait for. An exception from a handler is printed.
     """
     if log.isEnabledFor(level):
         call_later(partial(log.log, level, text, *args))

@@ -1,4 +1,4 @@
-"""Tracing of every batch: recorded during a run, written as JSON for Perfetto."""
+"""A trace of every batch, recorded during a run and written as JSON for Perfetto."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# A quarter of a year in ns: as in torch's profiler, `baseTimeNanoseconds` is a multiple.
+# A quarter of a year in ns. `baseTimeNanoseconds` is a multiple of this, as in torch's profiler.
 QUARTER = 7_889_238 * 10**9
 # The thread id of a loop's row is MADE_UP plus the loop's thread id. Runner rows start at RUNNERS.
 MADE_UP = 1 << 30
@@ -74,7 +74,7 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
     TypeError, ValueError
         An argument is invalid.
     FileNotFoundError, NotADirectoryError
-        The folder does not exist. The ``with`` raises this error and the next.
+        The folder does not exist. The ``with`` statement raises this error and the next one.
     RuntimeError
         Another trace is active in this process.
 
@@ -196,7 +196,7 @@ class Writing:
         self._shift = shift - self._base
 
     def file(self) -> Iterator[str]:
-        """Yield the text in pieces."""
+        """Yield the file's text in pieces."""
         head = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -258,7 +258,7 @@ class Writing:
                 f"convert {_name_of(record)}", record["converting"], record["converted"], row
             )
 
-    # -- starts and deaths of runners
+    # -- runner starts and deaths
 
     def _happenings(self, pool: Lanes) -> Iterator[str]:
         self._names[SUPERVISOR] = "supervisor"
@@ -281,7 +281,7 @@ class Writing:
         return row
 
     def _title(self, pool: Lanes, runner_number: int) -> str:
-        """Return the name of a runner, with its manager if there are several."""
+        """Return a runner's name, with its manager if there are several."""
         if len(self._pools) == 1:
             return pool.name(runner_number)
         return f"{pool.name(runner_number)} of manager {1 + list(self._pools).index(pool.number)}"
@@ -323,7 +323,7 @@ _was_asked = False
 
 
 def record_if_asked() -> None:
-    """Start the trace that CSEQ_TRACE requests, at the first run. It ends with the program."""
+    """At the first run, start the trace that CSEQ_TRACE requests. It ends with the program."""
     global _was_asked
     path = os.environ.get("CSEQ_TRACE", "")
     if _was_asked or not path:

@@ -1,5 +1,5 @@
-/* Fault points for testing process deaths. In a debug build, CSEQ_FAULT=point:n kills a worker process
- * at its n-th pass of a point. CSEQ_FAULT=point:n:worker kills only the worker with that number.
+/* Fault points for testing process deaths. In a debug build, CSEQ_FAULT=point:n kills a worker process when
+ * it passes a point for the n-th time. CSEQ_FAULT=point:n:worker kills only the worker with that number.
  *
  * Include this header before cseq_ring.h. A release build has no fault points.
  */
@@ -20,8 +20,8 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The number of passes until death, or -1 before the environment is read. Only workers die, which have
- * their number in CSEQ_WORKER. The trainer also passes these points. */
+/* The number of passes until death, or -1 before the environment is read. Only workers, whose number is in
+ * CSEQ_WORKER, are killed, although the trainer also passes these points. */
 static long cseq_fault_left = -1;
 static char cseq_fault_name[32];
 

@@ -1,12 +1,12 @@
 /* An epoch's order without a table: the algorithm "feistel-v1" of docs/inside/shuffle.md.
  *
- * A keyed bijection on n values maps a position to its sample. It has eight rounds of a Feistel network
- * over the digits of the position in a grid with a rows and b columns, where a * b >= n. A value >= n
- * repeats the rounds until the result is below n; the grid has fewer than a such values.
+ * A keyed bijection on n values maps a position to its sample. It applies eight rounds of a Feistel network
+ * to the position's digits in a grid with a rows and b columns, where a * b >= n. For a result >= n, the
+ * rounds are repeated until the result is below n. The grid has fewer than a values >= n.
  *
  * The algorithm uses no memory and no state, and any position can be computed. CSEQ_LANES positions go
- * through a round together, so their multiplications overlap. Rounds are not unrolled, so their words stay
- * in registers. With fewer than CSEQ_FEISTEL_LEAST samples, the network's keys would have too few bits.
+ * through a round together, so their multiplications overlap. Rounds are not unrolled, which keeps their
+ * words in registers. With fewer than CSEQ_FEISTEL_LEAST samples, the network's keys would have too few bits.
  */
 #ifndef CSEQ_FEISTEL_H
 #define CSEQ_FEISTEL_H
@@ -70,7 +70,7 @@ static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t
     }
 }
 
-/* Return the number below `range` for a digit in round i. */
+/* Map a digit to a number below `range` in round i. */
 CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint64_t digit,
                                               uint64_t range)
 {
@@ -94,7 +94,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row,
     }
 }
 
-/* Return the sample for a value. Values >= n repeat the rounds. */
+/* Return the sample for a value. The rounds are repeated for values >= n. */
 static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
 {
     while (value >= f->n) {

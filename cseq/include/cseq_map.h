@@ -1,4 +1,4 @@
-/* File mappings, and commitment of pages before they are written.
+/* File mappings, and committing pages before they are written.
  *
  * A sparse file's pages are allocated on first touch, which raises SIGBUS if memory is exhausted.
  * `cseq_commit` allocates pages in advance and returns an error code instead.
@@ -39,7 +39,7 @@
 #define CSEQ_HIGH(n) ((DWORD)((n) >> 32))
 #endif
 
-/* On Windows, return a handle of a section of `nbytes` zeros, without memory yet, or -1 with errno set. */
+/* On Windows, return a handle for a section of `nbytes` zeros without memory yet, or -1 with errno set. */
 CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #if defined(_WIN32)
     HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, 0, PAGE_READWRITE | SEC_RESERVE,
@@ -96,8 +96,8 @@ CSEQ_INLINE void cseq_close(int fd) {
 }
 
 /* Return `fd` if it is above the standard streams. Otherwise, close `fd` and return a copy above them, or
- * -1 with errno set. If a process has closed a standard stream, C libraries would print to a descriptor
- * that reuses the stream's number. */
+ * -1 with errno set. Without this, C libraries could print to a file that reuses the descriptor of a closed
+ * standard stream. */
 CSEQ_INLINE int cseq_lift(int fd) {
 #if defined(_WIN32)
     return fd;
@@ -113,7 +113,7 @@ CSEQ_INLINE int cseq_lift(int fd) {
 }
 
 #if !defined(_WIN32)
-/* Write zeros, which are the contents of pages not committed yet. Return 0 or an errno. */
+/* Commit pages by writing zeros, as uncommitted pages read as zeros. Return 0 or an errno. */
 CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
     static const char zeros[1 << 16];
     while (nbytes > 0) {

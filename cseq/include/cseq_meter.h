@@ -1,4 +1,4 @@
-/* Meters that record the work of each party of a ring and the time it took.
+/* Meters that record what each party of a ring has done and how long it took.
  *
  * The trainer and each runner have a record in the ring's memory, in the same format for processes,
  * threads and streams. Only the party itself writes its record, with relaxed stores. Each number that a
@@ -32,7 +32,7 @@
 /* Four buckets per octave, from 64 ns to 73 minutes. */
 #define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
-/* The ns between two polls of the system's counters, and between two readings, which take some us. */
+/* The time in ns between two polls of the system counters, and between two readings, which take a few us. */
 #define CSEQ_POLL 100000000u
 #define CSEQ_READ_GAP 1000000u
 
@@ -42,22 +42,22 @@ typedef struct {
     char pad[56];
 } cseq_histogram;
 
-/* A ticket and its duration. `ns` is 0 if there is none. */
+/* A ticket and its duration. `ns` is 0 if there is no ticket. */
 typedef struct {
     uint64_t ns, epoch, batch;
 } cseq_slow;
 
-/* `batches` counts those that a runner published, or that the trainer received without errors. Only the
- * trainer has `samples` and `nbytes` of its batches, and `epochs`, which counts epochs started after the
- * first batch. Only runners have `slowest`.
+/* `batches` counts the batches that a runner published, or that the trainer received without errors. Only the
+ * trainer has `samples` and `nbytes`, totals for its batches, and `epochs`, the number of epochs started
+ * after the first batch. Only runners have `slowest`.
  *
  * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time slept in this
  * step, not yet in `wait`. `asleep_ns` is the start of the current sleep, or 0.
  *
  * `start_ns` is the loop's wait for its first batch, which `wait` excludes. `first_ns` is the arrival
- * time of that batch. In a runner's record, it is the sum of `work` at that time, written by the trainer.
- * `wait` includes `behind_ns`, waits after which half of the other tickets were ready, and `early_ns`,
- * waits for the first batches of an epoch, one batch per runner.
+ * time of that batch. In a runner's record, `first_ns` is the sum of `work` at that time, written by the
+ * trainer. `wait` includes `behind_ns`, the waits after which half of the other tickets were ready, and
+ * `early_ns`, the waits for the first batches of an epoch (one batch per runner).
  *
  * `cpu_ns` is the party's CPU time. `queued_ns` is its thread's wait for a core. `polled_ns` is the time
  * of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the last reading. `thread` is the
@@ -117,7 +117,7 @@ CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, u
     cseq_store_rel_u64(&m->slowest[k].ns, ns);
 }
 
-/* Prepare the record of a runner that has exited for its successor. */
+/* Prepare an exited runner's record for its successor. */
 CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
     cseq_store_rlx_u64(&m->since_ns, 0);
     cseq_store_rlx_u64(&m->polled_ns, 0);
@@ -141,7 +141,7 @@ CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) 
     cseq_store_rlx_u64(&m->asleep_ns, 0);
 }
 
-/* End the loop's step after a batch and return how long it waited. `first`: the epoch had no batch yet. */
+/* End the loop's step after a batch and return its wait. `first` is 1 if the epoch had no batch before. */
 CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns), waited = cseq_load_rlx_u64(&m->waited_ns);
     const uint64_t took = now - since, step = since && took > waited ? took - waited : 0;
@@ -174,8 +174,8 @@ CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     return queued;
 }
 
-/* Read the CPU time of the calling thread (`whole`: of its process) and the thread's wait for a core. With
- * `counts`, add the increase since the last reading, if the record has one by the same thread. */
+/* Read the calling thread's CPU time (its process's if `whole`) and the thread's wait for a core. With
+ * `counts`, add the increase since the last reading if the same thread took that reading. */
 CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, int counts) {
     uint64_t cpu = 0, queued, thread = 0;
     if (m->polled_ns && now - m->read_ns < CSEQ_READ_GAP) return;

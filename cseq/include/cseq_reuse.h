@@ -1,4 +1,4 @@
-/* Reuse of the memory of worker threads' large arrays after the loop has dropped them.
+/* Reuse of memory from worker threads' large arrays that the loop has dropped.
  *
  * malloc unmaps freed blocks or trims its heap, and the system clears the pages of every new block. A
  * thread can replace NumPy's data allocator (NEP 49). This allocator keeps freed blocks for later arrays
@@ -127,7 +127,7 @@ CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     cseq_reuse_unlock(r);
 }
 
-/* Discard the table in a forked process, which has no such threads. The blocks stay allocated because the
+/* Discard the table in a forked process, which has no worker threads. The blocks stay allocated because the
  * copied table may be half updated. */
 CSEQ_INLINE void cseq_reuse_forget(cseq_reuse *r) {
     r->threads = r->count = 0;

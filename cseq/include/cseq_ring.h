@@ -14,7 +14,7 @@
  * its last claim. The last `calls` cells of a queue are outside this *round*, and the runner checks them
  * first. The round of a shared ring may exclude cells, and may grow.
  *
- * The party that may write a cell's word depends on its state:
+ * The party that may write a cell's word depends on the word's state:
  *   FREE                    the trainer (post)
  *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel). Both use
  *                           compare-and-swap, so exactly one of them succeeds.
@@ -71,12 +71,12 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 
 /* A word to sleep on, with information about its sleepers.
  *
- * Parties sleep on `event`, which every wake-up increments. `asleep` is 1 while a party may be asleep. A
- * dead sleeper leaves it set, which costs one unnecessary wake-up. Only the output gate uses `wanted`: 1
- * + the cell that the trainer waits for, or 0 for any cell. `shared` is 1 if the parties are processes
- * and 0 if they are threads of one process. It is written before any party exists. `spin` belongs to the
- * party that spins before it sleeps here. At the output gate, `spin.who` is 1 while the trainer waits for
- * a cell of this ring. */
+ * Parties sleep on `event`, which every wake-up increments. `asleep` is 1 while a party may be asleep. A dead
+ * sleeper leaves `asleep` set, which costs one unnecessary wake-up. Only the output gate uses `wanted`: 1 +
+ * the cell that the trainer waits for, or 0 for any cell. `shared` is 1 if the parties are processes and 0 if
+ * they are threads of one process. `shared` is written before any party exists. `spin` belongs to the party
+ * that spins before it sleeps here. At the output gate, `spin.who` is 1 while the trainer waits for a cell of
+ * this ring. */
 typedef struct {
     uint32_t event, asleep, wanted, shared;
     char pad[CSEQ_LINE / 2 - 16];
@@ -120,7 +120,7 @@ typedef struct {
  * `calls` is the number of cells that the runner checks first, or 0 in a shared ring. `round` is the
  * number of other cells that runners check. The trainer of a shared ring raises `round` before it posts
  * in further cells. `output` is the offset in bytes from the ring to the gate where the trainer sleeps:
- * `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several.
+ * `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several rings.
  *
  * The trainer writes `closed`: 0 if the ring is open, 1 if it is closed permanently to all runners,
  * otherwise the lowest number of the indexers that exit when they hold no ticket. The trainer also writes
@@ -239,7 +239,7 @@ CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
 
-/* Return 1 if a runner must exit, which it does between two tickets. */
+/* Return 1 if a runner must exit. Runners exit only between two tickets. */
 CSEQ_INLINE int cseq_ring_leaves(const cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint32_t closed = cseq_load_sc_u32(&r->closed);
     return closed && (closed == 1 || (stage == 0 && owner >= closed));
@@ -524,7 +524,7 @@ CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     cseq_gate_notify_all(&r->gate[0]);
 }
 
-/* Close the ring. From now on, runners that find no ticket to claim exit. */
+/* Close the ring. Runners then exit when they find no ticket to claim. */
 CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
     cseq_swap_sc_u32(&r->closed, 1);
     cseq_ring_notify_all(r);

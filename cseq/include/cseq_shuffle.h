@@ -74,7 +74,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 #endif
 }
 
-/* SplitMix64: one step of its counter and its finalizer. */
+/* Perform one step of SplitMix64: increment the counter and apply the finalizer. */
 CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
 {
     v += CSEQ_GOLDEN;
@@ -136,7 +136,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-/* The xoshiro256++ generator and its drawn partners for positions below `drawn`. The partner of position i
+/* The xoshiro256++ generator, and the partners drawn for positions below `drawn`. The partner of position i
  * is stored at i % CSEQ_AHEAD until the walk has passed i. */
 typedef struct {
     uint64_t state[4];
@@ -297,7 +297,7 @@ CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, s, sizeof s);
 }
 
-/* The same for a larger result, with early draws. They stop at `end`, so `state` is exact. */
+/* Like cseq_walk_cached, but for larger results. Early draws stop at `end`, so `state` is exact. */
 CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {

@@ -20,14 +20,14 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* Allocations of fewer than CSEQ_SLOT_LEAST bytes are not numbered. A ticket has up to as many numbers as
- * a word has bits. In a slot, allocations are aligned to a cache line, as wide as any vector register. */
+/* Allocations of fewer than CSEQ_SLOT_LEAST bytes are not numbered. A ticket has no more numbers than a word
+ * has bits. In a slot, allocations are aligned to a cache line, as wide as any vector register. */
 #define CSEQ_SLOT_LEAST 65536u
 #define CSEQ_SLOT_NUMBERED 64u
 #define CSEQ_SLOT_ALIGN 64u
 
-/* A slot, or the used part of a slot, that served allocations. `live` of them are not freed yet. `owner`
- * keeps the region mapped. */
+/* A slot, or the used part of a slot, that served allocations. `live` counts the allocations not freed yet.
+ * `owner` keeps the region mapped. */
 typedef struct {
     char *base;
     uint64_t size, live;
@@ -101,7 +101,7 @@ CSEQ_INLINE void *cseq_slot_malloc(void *ctx, size_t size) {
     return cseq_slot_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
 }
 
-/* The allocator below clears its own memory, because it knows which memory is already zero. */
+/* The allocator below clears its own memory, because it can tell which memory is already zero. */
 CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     if ((size && count > (size_t)-1 / size) || !cseq_slot_is_numbered(p, count * size))
@@ -157,8 +157,8 @@ CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     return left.live;
 }
 
-/* Serve the next allocations from an empty slot without live allocations. Return 0, or an errno, in which
- * case the caller keeps `owner`. */
+/* Serve the next allocations from an empty slot without live allocations. Return 0 or an errno. After an
+ * errno, the caller keeps `owner`. */
 CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t size, void *owner) {
     if (p->kept_count == p->kept_room) {
         uint32_t room = p->kept_room ? 2 * p->kept_room : 16;

@@ -1,4 +1,4 @@
-/* The log of a trace: the newest tickets, recorded in the trainer's private memory when received. */
+/* A trace's log, which records the newest tickets in the trainer's private memory when received. */
 #ifndef CSEQ_TRACE_H
 #define CSEQ_TRACE_H
 
@@ -15,7 +15,7 @@ typedef struct {
 } cseq_taken;
 
 /* Tickets are recorded while `on` is set. Only one thread at a time writes `on`. There is space for `size`
- * records. `begun` counts started records, `done` complete ones. */
+ * records. `begun` counts started records, and `done` counts complete records. */
 typedef struct {
     uint32_t on;
     uint32_t pad;

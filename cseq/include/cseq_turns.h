@@ -1,4 +1,4 @@
-/* Turns: threads whose batches are quick and need the GIL work one at a time.
+/* Turns, which make threads with quick batches that need the GIL work one at a time.
  *
  * Two such threads interrupt each other in the middle of a batch: at each call that releases the GIL, and
  * whenever one of them sleeps. With turns, a thread processes all tickets of its queue while the others
@@ -6,9 +6,9 @@
  * trainer, which also needs the GIL.
  *
  * Whether this is faster depends on the user's code, so the trainer runs trials. It measures CSEQ_TRIAL
- * batches in both modes and keeps the better mode. It later tries the other mode again, after twice as
- * many batches each time that mode loses. It measures the time between two of its sleeps, but only if it
- * sleeps for most of that time; otherwise, the loop determines the time.
+ * batches in both modes and keeps the better mode. It retries the other mode later, and waits for twice as
+ * many batches each time that mode loses. The trainer measures the time between two of its sleeps, but only
+ * if it sleeps for most of that time. Otherwise, the loop determines the time.
  *
  * No result depends on turns. A thread waits up to CSEQ_PATIENCE for its turn, because user code may wait
  * for another thread. All words are hints. Wrong values cost only time.
@@ -32,9 +32,9 @@
 #define CSEQ_TRIAL 64
 #define CSEQ_RARELY 256
 
-/* In a `trial`, the current mode is being tried, and `cost` (ns per batch) is the cost of the other mode.
- * `left` is the number of measurements until the next trial, and `between` the number between two trials.
- * The trainer last woke up at `awake_ns`, after `taken` batches. This measurement has `count` in `ns`. */
+/* During a `trial`, the current mode is being tried, and `cost` is the other mode's cost in ns per batch.
+ * `left` is the number of measurements until the next trial, and `between` the number between two trials. The
+ * trainer last woke up at `awake_ns`, after `taken` batches. This measurement has `count` batches in `ns`. */
 typedef struct {
     uint32_t on, holder, waiters;
     char pad[CSEQ_LINE - 12];
@@ -63,15 +63,15 @@ CSEQ_INLINE int cseq_turns_has(const cseq_turns *t, uint32_t runner) {
     return cseq_load_rlx_u32(&t->on) && cseq_load_rlx_u32(&t->holder) == runner;
 }
 
-/* Leave the runner's turn, if it has the turn. SYNC: turn seen (the swap, then the load) */
+/* Leave the turn if the runner has it. SYNC: turn seen (the swap, then the load) */
 CSEQ_INLINE void cseq_turns_leave(cseq_turns *t, uint32_t runner) {
     if (cseq_load_rlx_u32(&t->holder) != runner) return;
     cseq_swap_sc_u32(&t->holder, 0);
     if (cseq_load_sc_u32(&t->waiters)) cseq_wake(&t->holder, 0);
 }
 
-/* Record that the trainer slept from `before` to `awake` and has received `taken` batches in total. If it
- * was awake for most of the time since its last sleep, the loop was using a batch or was elsewhere. */
+/* Record that the trainer slept from `before` to `awake` and has received `taken` batches in total. If the
+ * trainer was awake for most of the time since its last sleep, it was using a batch or doing other work. */
 CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake, uint64_t taken) {
     const uint64_t ns = awake - t->awake_ns, count = taken - t->taken;
     t->awake_ns = awake;

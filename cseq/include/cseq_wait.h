@@ -36,15 +36,15 @@
 #include <sys/syscall.h>
 #endif
 #if defined(__APPLE__)
-/* These are declared here and linked weakly, because wheels target systems that lack them. */
+/* These are declared here and linked weakly, because wheels also target systems without them. */
 extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32_t, uint32_t,
                                                 uint64_t) __attribute__((weak_import));
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
 #endif
 
 #if defined(_WIN32)
-/* These functions exist since Windows 8. They are looked up at run time in kernelbase.dll, which every
- * process has, because toolchains differ in the import library for them. */
+/* These functions have existed since Windows 8. They are looked up at run time in kernelbase.dll, which every
+ * process has loaded, because toolchains differ in the import library for them. */
 typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
 typedef void(WINAPI *cseq_wake_function)(void *);
 
@@ -54,10 +54,10 @@ CSEQ_INLINE FARPROC cseq_find_function(const char *name) {
 }
 #endif
 
-/* If 1, always nap. It is set once before any wait. */
+/* If 1, always nap. The value is set once before any wait. */
 static int cseq_wait_nap = 0;
 
-/* Nap if the environment has CSEQ_WAIT=nap. Each module that waits or wakes calls this on import. */
+/* Nap if CSEQ_WAIT=nap is set in the environment. Each module that waits or wakes calls this on import. */
 CSEQ_INLINE void cseq_wait_choose(void) {
     const char *how = getenv("CSEQ_WAIT");
     cseq_wait_nap = how != 0 && strcmp(how, "nap") == 0;
@@ -83,7 +83,7 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #endif
 }
 
-/* In a loop that watches a word, yield to the other hardware thread of this core. */
+/* In a loop that watches a word, yield to this core's other hardware thread. */
 CSEQ_INLINE void cseq_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -114,7 +114,7 @@ CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #endif
 }
 
-/* Nap for 20 us, doubled up to 2 ms. The end is late by about a tenth of the time slept. */
+/* Nap for 20 us, doubled up to 2 ms. The wait overruns by about a tenth of the time slept. */
 CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t ns) {
     uint64_t nap = 20000, slept = 0;
     while (slept < ns && cseq_load_acq_u32(word) == seen) {
@@ -125,7 +125,7 @@ CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t 
     }
 }
 
-/* macOS: 1 is SHARED, 32 is OS_CLOCK_MACH_ABSOLUTE_TIME. */
+/* On macOS, 1 is SHARED, and 32 is OS_CLOCK_MACH_ABSOLUTE_TIME. */
 CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int shared) {
     (void)shared;
     if (!cseq_wait_nap) {
