@@ -171,7 +171,7 @@ _ELSEWHERE = {
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a name on first use: few programs need every name, and some lack torch or Ray."""
+        """Import a name on first use, because few programs need all names or have torch and Ray."""
         if name in _ELSEWHERE:
             from importlib import import_module
 

@@ -165,7 +165,7 @@ cdef class Reader:
         return self.read(epoch, start, count, out, sizes)
 
     def samples(self, epoch, uint64_t start, uint64_t count):
-        """Return new int64 arrays: the samples of units [start, start + count), and each unit's size."""
+        """Return the samples of units [start, start + count) and each unit's size as new int64 arrays."""
         if start > self.units or count > self.units - start:
             raise IndexError(f"units [{start}, {start + count}) exceed {self.units}")
         sizes = numpy.ones(count, numpy.int64)
@@ -315,7 +315,7 @@ cdef class Ring:
     memory : Memory
         The memory that holds the ring: a `Mapping`, or a zeroed `Block` for threads.
     capacity : int
-        The number of cells and thus the limit on open tickets, or 0 to attach to an existing ring.
+        The number of cells, which limits the number of open tickets, or 0 to attach to an existing ring.
     batch_size : int
         The maximum number of indices in a ticket.
     runners : int
@@ -400,7 +400,7 @@ cdef class Ring:
         return cseq_load_sc_u32(&self.r.closed)
 
     def set_spin(self, uint32_t ns, uint32_t crew=0):
-        """Set how long runners and trainer spin before they sleep (ns), and how many runners (`crew`)
+        """Set how long runners and the trainer spin before they sleep (ns), and how many runners (`crew`)
         alternate with the trainer. See cseq_spin.h."""
         cseq_ring_set_spin(self.r, ns, crew)
 
@@ -462,7 +462,7 @@ cdef class Ring:
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                      uint32_t count, uint64_t start, uint64_t seed) noexcept:
-        """Post a ticket in a free cell whose indices are already written.
+        """Post a ticket in a free cell that already contains the ticket's indices.
 
         `start` is the position of the first sample in the epoch's order. `seed` is the seed for the
         order and the batch's generators. The runners are woken when `wake_at` tickets have accumulated,

@@ -239,8 +239,8 @@ cdef extern from "cseq_reuse.h":
     void cseq_reuse_count_thread(cseq_reuse* r, bint begins) noexcept
 
 
-# Without a GIL, counting a reference to another thread's object takes an atomic operation and moves
-# a cache line between cores.
+# Without a GIL, counting a reference to another thread's object requires an atomic operation and moves a
+# cache line between cores.
 
 cdef extern from *:
     """

@@ -93,7 +93,7 @@ cdef class Lock:
         return hold
 
     cpdef int refuse_mine(self) except -1:
-        """Raise RuntimeError if this thread holds the lock and is thus inside another call."""
+        """Raise RuntimeError if this thread holds the lock, which means that it is inside another call."""
         if self.has():
             raise RuntimeError(
                 "this thread is in the middle of another call of the same object: a signal handler, or "
@@ -174,8 +174,8 @@ cdef class Lock:
 cdef class Hold:
     """A context manager that holds a lock during a ``with``.
 
-    If an exception occurs before the body, this object is dropped and thus releases the lock. With a
-    `timeout`, the body may run without the lock. `has` is True if the lock was acquired.
+    If an exception occurs before the body, this object is dropped, which releases the lock. With a `timeout`,
+    the body may run without the lock. `has` is True if the lock was acquired.
     """
 
     cdef Lock lock

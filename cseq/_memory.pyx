@@ -386,7 +386,7 @@ def section(uint64_t nbytes):
 
 
 def commit(int fd, uint64_t offset, uint64_t nbytes):
-    """Allocate the pages of part of a file, so writes to them cannot fail."""
+    """Allocate the pages for part of a file, so that writing to the pages cannot fail."""
     cdef int error
     with nogil:
         error = cseq_commit(fd, offset, nbytes)
@@ -425,7 +425,7 @@ cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* hand
 
 
 cdef void release_slot(void* owner) noexcept:
-    """Drop a `Mapping` whose region contains no more arrays."""
+    """Drop a `Mapping` when its region contains no more arrays."""
     Py_DECREF(<object>owner)
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         type: str
         index: int
 
-    # Strings are 'cuda', 'cuda:1', 'cpu' or 'null'. Scripts may compute the number, hence the str.
+    # Strings are 'cuda', 'cuda:1', 'cpu' or 'null', typed as str because numbers may be computed.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [

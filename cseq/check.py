@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "that is `num_workers` here",
 }
 
-# The same keywords for datasets, whose samples cseq collates.
+# The keywords and hints for datasets, whose samples cseq collates.
 OF_DATASET = ELSEWHERE | {
     "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",

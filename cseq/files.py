@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, and file locks between processes."""
+"""Files written completely or not at all, and file locks between processes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = ["MPSequence", "MTSequence", "RaySequence"]
 
 
 class _Kind(MSequence[B_co]):
-    """An `MSequence` whose class sets `thread_type`, so later arguments move up by one."""
+    """An `MSequence` whose class sets `thread_type`, so later positional arguments shift by one."""
 
     @arguments.explained
     def __init__(

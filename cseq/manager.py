@@ -1,4 +1,4 @@
-"""A manager's lifecycle: start, use in a `with`, finish. Each start creates a `Run`."""
+"""A manager's lifecycle: start, use in a `with`, finish. Each start makes a run."""
 
 from __future__ import annotations
 

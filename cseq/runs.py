@@ -139,7 +139,7 @@ def present() -> list[Run[Any]]:
 
 
 def close_elsewhere(close: Callable[[], object], pid: int) -> None:
-    """Call `close` on another thread without waiting for it. Interpreter exit waits.
+    """Call `close` on another thread without waiting. Interpreter exit waits for the call.
 
     Garbage collection can run on any thread between any two instructions, so it must not block.
     In a forked child of the owner's process `pid`, there is nothing to close, and no thread can

@@ -43,7 +43,7 @@ SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
 
-# The time in seconds that a busy runner has left when nothing waits for its batch anymore.
+# The number of seconds that a busy runner may continue once its batch is no longer needed.
 HURRY = 0.5
 # A worker may take this many times `timeout` to start.
 START_SHARE = 10

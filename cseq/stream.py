@@ -178,7 +178,7 @@ class Streams:
         assign: Literal["turn", "free"] = "turn",
         first: int = 0,
     ) -> list[Any]:
-        """Start an epoch in every worker and request items in advance. An earlier epoch ends.
+        """Start an epoch in every worker and request items in advance. End any earlier epoch.
 
         Parameters
         ----------

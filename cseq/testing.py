@@ -1,4 +1,4 @@
-"""Helpers for testing training scripts: kill workers, wait for workers, check an order.
+"""Helpers for testing training scripts: kill or await workers, check an order.
 
 ::
 

@@ -3,7 +3,7 @@
  * The trainer and each runner have a record in the ring's memory, in the same format for processes,
  * threads and streams. Only the party itself writes its record, with relaxed stores. Each number that a
  * reader sees is valid on its own, and none is used as a pointer or an index. The counts of a dead runner
- * remain, and the next runner with its number continues from them.
+ * remain, and the next runner with the same number adds to them.
  *
  *                trainer                                     runner
  *   work         the loop's own time between two batches     from claim to publish of each ticket
@@ -51,8 +51,8 @@ typedef struct {
  * trainer has `samples` and `nbytes`, totals for its batches, and `epochs`, the number of epochs started
  * after the first batch. Only runners have `slowest`.
  *
- * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time slept in this
- * step, not yet in `wait`. `asleep_ns` is the start of the current sleep, or 0.
+ * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time slept in this step but
+ * not yet added to `wait`. `asleep_ns` is the start of the current sleep, or 0.
  *
  * `start_ns` is the loop's wait for its first batch, which `wait` excludes. `first_ns` is the arrival
  * time of that batch. In a runner's record, `first_ns` is the sum of `work` at that time, written by the
@@ -141,7 +141,7 @@ CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) 
     cseq_store_rlx_u64(&m->asleep_ns, 0);
 }
 
-/* End the loop's step after a batch and return its wait. `first` is 1 if the epoch had no batch before. */
+/* End the loop's step after a batch and return the wait time. `first` is 1 if the epoch had no batch yet. */
 CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns), waited = cseq_load_rlx_u64(&m->waited_ns);
     const uint64_t took = now - since, step = since && took > waited ? took - waited : 0;

@@ -1,8 +1,8 @@
 /* Reuse of memory from worker threads' large arrays that the loop has dropped.
  *
  * malloc unmaps freed blocks or trims its heap, and the system clears the pages of every new block. A
- * thread can replace NumPy's data allocator (NEP 49). This allocator keeps freed blocks for later arrays
- * of the same size, most recently freed first.
+ * thread can replace NumPy's data allocator (NEP 49). This allocator keeps freed blocks for later arrays of
+ * the same size and reuses the newest first.
  *
  * A block comes from NumPy's own allocator with a rounded size. NumPy passes an array's size when it frees
  * the memory. A size that is too small, because code has shrunk the array's shape, is safe: the block is

@@ -327,9 +327,9 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
     return cell;
 }
 
-/* Publish a claimed cell, whose stint has both times. `next` is CSEQ_INDEXED or CSEQ_READY. Return 1 if
- * the trainer wants the cell. With `later`, the caller must then notify the trainer. A call has no
- * samples and is not measured.
+/* Publish a claimed cell whose stint contains both times. `next` is CSEQ_INDEXED or CSEQ_READY. Return 1 if
+ * the trainer wants the cell. With `later`, the caller must then notify the trainer. A call has no samples
+ * and is not measured.
  * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
 CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int later) {
     cseq_cell *c = cseq_ring_cell(r, cell);

@@ -146,8 +146,8 @@ typedef struct {
 
 /* An order of n samples. Positions below `position` are final. `table` has n entries of value XOR position
  * in cseq_table_pages() whole pages. Each epoch on a used table increments `generation`. `tags` contains
- * the generation that last zeroed each page. `stale` counts the pages with another tag. At 0, the table
- * needs no checks. */
+ * the generation that last zeroed each page. `stale` counts the pages with another tag. When `stale` is 0,
+ * the table needs no checks. */
 typedef struct {
     uint64_t n, position;
     cseq_draws draws;

@@ -129,7 +129,7 @@ CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     }
 }
 
-/* The rest of the region is at least as large as the allocation, whose size is unknown. */
+/* Copy up to the end of the region at most, because the allocation's size is unknown. */
 CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);

@@ -1,8 +1,8 @@
 /* Spinning: an idle party watches the ring for a limited time before it sleeps.
  *
- * A wake-up takes longer than a quick batch, and it delays the party that wakes another. After spinning
- * fails, up to 256 further attempts are skipped, so spinning costs little where it does not help (with long
- * batches or more parties than cores). The trainer and one runner of each stage spin.
+ * A wake-up takes longer than a quick batch, and it delays the party that causes it. After spinning fails, up
+ * to 256 further attempts are skipped, so spinning costs little where it does not help (with long batches or
+ * more parties than cores). The trainer and one runner of each stage spin.
  *
  * Threads that share a GIL alternate. A thread that wakes up while another thread has the GIL sleeps again
  * to wait for the GIL. Both sides therefore release the GIL to wait, and do not disturb each other:

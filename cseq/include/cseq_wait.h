@@ -4,8 +4,8 @@
  *                                      spurious returns are possible
  *   cseq_wake(word, shared)            wakes all sleepers on word
  *
- * With `shared`, the word is in memory that processes share, and any of them may sleep on it. Otherwise,
- * the sleepers are threads of this process, which is cheaper. Windows can wake only threads by address.
+ * With `shared`, the word is in memory shared between processes, any of which may sleep on it. Otherwise, the
+ * sleepers are threads of this process, which is cheaper. Windows can wake only threads by address.
  *
  * There is one branch per system: the Linux futex, os_sync_wait_on_address on macOS 14.4 if available
  * at run time, and WaitOnAddress on Windows for threads. Elsewhere, naps poll the word. The nap code is
@@ -36,7 +36,7 @@
 #include <sys/syscall.h>
 #endif
 #if defined(__APPLE__)
-/* These are declared here and linked weakly, because wheels also target systems without them. */
+/* These functions are declared here and linked weakly, because some target systems do not have them. */
 extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32_t, uint32_t,
                                                 uint64_t) __attribute__((weak_import));
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
