@@ -366,7 +366,7 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
 
 def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ranks, Py_ssize_t count,
          Py_ssize_t size):
-    """Assign each row to the rank with the least work so far; return each row's rank and turn.
+    """Assign each row to the rank with the least work so far. Return each row's rank and turn.
 
     Each rank gets `size` rows from each of `count` batches. `batches` contains each row's batch.
     `works` must be in descending order. If ranks have equal work, the first one gets the row.

@@ -149,7 +149,7 @@ class Mixture(Composed):
         return rates
 
     def _end(self, stop: str) -> int:
-        """Return the first epoch's number of units, which is a whole number of blocks."""
+        """Return the first epoch's number of units, in whole blocks with the first weights."""
         shares = self._plan.shares[0]
         used = zip(self.sources.values(), shares.whole, strict=True)
         units = np.array([order.units if weight else 0 for order, weight in used], np.uint64)
