@@ -1,1 +1,1 @@
-"""Tools that show what a loader does. `import cseq` does not import them."""
+"""Tools for inspecting loaders. `import cseq` does not import these tools."""

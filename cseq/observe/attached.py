@@ -1,8 +1,8 @@
-"""Reads the runs of other processes from outside.
+"""Reads the runs of other processes without involving those processes.
 
-A run's rings are in an anonymous file, which the same user can open through ``/proc/<pid>/fd``.
-The file's name in `/proc` identifies the run. The core's own `Ring` reads a copy, so nothing is
-written. A file that is truncated, overwritten or from another version is an error.
+A run keeps its rings in an anonymous file that the same user can open through ``/proc/<pid>/fd``.
+The file's name in `/proc` identifies the run. The core's `Ring` reads a copy of the file, so
+nothing is written. Files that are truncated, overwritten or from another version cause errors.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachedRun", "Watcher", "runs_of"]
 
-# Seconds between two searches for new runs.
+# The number of seconds between searches for new runs.
 LOOK = 2.0
-# The interval in seconds for the rate and the share of waiting.
+# The number of seconds over which the rate and the waiting time are measured.
 RECENT = 2.0
-# The interval in seconds that the advice covers.
+# The number of seconds on which the advice is based.
 WINDOW = 20.0
 # The maximum number of stored readings.
 KEPT = 20
 
 
 class AttachedRun:
-    """A run of another process, and its readings.
+    """A run of another process and the readings taken from it.
 
     Parameters
     ----------
     file : Descriptor
-        The file, open for reading.
+        The run's file, opened for reading.
     pid : int
         The process id in this namespace.
     facts : dict of str to int
@@ -55,11 +55,11 @@ class AttachedRun:
     stats : Stats
         The latest reading.
     tasks : dict of int to (int, int, int)
-        The current task of each worker: epoch, batch and start time (ns).
+        Each worker's current task: the epoch, the batch and the start time (ns).
     next_batch : (int, int) or None
-        The epoch and number of the batch or item that the loop receives next.
+        The epoch and number of the next batch or item for the loop.
     ended : str
-        The reason why nothing more is read.
+        The reason why reading stopped, or an empty string.
     """
 
     def __init__(self, file: Descriptor, pid: int, facts: dict[str, int]) -> None:
@@ -77,7 +77,7 @@ class AttachedRun:
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return a number from the file name, or 0."""
+        """Return a number recorded in the file name, or 0 if the name does not contain it."""
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
@@ -85,7 +85,7 @@ class AttachedRun:
         return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
     def update(self, now: float) -> None:
-        """Take a reading. After the run has ended, the last reading remains."""
+        """Take a reading. The last reading is kept after the run has ended."""
         if self.ended:
             return
         try:
@@ -102,7 +102,7 @@ class AttachedRun:
             self._file.close()
 
     def _rings(self) -> Iterator[Ring]:
-        """Copy the file and attach to the rings in the copy."""
+        """Copy the file and yield the rings in the copy."""
         size = os.fstat(self._file.fd).st_size
         copy = Block(size)
         if os.preadv(self._file.fd, [copy], 0) < size:
@@ -111,7 +111,7 @@ class AttachedRun:
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
     def _read(self, rings: list[Ring]) -> None:
-        # `closed` is 1 or the first worker that leaves.
+        # `closed` is 1 if the run is closed, or the number of the first worker that leaves.
         count, leaving = self.fact("workers"), rings[0].closed
         self.stats = stats = Stats.read(
             rings,
@@ -124,7 +124,7 @@ class AttachedRun:
             for cell in range(ring.capacity):
                 token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
                 owner, since = ring.holder(cell)
-                # Streams count epochs from 1 and have a ring per worker.
+                # Streams count epochs from 1 and have one ring per worker.
                 if not stats.buffer:
                     epoch, batch, owner = epoch - 1, ring.start(cell), owner and k + 1
                 if owner:
@@ -133,24 +133,24 @@ class AttachedRun:
                     first, self.next_batch = token, (epoch, batch)
 
     def since(self, seconds: float) -> Stats:
-        """Return the stats of the last `seconds`, or of the whole run if it has ended."""
+        """Return stats for the last `seconds`, or for the whole run if it has ended."""
         for then, earlier in self._past if not self.ended else ():
             if 0 < self._past[-1][0] - then <= seconds:
                 return added(self.stats, earlier)
         return self.stats
 
     def window(self) -> Stats:
-        """Return the stats of the last 20 s, or of the whole run if there are too few batches."""
+        """Return stats for the last 20 s, or for the whole run if there are too few batches."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
     def advice(self) -> Advice:
-        """Return the advice for that window, given the program's number of cores."""
+        """Return advice for the current window, given the program's number of cores."""
         return advise(replace(self.window().window(), cores=max(1, self.fact("cores"))))
 
     @property
     def title(self) -> list[str]:
-        """The program, the process and the rank."""
+        """The parts of the title: the program, the process and the rank."""
         title, world = [self.script, f"pid {self.pid}"], self.fact("world_size")
         if world > 1:
             title.append(f"rank {self.fact('rank')} of {world}")
@@ -158,7 +158,7 @@ class AttachedRun:
 
 
 def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
-    """Yield the inode and run of each run file of a process, except inodes in `opened`.
+    """Yield a process's run files as (inode, run) pairs, skipping inodes in `opened`.
 
     Raises OSError if the process is gone or belongs to another user.
     """
@@ -171,14 +171,14 @@ def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, Attach
             if not called.startswith(f"/memfd:{RUN}") or number in opened:
                 continue
             facts = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
-            # A forked process inherits the files of its parent.
+            # A forked process inherits its parent's files.
             if facts.get("pid", own) == own:
                 file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 yield number, AttachedRun(file, pid, facts)
 
 
 def _script(pid: int) -> str:
-    """Return the script name of a process."""
+    """Return the name of the script that a process runs."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode("utf-8", "replace").split("\0")
         script = next((word for word in words[1:] if word and word[0] != "-"), words[0])
@@ -194,7 +194,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _own_number(pid: int) -> int:
-    """Return a process id in the process's own namespace, such as a container's."""
+    """Return the id of a process in its own namespace, such as inside a container."""
     return int(_status(pid).get("NSpid", str(pid)).split()[-1])
 
 
@@ -220,7 +220,7 @@ class Watcher:
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run shown in full until it ends, chosen because its loop waited the longest."""
+        """The run to show in full until it ends: the one whose loop waited the longest."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}
@@ -248,7 +248,7 @@ class Watcher:
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
                         self._runs[number] = run
-        # If its process is still running, an ended run makes room for the next one.
+        # Drop an ended run if its process is still running and may start another run.
         for number, run in list(self._runs.items()):
             if run.ended and run.is_alive:
                 del self._runs[number]

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     Loader = MSequence[Any] | DataLoader[Any]
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
-# Seconds for measuring the rate, and for measuring the waiting.
+# The number of seconds to measure the rate, and to measure the waiting time.
 MEASURED = 5.0
-# The warm-up before anything is measured: seconds and the maximum number of batches.
+# The warm-up before each measurement: the maximum number of seconds and of batches.
 WARM = 0.5, 20
-# The default batch size for a data set.
+# The batch size to use if ``make()`` returns a data set.
 BATCH_SIZE = 32
 HEADS = ("batches/s", "CPU a batch", "first batch")
 LABELS = {
@@ -52,7 +52,7 @@ class Made(NamedTuple):
     """The loader returned by ``make()``.
 
     `text` describes the loader in one line. `kinds` are the rows to measure, and `current` is the
-    one that uses the loader as it is. Torch's and cseq's DataLoaders run with `workers`.
+    row that uses the loader unchanged. The DataLoaders of torch and cseq use `workers` workers.
     """
 
     text: str
@@ -62,20 +62,20 @@ class Made(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The figures of a row that have been measured so far.
+    """The figures measured so far for a row.
 
     Attributes
     ----------
     rate : float
         Batches per second, or 0 if unknown.
     cpu : float or None
-        The CPU seconds of all processes per batch.
+        The CPU time of all processes per batch, in seconds.
     waits : float or None
-        The fraction of the time that a loop with the given step time waits.
+        The fraction of time that a loop with the given step time spends waiting.
     first : float or None
-        The seconds from ``iter()`` to the first batch.
+        The time from ``iter()`` to the first batch, in seconds.
     advice : str
-        The advice of cseq's workers for that loop.
+        The advice from cseq's workers for a loop with that step time.
     error : str
         The reason why the measurement failed or stopped early.
     """
@@ -89,7 +89,7 @@ class Figures(NamedTuple):
 
 
 def load(path: str, name: str) -> Callable[[], object]:
-    """Import a function from a file, or raise ValueError."""
+    """Import a function from a file. Raise ValueError if the file or function is unsuitable."""
     folder, file = os.path.split(os.path.abspath(path))
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {path}")
@@ -145,7 +145,7 @@ def look(made: object) -> Made:
 
 
 def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[Any]:
-    """Return a context manager that starts a row's loader and returns it."""
+    """Return a context manager that starts and returns a row's loader."""
     if isinstance(loader, MSequence):
         return loader.start_test() if kind == "none" else loader.start()
     from torch.utils import data
@@ -166,7 +166,7 @@ def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[An
 
 
 def _some(batches: Iterable[object], seconds: float, most: int) -> Iterator[object]:
-    """Yield batches for some seconds, up to a maximum of `most`."""
+    """Yield up to `most` batches, and stop after `seconds` seconds."""
     end = time.monotonic() + seconds
     for batch in itertools.islice(batches, most):
         yield batch
@@ -188,7 +188,7 @@ def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
 def measure(
     loader: Loader, kind: str, workers: int, step: float, seconds: float
 ) -> Iterator[Figures]:
-    """Measure a row for some seconds, or twice if there is a step. Yield figures incrementally."""
+    """Yield a row's figures incrementally: first the rate and then, with a step, the waiting."""
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)
@@ -215,14 +215,14 @@ def measure(
 
 
 def _fallen_back() -> str:
-    """Return why torch's own workers ran instead of cseq's, or "" if they did not."""
+    """Return the reason why torch's own workers ran instead of cseq's, or "" if cseq's did."""
     from cseq.adapters.torch.fallback import made
 
     return next((f"torch's own workers, since {reason}" for _, reason in made if reason), "")
 
 
 def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
-    """Return the fraction of time that a loop waits if each step takes `step` seconds."""
+    """Return the fraction of time that a loop spends waiting if each step takes `step` seconds."""
     for _ in _some(batches, *WARM):
         time.sleep(step)
     waited, begun = 0.0, time.perf_counter()
@@ -236,7 +236,7 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 
 
 def _explain(error: Exception) -> str:
-    """Return our error message, or the traceback of user code."""
+    """Return cseq's own error message, or the traceback of an error in user code."""
     trace = error.__traceback__
     # The last prefix matches "<frozen importlib._bootstrap>".
     inner = (__file__, str(importlib.__file__), "<")
@@ -262,12 +262,12 @@ def seconds_of(text: str) -> float:
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
     """Measure all rows and print a table. Return the exit status or an error message.
 
-    If `step` is 0, waiting is not measured. Each row takes `seconds`, or twice that with a step.
+    If `step` is 0, waiting is not measured. Each row takes `seconds`, or twice as long with a step.
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
-    # Visible to the file, both here and in its workers.
+    # The file sees these arguments both here and in its workers.
     sys.argv = [path]
     try:
         make = load(path, name)
@@ -287,7 +287,7 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
 
 
 def _row(make: Callable[[], object], kind: str, workers: int, *seconds: float) -> Figures:
-    """Measure a row. After an error, keep the figures measured so far."""
+    """Measure a row. If an error occurs, return the figures measured so far."""
     figures = Figures()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -304,7 +304,7 @@ def _columns(label: str, *cells: str) -> str:
 
 
 def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
-    """Format a row, with its error in the lines below."""
+    """Format a row, followed by any error on separate lines."""
     figures = measured[kind]
     label = LABELS[kind] + (f", {made.workers}" if kind in ("torch", "cseq") else "")
     row = _columns(
@@ -318,9 +318,9 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Describe what free data would gain, and what cseq's workers advise.
+    """Describe the gain if data were free, and the advice from cseq's workers.
 
-    `current` is the key in `measured` of the loader as ``make()`` returned it.
+    `current` is the key in `measured` for the unchanged loader from ``make()``.
     """
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]

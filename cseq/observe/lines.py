@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["foot", "head", "overview", "ranks", "workers"]
 
-# Column formats and names. A narrow terminal cuts off the last columns.
+# The column formats and names. The last columns are cut off in a narrow terminal.
 RANKS = " {:>4} {:>5} {:<10} {:>7} {:>7} {:>5} {:>16} {:>12} {:<16} {:<14}"
 OF_RANKS = "rank", "waits", "cause", "batch/s", "pid", "epoch", "batch", "workers", "script", "data"
 WORKERS = " {:>6} {:<5} {:>4} {:>10} {:>7} {:>7} {:>7} {:>4} {:>7} {:>8}"
@@ -36,7 +36,7 @@ def _filled(phrases: Iterable[str], width: int) -> list[str]:
 
 
 def ranks(watcher: Watcher, width: int) -> list[str]:
-    """Return a line per run, longest waiting first. A > marks the run shown in full."""
+    """Return one line per run, with the longest wait first. A > marks the run shown in full."""
     lately = {run: run.since(RECENT) for run in watcher.runs}
     runs = sorted(lately, key=lambda run: (bool(run.ended), -lately[run].loop_waiting))
     rows: list[Sequence[str]] = [OF_RANKS]
@@ -57,7 +57,7 @@ def _rate(stats: Stats) -> float:
 
 
 def _data(run: AttachedRun) -> str:
-    """Return the sample count and batch size, which distinguish the managers of a program."""
+    """Return the sample count and batch size, which distinguish a program's managers."""
     return f"{run.fact('dset_size'):,} / {run.fact('batch_size'):,}" if run.fact("length") else ""
 
 
@@ -108,7 +108,7 @@ def head(run: AttachedRun, width: int) -> list[str]:
 
 
 def workers(run: AttachedRun, width: int) -> list[str]:
-    """Return a line per worker."""
+    """Return one line per worker."""
     now = now_ns()
     rows: list[Sequence[str]] = [OF_WORKERS]
     for worker in run.window().workers[: run.stats.num_workers]:
@@ -141,7 +141,7 @@ def foot(run: AttachedRun, width: int) -> list[str]:
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
-    """Return a line per run if there are several, and one run in full, cut to `height` lines."""
+    """Return one line per run if there are several, then one run in full, up to `height` lines."""
     shown = watcher.shown
     if shown is None:
         why = watcher.problems or ["there is none among the processes that you may read"]

@@ -1,4 +1,4 @@
-"""Other processes on Linux: descendants, memory and CPU time."""
+"""Information about other processes on Linux: descendants, memory and CPU time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROC = "/proc"
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields after a process's name, which may contain spaces, or [] if it is gone."""
+    """Return the fields after a process's name (which may contain spaces), or [] if it is gone."""
     try:
         with open(f"{PROC}/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -24,7 +24,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def tree(pid: int) -> list[int]:
-    """Return a process and its descendants, or only the process if there is no `/proc`."""
+    """Return the ids of a process and its descendants. Without `/proc`, return only `pid`."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(PROC):
@@ -38,7 +38,7 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the CPU time of processes and their exited children, or 0 if unknown."""
+    """Return the total CPU time of processes and their exited children, or 0 if unknown."""
     fields = (_fields(pid)[11:15] for pid in pids)
     return sum(sum(map(int, times)) for times in fields) / _ticks()
 
@@ -53,13 +53,13 @@ def queued_seconds(pids: Iterable[int]) -> float:
 
 
 def starts(pid: int) -> str | None:
-    """Return the start time of a process in system ticks, or None if it is not alive."""
+    """Return a process's start time in clock ticks, or None if the process is not alive."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
 def resident(pid: int) -> int:
-    """Return the resident bytes of a process, including shared memory, or 0 if unknown."""
+    """Return a process's resident memory in bytes, including shared memory, or 0 if unknown."""
     with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

@@ -1,4 +1,4 @@
-"""`progress`: a tqdm bar that shows how much a loop waits, and why."""
+"""`progress`: a tqdm bar that shows how much a loop waits and why."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ if TYPE_CHECKING:
 
 __all__ = ["progress"]
 
-# For these causes, the share of waiting is enough.
+# The bar does not name these causes after the waiting time.
 NO_CAUSES = ("unknown", "loop")
 
 
 def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
-    """Iterate with a tqdm bar that shows how much the loop waits, and why.
+    """Iterate over a loader with a tqdm bar that shows how much the loop waits and why.
 
     ``for batch in cseq.progress(manager): …`` shows ``26%|██▌  | 412/1563 [00:21<01:00, 19.1it/s,
-    waits 41 %: workers]``. The cause is from `manager.advice()`, measured since the bar started.
+    waits 41 %: workers]``. The cause is from `manager.advice()` for the time since the bar started.
 
     Parameters
     ----------
     loader : iterable
-        A manager, a `DataLoader` or any other iterable. Without ``stats()``, only a bar is shown.
+        A manager, a `DataLoader` or any other iterable. Without ``stats()``, the bar is plain.
     **options
-        The options of ``tqdm.tqdm``: ``desc``, ``initial`` (batches consumed before a resume),
-        ``leave`` and others.
+        Options for ``tqdm.tqdm``, such as ``desc``, ``leave`` and ``initial`` (the number of
+        batches consumed before resuming).
 
     Returns
     -------
     tqdm.tqdm
-        The bar to iterate over. It draws nothing if there is no terminal.
+        The bar to iterate over. Nothing is drawn if there is no terminal.
 
     Examples
     --------
@@ -67,7 +67,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
 
 
 def _said(before: Stats | None, now: Stats | None) -> str:
-    """Describe how much the loop has waited since `before`. Return "" without figures."""
+    """Describe how much the loop has waited since `before`. Return "" if there are no figures."""
     if now is None or not now.num_workers:
         return "" if now is None else "num_workers=0"
     now = added(now, before)

@@ -1,4 +1,4 @@
-"""``cseq top``: shows the loaders of running programs, live."""
+"""``cseq top``: shows live statistics about the loaders in running programs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cseq.observe.lines import overview
 
 __all__ = ["top"]
 
-# Clear the terminal.
+# The escape sequence that clears the terminal.
 CLEAR = "\x1b[H\x1b[J"
 
 
 def top(pid: int | None, *, once: bool) -> int | str:
-    """Show the runs of a process, or of all processes, every second or `once` as text.
+    """Show the runs of one process or all processes, either every second or `once` as text.
 
     Return the exit status, or the reason why nothing is shown.
     """

@@ -1,7 +1,7 @@
-"""``cseq run --watch``: measures the cost of torch's DataLoaders in a script.
+"""``cseq run --watch``: measures the cost of torch DataLoaders in a script.
 
-The DataLoaders run unmodified, except that three methods are timed. At the end, the cost and the
-advice are printed for each kind of loader::
+The DataLoaders run unmodified, except that three methods are timed. When the script ends, the cost
+and the advice are printed for each kind of loader::
 
     __iter__ ──► Turn: an epoch, its workers ──► Watched: a kind of loader ──► Window ──► advise
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watched", "tell", "watch"]
 
-# The prefix of a line about the gain from a faster loader.
+# The prefix for a line about the gain from a faster loader.
 FREE = "if data were free:"
 
 
@@ -34,21 +34,21 @@ class Watched:
     Attributes
     ----------
     name : str
-        The class and size of the data set, and the arguments of the loaders.
+        The data set's class and size, and the loader arguments.
     num_workers : int
     persistent : bool
-        Whether workers are kept between epochs.
+        True if workers are kept between epochs.
     computed : float
-        The CPU seconds of the workers, or of the loop's thread if it makes the batches, after the
-        first batch of each epoch.
+        The CPU time in seconds after each epoch's first batch, used by the workers or, without
+        workers, by the loop's thread while it creates batches.
     queued : float
-        The seconds that the workers waited for a core in that time.
+        The time in seconds that the workers waited for a core during the same period.
     epochs, batches : int
-        The number of first batches of epochs, and the number of all other batches.
+        The number of first batches (one per epoch) and the number of all other batches.
     started : float
-        The total seconds from `iter` to the first batch of each epoch.
+        The total time in seconds from `iter` to the first batch, over all epochs.
     waited, stepped : float
-        The seconds that the loop waited for the other batches, and worked between them.
+        The time in seconds that the loop waited for all other batches, and worked between batches.
     turns : list of Turn
         The epochs in progress.
     """
@@ -80,7 +80,7 @@ class Watched:
         )  # fmt: skip
 
     def lines(self, cores: int) -> list[str]:
-        """Describe the cost of the loaders and the remedy."""
+        """Describe the loaders' cost and the remedy."""
         window = self.window(cores)
         advice = advise(window)
         count, of = self.batches + self.epochs, f" in {self.epochs} epochs" * (self.epochs > 1)
@@ -110,13 +110,13 @@ class Turn:
         self._pids: Sequence[int] = ()
 
     def begin_epoch(self, pids: Sequence[int]) -> None:
-        """Record the workers after the first batch."""
+        """Record the workers and their CPU time after the first batch."""
         self._pids = pids
         self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
 
     def end_epoch(self) -> None:
-        """Add the workers' CPU time, once, before the workers exit."""
+        """Add up the workers' CPU time once, before the workers exit."""
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
@@ -124,7 +124,7 @@ class Turn:
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
-    """Time every torch DataLoader in this process. `loaders` receives a `Watched` per kind."""
+    """Time every torch DataLoader in this process, and add a `Watched` per kind to `loaders`."""
     from torch.utils.data import DataLoader, IterableDataset
 
     from cseq.adapters.torch import names
@@ -193,7 +193,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
 
 
 def _size_of(dataset: Any) -> str:
-    """Return the number of samples as text, or "" if the data set does not know it."""
+    """Return the number of samples as text, or "" if the data set has no length."""
     try:
         return f", {len(dataset):,} samples"
     except (TypeError, NotImplementedError):
@@ -201,7 +201,7 @@ def _size_of(dataset: Any) -> str:
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
-    """Print the lines of all loaders unless this is a forked copy of the watched process `pid`."""
+    """Print the lines about all loaders unless this is a forked copy of the process `pid`."""
     if os.getpid() != pid or sys.stderr is None:
         return
     rank = os.environ.get("RANK", "")

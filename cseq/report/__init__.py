@@ -1,1 +1,1 @@
-"""Generates a page about a run from its `Stats`. `import cseq` does not import it."""
+"""Generates a page about a run from its `Stats`. `import cseq` does not import this package."""

@@ -1,4 +1,4 @@
-"""``cseq doctor``: finds causes of a slow machine that no other tool shows.
+"""``cseq doctor``: finds reasons for a slow machine that other tools do not show.
 
 Each check is a function that yields findings. A finding with a remedy is a warning.
 """
@@ -22,16 +22,16 @@ __all__ = ["Finding", "look", "report"]
 
 # The fraction of throttled periods above which a quota slows down the container.
 THROTTLED = 0.05
-# Cores are scarce if tasks waited for one in more than this percentage of the last 10 s.
+# Cores are scarce if tasks waited for them during more than this percentage of the last 10 s.
 PRESSED = 20.0
-# The number of clock readings, and the ns above which a reading is slow, including the call.
+# The number of clock readings, and the duration in ns (including the call) that counts as slow.
 READINGS, SLOW_CLOCK = 1000, 250
-# The number of processes that should be available for other uses, and per core.
+# The number of processes that should be available for other uses, and the number per core.
 PROCESSES = 32, 4
 
 
 class Finding(NamedTuple):
-    """A finding and its remedy, which is empty if all is fine."""
+    """A finding and its remedy, which is empty if nothing is wrong."""
 
     text: str
     remedy: str = ""
@@ -41,13 +41,13 @@ class Finding(NamedTuple):
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks. None of them is slow."""
+    """Run all checks, each of which is fast."""
     for check in (quota, pressure, threads, kills, clock, processes):
         yield from check()
 
 
 def quota() -> Iterator[Finding]:
-    """Compare the cores with the quota of the control groups, and check for throttling."""
+    """Compare the core count with the control group quota, and check for throttling."""
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(
@@ -79,7 +79,7 @@ def pressure() -> Iterator[Finding]:
 
 
 def threads() -> Iterator[Finding]:
-    """Check for variables that make each worker's libraries use many threads."""
+    """Check for environment variables that make libraries use many threads in each worker."""
     for name in VARIABLES:
         value = os.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
@@ -100,7 +100,7 @@ def kills() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Measure the duration of a clock reading."""
+    """Measure how long a clock reading takes."""
     best = min(_reading() for _ in range(5))
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(ROOT, folder))) or "the system's"
@@ -110,7 +110,7 @@ def clock() -> Iterator[Finding]:
 
 
 def _reading() -> float:
-    """Return the mean duration of a reading in nanoseconds."""
+    """Return the mean duration of a clock reading in nanoseconds."""
     begun = time.perf_counter_ns()
     for _ in range(READINGS):
         now_ns()

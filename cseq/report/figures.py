@@ -1,4 +1,4 @@
-"""SVG figures: areas, bars, lines and marks, for light and dark screens and paper.
+"""SVG figures with areas, bars, lines and marks, for light and dark screens and for paper.
 
 The report, the notebook, the benchmark chart and the website use these figures::
 
@@ -34,7 +34,7 @@ COLORS = {
     "warm": ("#d9770a", "#f0a04b"),
     "cold": ("#2367d1", "#6ea8fe"),
 }
-# The size of a chart, the text size, and the maximum mean width of a letter relative to it.
+# The chart size, the text size, and the maximum mean letter width relative to the text size.
 WIDTH, HEIGHT = 540, 240
 SIZE, GLYPH = 16, 0.6
 MOST_TICKS = 5
@@ -44,7 +44,7 @@ TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 4
 LIGHT, DARK = (
     "".join(f"--{name}:{pair[choice]};" for name, pair in COLORS.items()) for choice in (0, 1)
 )
-# The style of a file, or of a page whose figures are in an element of this class. Text has a halo.
+# The style for a file, or for a page with figures inside an element of class cseq. Text has a halo.
 STYLE = f"""
 .cseq{{{LIGHT}}}
 @media screen and (prefers-color-scheme:dark){{.cseq{{{DARK}}}}}
@@ -86,7 +86,7 @@ class Axis:
     times: bool = False
 
     def coordinate(self, value: float) -> float:
-        """Return the coordinate of a value, clipped to the ends of the axis."""
+        """Return a value's coordinate, clipped to the ends of the axis."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.logarithmic:
@@ -95,7 +95,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """Round values on the axis."""
+        """The round values on the axis."""
         if self.logarithmic:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             every = max(0, last - first - 2) // MOST_TICKS + 1
@@ -117,7 +117,7 @@ class Drawing:
     ----------
     width, height : float
     title : str
-        The description for screen readers.
+        A description for screen readers.
     """
 
     def __init__(self, width: float, height: float, title: str) -> None:
@@ -125,7 +125,7 @@ class Drawing:
         self._parts: list[str] = []
 
     def inline(self, attributes: str = "", head: str = "") -> str:
-        """Return the SVG element for a page that includes the rules of `STYLE`."""
+        """Return an SVG element for a page that includes the `STYLE` rules."""
         parts = "\n".join(self._parts)
         return (
             f'<svg{attributes} viewBox="0 0 {_at(self.width)} {_at(self.height)}" role="img" '
@@ -133,7 +133,7 @@ class Drawing:
         )
 
     def file(self) -> str:
-        """Return a complete file that follows the color scheme of the reader's system."""
+        """Return a complete SVG file that follows the viewer's system color scheme."""
         size = f'width="{_at(self.width)}" height="{_at(self.height)}"'
         attributes = f' xmlns="http://www.w3.org/2000/svg" class="cseq" {size}'
         head = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"
@@ -141,7 +141,7 @@ class Drawing:
         return self.inline(attributes, head + sheet) + "\n"
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """Draw a line of text on its baseline. `kind` lists classes, such as 'strong faint end'."""
+        """Draw a line of text with its baseline at `y`. `kind` lists classes, as in 'faint end'."""
         shown = kind if "faint" in kind else f"ink {kind}".strip()
         corner = f'x="{_at(x)}" y="{_at(y)}"'
         self._parts.append(f'<text {corner} class="{shown}">{escape(words, quote=False)}</text>')
@@ -157,15 +157,15 @@ class Drawing:
 
 
 class Chart(Drawing):
-    """A drawing with two axes, from left to right and from bottom to top.
+    """A drawing with an x-axis from left to right and a y-axis from bottom to top.
 
     Parameters
     ----------
     title : str
     x, y : (float, float)
-        The lowest and highest values.
+        The minimum and maximum values.
     logarithmic, times : bool
-        Options of the x-axis: see `Axis`.
+        Options for the x-axis. See `Axis`.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Chart(Drawing):
         self.y = Axis(*y, HEIGHT - 28, 24)
 
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
-        """Draw lines at round values, labeled by the functions, or no y-lines if `y` is None."""
+        """Draw lines at round values, labeled by `x` and `y`. Draw no y-lines if `y` is None."""
         for value in self.y.ticks if y else ():
             at = self.y.coordinate(value)
             self.rect(self.x.start, at - 0.5, self.x.end - self.x.start, 1, "line")
@@ -192,7 +192,7 @@ class Chart(Drawing):
     def steps(
         self, edges: Sequence[float], values: Iterable[float], kind: str, floor: float = 0.0
     ) -> None:
-        """Draw an area whose height between two edges is the corresponding value."""
+        """Draw an area whose height between two consecutive edges is the corresponding value."""
         drawn = (
             f"V{_at(self.y.coordinate(floor + value))}H{_at(self.x.coordinate(end))}"
             for value, end in zip(values, edges[1:], strict=True)
@@ -221,7 +221,7 @@ class Chart(Drawing):
     def marks(self, *marks: tuple[float, str, str]) -> None:
         """Draw a labeled vertical line at each value, in the given color.
 
-        Each label has its own row and is on the side where it crosses fewer other lines.
+        Each label has its own row and is placed on the side where it crosses fewer lines.
         """
         places = [self.x.coordinate(value) for value, _, _ in marks]
         for at, (_, _, kind) in zip(places, marks, strict=True):

@@ -1,6 +1,6 @@
 """An HTML page about a run: why its loop waits, what would help, and all figures.
 
-The page needs no script and no network. It has light, dark and printed styles::
+The page needs no scripts or network access. It has light, dark and print styles::
 
     Part (stats, facts, slowest batches) ──► section: verdict, tiles, figures ──► page
 """
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "in_notebook", "page", "write"]
 
-# Figures over time need LEAST_POINTS of a history and have at most INTERVALS intervals.
+# Figures over time need at least LEAST_POINTS history points and have up to INTERVALS intervals.
 INTERVALS, LEAST_POINTS = 120, 4
-# The maximum number of workers drawn over time. Of more, those that differ most are drawn.
+# The maximum number of workers drawn over time. The workers that differ most are preferred.
 MOST_ROWS = 16
 # The number of batches in the table of slowest batches.
 SLOWEST = 8
@@ -71,7 +71,7 @@ SHEET = STYLE + RULES
 class Part(NamedTuple):
     """One manager, loader or stream on the page: its name, a line of facts and its stats.
 
-    If `has_remake`, the page shows the code that makes the slowest batches again.
+    If `has_remake` is True, the page shows code that recreates the slowest batches.
     """
 
     name: str
@@ -81,9 +81,9 @@ class Part(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
-    """Write a page atomically, so that the file is never incomplete.
+    """Write a page atomically so that the file is never incomplete.
 
-    The default title is the script name. A `path` or `title` of another type is a TypeError.
+    The title defaults to the script name. A `path` or `title` of the wrong type raises TypeError.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -99,7 +99,7 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
 
 
 def page(parts: Sequence[Part], title: str | None = None) -> str:
-    """Return the HTML of the whole page."""
+    """Return the whole page as HTML."""
     script = os.path.basename(sys.argv[0]) if sys.argv and sys.argv[0] else ""
     title = escape(title or script or "cseq")
     sections = "".join(section(part) for part in parts)
@@ -136,7 +136,7 @@ def section(part: Part) -> str:
 
 
 def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
-    """Return HTML for a notebook: the verdict, the tiles, one figure and rows of facts."""
+    """Return HTML for a notebook, with the verdict, tiles, one figure and rows of facts."""
     facts = _table((escape(name), escape(value)) for name, value in rows)
     if not stats.batches:
         return facts
@@ -175,7 +175,7 @@ def tiles(stats: Stats) -> str:
 
 
 def _table(rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
-    """Return a table of HTML cells below their headings."""
+    """Return an HTML table with the given cells and column headings."""
     lines = ["".join(f"<th>{head}</th>" for head in heads)] if heads else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
@@ -190,7 +190,7 @@ def _details(stats: Stats) -> str:
 
 
 def _machine() -> str:
-    """Return versions, environment and the doctor's findings in a collapsed section."""
+    """Return versions, environment variables and `cseq doctor` findings in a collapsed section."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
     rows += [("Python", sys.version), ("cores", str(cores()))]
     for name in ("cseq-loader", "numpy", "torch"):
@@ -204,7 +204,7 @@ def _machine() -> str:
 
 # -- figures
 
-# The heading, the chart and the caption.
+# A figure: its heading, chart and caption.
 Drawn = tuple[str, Chart, str]
 
 
@@ -230,9 +230,9 @@ def drawn(stats: Stats) -> Iterator[Drawn]:
 class Over(NamedTuple):
     """A run divided into intervals of equal length.
 
-    `edges`, one more than intervals, are in seconds since the start. `waiting` is the fraction of
-    each interval that the loop waits, `rate` is in batches per second, and each row of `busy` has
-    the fractions that one worker works. `ready` counts the ready batches at the edges.
+    `edges` are the boundaries of the intervals in seconds since the run started. For each interval,
+    `waiting` is the fraction that the loop waits, `rate` is in batches per second, and each row of
+    `busy` has the fraction that one worker works. `ready` is the number of ready batches per edge.
     """
 
     edges: NDArray[np.float64]
@@ -270,7 +270,7 @@ class Over(NamedTuple):
     def area(
         self, heading: str, values: NDArray[Any], kind: str, caption: str, *, is_part: bool = False
     ) -> Drawn:
-        """Draw a value, or a fraction of the time, over time."""
+        """Draw a value over time. If `is_part` is True, the value is a fraction of the time."""
         most = 1.0 if is_part else max(float(values.max()) * 1.1, 1.0)
         chart = self.chart(heading, most, "{:.0%}".format if is_part else number)
         chart.steps(self.edges.tolist(), values.tolist(), kind)
@@ -278,7 +278,7 @@ class Over(NamedTuple):
 
 
 def workers(over: Over) -> Drawn:
-    """Draw when each worker worked, with a row per worker."""
+    """Draw when each worker was busy, with one row per worker."""
     names, about = np.arange(len(over.busy)), ""
     if len(names) > MOST_ROWS:
         means = over.busy.mean(axis=1)
@@ -296,7 +296,7 @@ def workers(over: Over) -> Drawn:
 
 
 def batch_times(stats: Stats) -> Drawn:
-    """Draw a histogram of the workers' times per batch."""
+    """Draw a histogram of worker times per batch."""
     times, title = stats.index_seconds, "A worker's time for a batch"
     buckets = times.buckets()
     low, high = buckets[0][0], buckets[-1][1]
@@ -312,7 +312,7 @@ def batch_times(stats: Stats) -> Drawn:
 
 
 def enough(stats: Stats) -> Drawn:
-    """Draw the rate expected with more or fewer workers, based on the measurements."""
+    """Draw the expected rate with more or fewer workers, based on measurements."""
     window, title = stats.window(), "How many workers would be enough"
     now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)
