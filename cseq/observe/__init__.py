@@ -1,1 +1,1 @@
-"""Tools for inspecting loaders. `import cseq` does not import these tools."""
+"""Tools for inspecting loaders. Not imported by `import cseq`."""

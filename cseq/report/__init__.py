@@ -1,1 +1,1 @@
-"""Generates a page about a run from its `Stats`. `import cseq` does not import this package."""
+"""Generates a page about a run from its `Stats`. Not imported by `import cseq`."""

@@ -1,4 +1,4 @@
-"""Share object-store shards and decoded samples among the processes on one machine.
+"""Share object-store shards and decoded samples among processes on a machine.
 
 ::
 

@@ -1,4 +1,4 @@
-"""A folder of entries, each of which is written by one process and read by all processes.
+"""A folder of entries. Each entry is written by one process and read by all.
 
 ``index``    8-byte words: the header, a row of counters per process, one word per entry
 ``data``     the entries, in sequence

@@ -1,4 +1,4 @@
-"""A folder that is shared by processes on a machine and may be removed by the last one.
+"""A folder that is shared by processes and may be removed by the last process.
 
 ``users``    an empty file, on which each process using the folder holds a shared lock
 ``opening``  an empty file, locked by the process that is opening the folder
