@@ -1,7 +1,7 @@
 """Functions for use inside an indexer: `rng`, `empty`, `parts`, `worker_info`.
 
 A runner enters its `BatchContext` before it calls the indexer and leaves it afterwards. Contexts
-are thread-local, so a manager used inside another manager's indexer keeps its own.
+are thread-local, so a manager used inside another manager's indexer keeps its own context.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
-# Purposes of words derived from a seed (docs/inside/shuffle.md): `rng`, and the generators that
-# adapters seed for each item. 1 is used by the shuffle, 4 and 5 by seeding.py.
+# Purpose numbers for deriving words from a seed (docs/inside/shuffle.md): for `rng`, and for the
+# generators that adapters seed for each item. The shuffle uses 1, and seeding.py uses 4 and 5.
 PURPOSE_RNG = 2
 PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """Identifies a batch of an adapter or a fleet, which has no ticket in a local ring.
+    """Identifies an adapter's or a fleet's batch, which has no ticket in a local ring.
 
-    `start` is the position of the batch's first sample in the epoch order. `units` is the result of
-    `parts` for a batch of a sequence.
+    `start` is the position of the batch's first sample in the epoch order. For a batch from a
+    sequence, `units` is the result of `parts`.
     """
 
     seed: int
@@ -57,7 +57,7 @@ class WorkerInfo:
         The worker number, starting at 0.
     num_workers : int
     epoch, batch : int or None
-        The epoch and the batch number within it, or None while the indexer is being created or
+        The epoch and the batch number in that epoch, or None while the indexer is being created or
         closed.
     """
 
@@ -68,12 +68,12 @@ class WorkerInfo:
 
 
 class BatchContext(BatchState):
-    """The state of one runner that `rng`, `empty` and `worker_info` need.
+    """One runner's state, which `rng`, `empty` and `worker_info` use.
 
-    The current ticket and its generator are in C: `BatchState`. `seed` is used while an indexer is
-    created; each ticket has the seed of its batch. `allocator` creates arrays in the batch's slot.
-    `seeds` are the `Seeds` of the global generators, if those are seeded. `item` is the number of a
-    stream's item or key in the epoch. `left` lists the samples that were left out: `Leaving.left`.
+    `BatchState`, implemented in C, holds the current ticket and its generator. `seed` is used while
+    an indexer is created; after that, each ticket carries a seed. `allocator` creates arrays in the
+    batch's slot. `seeds` is a `Seeds` object if the global generators are seeded. `item` is the
+    number of a stream's item or key in the epoch. `left` is `Leaving.left`.
     """
 
     ticket: Ticket | None
@@ -100,7 +100,7 @@ class BatchContext(BatchState):
         return self.drawn
 
     def set_ticket(self, ticket: Ticket) -> None:
-        """Set the current ticket and reset `rng`, even for the same batch."""
+        """Set the current ticket and reset `rng`, even if the batch is the same."""
         self.ticket = ticket
         self.drawn = None
 
@@ -126,11 +126,11 @@ def enter(batch_context: BatchContext | None) -> BatchContext | None:
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
-    """Create the generator of the batch that starts at this position of the epoch.
+    """Create the generator for the batch that starts at this position in the epoch.
 
     The generator is Philox, keyed by (seed, epoch), with the position in the upper half of its
-    counter. A position belongs to one batch of one rank, even after a resume with a different
-    number of ranks. numpy imports its generator module on this first use.
+    counter. Each position belongs to one batch on one rank, even after a resume with a different
+    number of ranks. The first call makes numpy import its random module.
     """
     low, high = derive(seed, epoch, PURPOSE_RNG, 2)
     random = np.random
@@ -140,11 +140,11 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 
 
 def rng() -> np.random.Generator:
-    """Return the random generator of the current batch.
+    """Return the current batch's random generator.
 
-    The generator depends only on the seed, the epoch and the batch's position in the epoch. Its
-    draws are the same for any number of workers, in test mode, after a worker's death and after a
-    resume, and they differ between ranks. Within one batch, every call returns the same generator.
+    The generator depends only on the seed, the epoch and the batch's position in the epoch. Draws
+    are the same for any number of workers, in test mode, after a worker's death and after a resume.
+    Draws differ between ranks. Within one batch, every call returns the same generator.
 
     Raises
     ------
@@ -174,14 +174,14 @@ def rng() -> np.random.Generator:
 
 
 def parts() -> NDArray[np.int64]:
-    """Return how the indices of the current batch are divided into units.
+    """Return the number of indices in each unit of the current batch.
 
     Returns
     -------
     numpy.ndarray
-        Shape (units of the batch,), int64. The number of indices that belong to each unit of the
-        order, such as each row of `Packed`. The sum is the number of indices or, in the collate
-        function of `from_dataset`, the number of samples that ``on_error='skip'`` has kept.
+        Shape (units in the batch,), int64. A unit is what the order counts, such as a row in
+        `Packed`. The sum is the number of indices or, in a `from_dataset` collate function, the
+        number of samples that ``on_error='skip'`` has kept.
 
     Raises
     ------
@@ -220,9 +220,9 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     """Create an uninitialised array in the shared memory of the current batch.
 
     A batch built in this array (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on the
-    way to the training loop. The indexer may keep the array; the batch is then copied. Outside a
-    worker process, this is `numpy.empty`. In a worker thread, large arrays created by either
-    function reuse the memory of earlier arrays that were freed.
+    way to the training loop. If the indexer keeps the array, the batch is copied. Outside a worker
+    process, this function is equivalent to `numpy.empty`. In a worker thread, large arrays created
+    by either function reuse memory that earlier arrays have freed.
 
     Parameters
     ----------
@@ -238,9 +238,9 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     Raises
     ------
     TypeError, ValueError
-        The shape is negative or not of integers, or the type has objects (in a worker process).
+        In a worker process, the shape is negative or not integral, or the type contains objects.
     MemoryError
-        There is no room for the array.
+        There is not enough memory for the array.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""`from_dataset`: a map-style data set as a worker that collates samples."""
+"""`from_dataset`: turns a map-style data set into a worker that collates samples."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# In bytes: stacked arrays of at least this size are created in the batch's slot, and arrays of one
-# sample are copied there immediately.
+# Minimum sizes in bytes: stacked arrays of at least IN_PLACE are created in the batch's slot, and a
+# single sample's arrays of at least LARGE are copied there immediately.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -49,26 +49,26 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
 
     ``cseq.MPSequence(cseq.from_dataset(dataset), batch_size=32)`` needs no `dset_size`, because the
     worker has a length. Each worker process receives a pickled copy of the data set. Threads share
-    it without a lock.
+    the data set without a lock.
 
     Parameters
     ----------
     dataset : object
-        An object with ``__len__()`` and ``__getitem__(index)``, where `index` is an int: torch's
-        ``Dataset``, Hugging Face's ``datasets.Dataset``, or anything similar. If it has
-        ``__getitems__(indices)``, which maps a list of int to a list of samples, that method is
-        used instead. The length is read once, by this function.
+        An object with ``__len__()`` and ``__getitem__(index)``, where `index` is an int, such as a
+        torch ``Dataset`` or a Hugging Face ``datasets.Dataset``. If the object has
+        ``__getitems__(indices)``, which maps a list of ints to a list of samples, that method is
+        used instead. The length is read only once, by this function.
     collate : callable, optional
-        Makes a batch from a list of samples, in the worker. The default follows torch's
-        ``default_collate``, but arrays and numbers become an array instead of a tensor. Tensors,
-        arrays and numbers are stacked. Dicts, lists, tuples and named tuples are collated per value
-        (a tuple becomes a list). Strings and bytes stay in a list. Large arrays are copied into the
-        batch one by one while their samples are fetched.
+        A function that makes a batch from a list of samples in the worker. The default follows
+        torch's ``default_collate``, but arrays and numbers become an array instead of a tensor.
+        Tensors, arrays and numbers are stacked. Dicts, lists, tuples and named tuples are collated
+        per value (a tuple becomes a list). Strings and bytes stay in a list. Large arrays are
+        copied into the batch one by one as their samples are fetched.
 
     Returns
     -------
     DatasetIndexer
-        A worker for `MSequence`, with the length of the data set.
+        A worker for `MSequence` with the data set's length.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def unasked(dataset: Any) -> DatasetIndexer:
 
 
 def refuse_iterable(dataset: object, subject: str) -> None:
-    """Reject torch's iterable style, whose ``__getitem__`` only raises, and its classes."""
+    """Reject torch's iterable-style data sets and classes, whose ``__getitem__`` only raises."""
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
@@ -140,7 +140,7 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 class DatasetIndexer:
     """The worker created by `from_dataset`. Its ``__getitem__`` accepts an array of indices.
 
-    `is_unasked` is set if it was created for a torch data set that may accept such arrays itself.
+    `is_unasked` is True if the user passed a torch data set, which may accept index arrays itself.
     """
 
     is_unasked = False
@@ -169,7 +169,7 @@ class DatasetIndexer:
         return self.make_batch(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
 
     def make_batch(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
-        """Return the batch for these indices, without the samples that `leaving` leaves out."""
+        """Return the batch for these indices without the samples that `leaving` leaves out."""
         numbers: list[int] = indices.tolist()
         fetched = leaving.fetch(numbers)
         if self.collate is default_collate and not hasattr(self.dataset, "__getitems__"):
@@ -195,7 +195,7 @@ class DatasetIndexer:
 class LeavingIndexer(DatasetIndexer):
     """A `DatasetIndexer` that leaves out samples that raise. Its batches may be `Partial`.
 
-    In the calling thread's context, `parts` counts only the samples that are kept.
+    In the calling thread's context, `parts` counts only the samples that remain.
     """
 
     def __init__(self, indexer: DatasetIndexer, batch_context: BatchContext) -> None:
@@ -205,7 +205,7 @@ class LeavingIndexer(DatasetIndexer):
         batch_context.left = self._leaving.left
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        """Return the batch for these indices, without the samples that raise."""
+        """Return the batch for these indices without the samples that raise."""
         return self._leaving.whole(self.make_batch(indices, self._leaving))
 
 
@@ -295,7 +295,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
         tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
-    # A subclass (torchvision's Image) would make the batch an instance of itself.
+    # If samples belong to a tensor subclass (torchvision's Image), so would the batch.
     return torch.stack(
         [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
@@ -303,7 +303,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True if a tensor consists only of its elements, in this process's memory."""
+    """Return True for a dense CPU tensor that is not quantized, nested or part of autograd."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is sys.modules["torch"].strided
@@ -349,16 +349,16 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """Replaces a sample's array that was copied into its batch."""
+    """A placeholder for a sample's array that was copied into the batch."""
 
     stack: _Stack
     number: int
 
 
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
-    """Fetch samples and replace large arrays by rows, so that they are not in memory twice.
+    """Fetch samples and replace large arrays with rows, which avoids storing the arrays twice.
 
-    Other arrays, and parts that differ from the first sample, are left to `default_collate`.
+    `default_collate` handles other arrays and parts that differ from the first sample.
     """
     samples: list[Any] = []
     stacks: dict[tuple[Any, ...], _Stack] = {}
@@ -376,7 +376,7 @@ def _rows(
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
 ) -> Any:
-    """Copy the large arrays in a part of a sample to rows of the first sample's stacks."""
+    """Copy large arrays in part of a sample into the stacks created for the first sample."""
     kind = type(part)
     if kind is dict:
         return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}
@@ -398,7 +398,7 @@ def _is_large(part: Any) -> bool:
 
 
 def _stack_rows(parts: Samples) -> Any:
-    """Return the stack that the parts are rows of, or stack a mixture of rows and arrays.
+    """Return the stack that contains the parts, or stack a mixture of rows and arrays.
 
     There are fewer parts than rows if samples were left out.
     """

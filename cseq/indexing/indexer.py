@@ -1,8 +1,8 @@
-"""Stage 1, indices → batch, by the user's worker.
+"""Stage 1: the user's worker turns indices into batches.
 
-A *worker* is the object that the user passes: a class or another callable without arguments that
-creates an indexer, or an object that already has ``__getitem__``. An *indexer* is an object whose
-``__getitem__`` accepts an array of indices and returns a batch.
+A *worker* is the object that the user passes. It is either an object with ``__getitem__``, or a
+class or other callable that takes no arguments and creates such an object. An *indexer* is an
+object whose ``__getitem__`` accepts an array of indices and returns a batch.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Indexer(Protocol[B_co]):
     """Makes batches of type `B`. Any object with this method is an indexer."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
-        """Return the batch for these indices, a 1-D array that may be modified or kept."""
+        """Return the batch for `indices`, a 1-D array that may be modified or kept."""
 
 
 def is_indexer(worker: object) -> bool:
-    """Return True if an object is an indexer, and not a class or function that creates one."""
+    """Return True for an indexer, and False for a class or function that creates an indexer."""
     return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
 
 
@@ -102,7 +102,7 @@ def check_worker(worker: object) -> None:
 def _refuse_arguments(worker: Callable[[], object]) -> None:
     """Reject a class or function that cannot be called without arguments.
 
-    Some C functions have no signature. They are accepted.
+    C functions that have no signature are accepted.
     """
     try:
         inspect.signature(worker).bind()
@@ -135,7 +135,7 @@ def _refuse_table(worker: object, subject: str) -> None:
 
 
 def length_of(worker: object) -> int | None:
-    """Return the length of a worker that is an indexer object, or None if it has none."""
+    """Return the length of a worker that is an indexer with a length, or None otherwise."""
     if is_indexer(worker) and hasattr(type(worker), "__len__"):
         return len(worker)  # type: ignore[arg-type]
     return None
@@ -148,9 +148,9 @@ def is_likely_dataset(indexer: object) -> bool:
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
-    """Add a remedy to an exception of an indexer's first batch if it may be a data set.
+    """Add a remedy to an exception from the first batch if the indexer may be a data set.
 
-    `isinstance` could run the exception's code.
+    This avoids `isinstance`, which could run the exception's code.
     """
     cls = type(error)
     if isinstance(indexer, DatasetIndexer):
@@ -159,7 +159,7 @@ def advised(indexer: object, error: BaseException) -> BaseException:
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    # An array where a number is expected: a TypeError, or a ValueError from ``if index > 3:``.
+    # An array passed as a number causes a TypeError, or a ValueError in ``if index > 3:``.
     elif is_likely_dataset(indexer) and (
         issubclass(cls, TypeError)
         or (issubclass(cls, ValueError) and "ambiguous" in failure.str_of(error))
@@ -169,7 +169,7 @@ def advised(indexer: object, error: BaseException) -> BaseException:
 
 
 def build(worker: Any) -> Indexer[Any]:
-    """Create the indexer of one runner.
+    """Create one runner's indexer.
 
     Raises
     ------
@@ -208,18 +208,18 @@ def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexe
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
-    """Return an indexer that leaves out samples, or the same one if it makes whole batches."""
+    """Return an indexer that leaves out samples that raise, or `indexer` if not applicable."""
     if on_error == "skip" and isinstance(indexer, DatasetIndexer):
         return LeavingIndexer(indexer, batch_context)
     return indexer
 
 
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
-    """Call the indexer's ``close()``, if it has one, when its runner ends.
+    """Call the indexer's ``close()``, if there is one, when its runner exits.
 
-    An indexer that the user passed as `worker` stays open unless it is this process's copy. An
-    exception from `close` ends a worker process, which the trainer notices. In the trainer itself,
-    the exception is logged, and the other indexers are closed as well.
+    An indexer that the user passed as `worker` stays open unless it is this process's copy. In a
+    worker process, an exception from `close` ends the process, which the trainer notices. In the
+    trainer itself, the exception is logged, and the other indexers are closed as well.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -233,7 +233,7 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """Replaces the indexer of `indexing` until its first batch; warns of labels cast to floats.
+    """Stands in for an indexer until its first batch, and warns of labels cast to floats.
 
     `output` describes what the batch is converted to. `tell` receives the warning.
     """
@@ -247,7 +247,7 @@ class FirstBatch:
         indexing.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> object:
-        """Return the indexer's batch, and restore the original indexer of `indexing`."""
+        """Restore the original indexer and return its batch."""
         from cseq.converter.output import explain_cast
 
         self._indexing.indexer = self._indexer
@@ -259,7 +259,7 @@ class FirstBatch:
 
 
 class Indexing(BatchMaker):
-    """The work of the first stage: makes a batch from a ticket's indices and publishes it.
+    """Performs stage 1: makes a batch from a ticket's indices and publishes the batch.
 
     `work` and `make_here` are implemented in C.
     """
@@ -268,19 +268,19 @@ class Indexing(BatchMaker):
 
     @staticmethod
     def forgotten(indexer: object) -> TypeError:
-        """Create the error for a missing batch."""
+        """Create the error for an indexer that returned None."""
         name = type(indexer).__name__
         return TypeError(f"`__getitem__` of {name} returned None; is a `return` missing?")
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception for the current ticket. On a first batch, advice may be added."""
+        """Publish an exception for the current ticket, possibly with advice on a first batch."""
         if not runner.ring.published(runner.owner):
             error = advised(self.indexer, error)
         self.batch_writer.fail(runner, error)
 
 
 class BatchTask(NamedTuple):
-    """The task of a worker for tickets of an order: to make a batch from each ticket's indices.
+    """A worker's task for an order's tickets, which makes a batch from each ticket's indices.
 
     `stage` is CONVERTER in a process that converts batches. Floating-point arrays are converted to
     `cast` when they are written into a slot.
@@ -298,7 +298,7 @@ class BatchTask(NamedTuple):
     def make(
         self, read: Callable[[], object], batch_context: BatchContext, *, copied: bool
     ) -> tuple[Any, Indexer[Any]]:
-        """Return the user's object and its indexer. Reading it may import modules or draw."""
+        """Return the user's object and its indexer. `read` may import modules or draw numbers."""
         if self.seed_globals:
             batch_context.seeds = Seeds(batch_context)
             batch_context.seeds.seed_present()
@@ -314,7 +314,7 @@ class BatchTask(NamedTuple):
         tell: Callable[[str], object],
         convert: Callable[[Any], object] | None,
     ) -> Indexing:
-        """Return the object that works on tickets."""
+        """Return the object that processes tickets."""
         batch_context.allocator = writer.room
         writer.cast_to(self.cast)
         indexer = leaving(indexer, batch_context, self.on_error)

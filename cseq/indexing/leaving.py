@@ -1,8 +1,8 @@
 """``on_error='skip'``: leaves out samples that raise, or whole batches.
 
-The worker fetches the samples of a batch one by one (`Leaving`). It sends the remaining batch and
-a list of missing samples as a `Partial`. The trainer side records what is missing (`Skipped`) and
-logs it.
+The worker fetches a batch's samples one by one (`Leaving`). It sends the remaining samples and a
+list of the missing samples as a `Partial`. The trainer side logs each missing sample or batch and
+records it as `Skipped`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Skipped(NamedTuple):
     Attributes
     ----------
     epoch : int or None
-        None in the list of a `cseq.DataLoader`, which covers the latest epoch.
+        None in a `cseq.DataLoader`'s list, which covers only the latest epoch.
     batch : int
         The batch number in the epoch, starting at 0.
     sample : object
@@ -41,7 +41,7 @@ class Skipped(NamedTuple):
     error : str
         The type and text of the exception.
     indices : list
-        The samples that the loop does not receive: this one or, if known, the whole batch's.
+        The indices that the loop does not receive, either `sample` or, if known, the whole batch.
     """
 
     epoch: int | None
@@ -54,10 +54,10 @@ class Skipped(NamedTuple):
 def note_batch(
     location: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[object]
 ) -> Skipped:
-    """Log that a batch is left out, and return its entry.
+    """Log that a batch is left out, and return its `Skipped` entry.
 
-    The text is logged instead of the exception. A log record with the exception would keep its
-    traceback and all objects that the traceback refers to.
+    Only the exception's text is logged. A log record with the exception itself would keep its
+    traceback alive, along with all objects that the traceback refers to.
     """
     text = failure.line_of(error)
     log.error("skipped %s: %s (%s)", location, text, WHOLE)
@@ -65,7 +65,7 @@ def note_batch(
 
 
 def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]]) -> list[Skipped]:
-    """Log the samples left out of a batch, and return their entries."""
+    """Log the samples left out of a batch, and return their `Skipped` entries."""
     location = f"batch {batch}" if epoch is None else f"epoch {epoch}, batch {batch}"
     for sample, text in left:
         log.error("skipped sample %s of %s: %s", sample, location, text)
@@ -83,10 +83,10 @@ def none_text(index: object, dataset: object) -> str:
 
 
 class Leaving:
-    """Fetches the samples of consecutive batches, leaving out samples that raise.
+    """Fetches the samples for one batch after another, leaving out samples that raise.
 
-    Random draws of a sample that raises are not undone. The samples after it in the same batch
-    continue from there. As always, the batch depends only on its indices and its seeds.
+    Random draws made by a sample that raises are not undone, and later samples in the batch draw
+    subsequent numbers. As always, the batch depends only on its indices and its seeds.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ class Leaving:
     skips : bool
         Whether to leave out a sample that raises instead of raising.
     refuses_none : bool
-        Whether a sample that is None is an error, because the collate function cannot handle it.
+        Whether a None sample is an error because the collate function cannot handle None.
 
     Attributes
     ----------
@@ -116,7 +116,7 @@ class Leaving:
         Raises
         ------
         Exception
-            The exception of the first sample, if all samples raise or none may be left out.
+            The first exception that a sample raised, if all samples raise or none may be left out.
         """
         self.left.clear()
         first = None
@@ -140,7 +140,7 @@ class Leaving:
     def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
         """Yield samples one by one without keeping them. Raise `first` if all were left out.
 
-        The traceback of `first` refers to this frame.
+        The local variable `first` must be deleted, because its traceback refers to this frame.
         """
         dataset = self.dataset
         for position, index in enumerate(indices):
@@ -163,11 +163,11 @@ class Leaving:
                 del first
 
     def _may_leave(self) -> bool:
-        """Check whether samples may be left out. A process that the data set forked must raise."""
+        """Return True if samples may be left out. A process that the data set forked must raise."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:
-        """Return the batch made from the samples, together with a list of missing samples."""
+        """Return the batch, or a `Partial` with a list of missing samples if there are any."""
         if not self.left:
             return batch
         return Partial(batch, tuple((index, text) for _, index, text in self.left))

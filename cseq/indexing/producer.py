@@ -1,16 +1,16 @@
 """The worker side of a stream: makes the items that tickets request.
 
-Each worker has its own ring. A ticket requests item `start` of an epoch, the item of a key, a
-method call, or the reply of `begin`. All data that a worker needs to answer is in shared memory. If
-the ticket's epoch or start differs from the worker's own, as it may in a replacement for a dead
-worker, the worker starts the epoch with the ticket's assignment and advances to `start`.
+Each worker has its own ring. A ticket requests item `start` of an epoch, the item for a key, a
+method call, or the reply from `begin`. Shared memory contains all data needed for an answer. If the
+epoch or start in the ticket differs from the worker's own, as may happen in a replacement for a
+dead worker, the worker starts the epoch with the ticket's assignment and advances to `start`.
 
 ::
 
     ticket    epoch, kind, start             fields of the cell
-              call or key, assignment        two requests: six of the cell's words for each
-              key                            a list of ints: one of the cell's words for each
-    request   slot, bytes committed, record  data that the trainer has written into a slot
+              call or key, assignment        two requests, which take six words of the cell each
+              key                            a list of ints, which take one word of the cell each
+    request   slot, bytes committed, record  data that the trainer wrote into a slot
     answer    record, status                 an item, a reply or an exception, encoded as a batch;
                                              ENDED if no item follows
 """
@@ -38,46 +38,46 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 
 
 class Producer(Protocol):
-    """Makes a worker's items, in the main thread of its process.
+    """Makes a worker's items in the main thread of the worker process.
 
-    `Streams.ask` may call other methods. A ``close`` method is called when the worker exits.
+    `Streams.ask` may call other methods. If there is a ``close`` method, it is called on exit.
     """
 
     def begin(self, assignment: Any, /) -> object:
-        """Start an epoch, even if the last one is unfinished. `Streams.begin` returns the reply."""
+        """Start an epoch, even if another is unfinished. `Streams.begin` returns the result."""
 
     def items(self, start: int, /) -> Iterator[object]:
-        """Return an iterator over the items of the epoch, starting with item `start`.
+        """Return an iterator over the epoch's items, starting with item `start`.
 
-        `start` is greater than 0 only in a process that replaces a dead one. It has the same
-        assignment and must make the same items: skip or discard the items before `start`.
+        `start` is greater than 0 only in a replacement for a dead process. The replacement has the
+        same assignment and must make the same items but skip the items before `start`.
         """
 
 
 class KeyProducer(Protocol):
-    """Makes a worker's items in epochs of keys, but is otherwise like `Producer`."""
+    """Makes a worker's items from keys, but is otherwise like `Producer`."""
 
     def begin(self, assignment: Any, /) -> object:
         """Start an epoch; see `Producer`."""
 
     def make(self, key: Any, /) -> object:
-        """Return the item of a key. An exception is raised in the loop instead of the item.
+        """Return the item for a key. If this raises, the exception is raised in the loop.
 
         The key has the same type and value as in the trainer. Arrays may be created by `cseq.empty`
-        and kept. A process that replaces a dead one makes the items of some keys again.
+        and kept. A replacement for a dead process makes the items for some keys again.
         """
 
 
 class EitherProducer(Producer, KeyProducer, Protocol):
-    """Has the methods of both protocols, of which `items` or `make` is never called."""
+    """Combines both protocols. Either `items` or `make` is never called."""
 
 
 class Making(Work):
-    """Works on tickets by calling the producer. `work` is implemented in C.
+    """Processes tickets by calling the producer. `work` is implemented in C.
 
-    `_epoch` is the producer's epoch, counted from 1. `_reply` is the result of `begin`, until a
-    ticket requests it. `_ended_epoch` has no further items. `_failing` is the status of an
-    exception raised now, which ends no epoch if a key's item fails or an item cannot be sent.
+    `_epoch` is the producer's epoch, counted from 1. `_reply` holds the result of `begin` until a
+    ticket requests it. The epoch `_ended_epoch` has no further items. `_failing` is the status for
+    an exception raised now. A failed item for a key, or an unsendable item, does not end the epoch.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
@@ -140,14 +140,14 @@ class Making(Work):
         self._epoch, self._ended_epoch = epoch, 0
 
     def _read(self, runner: Runner, which: slice) -> Any:
-        """Read a request from a copy, since its slot is reused."""
+        """Copy a request, because its slot is reused, and decode the copy."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
         assert self._room is not None
         memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
-        """Call a method. Arrays that it creates are not in a slot."""
+        """Return a method's reply, whose arrays are not created in a slot."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:
@@ -159,7 +159,7 @@ class Making(Work):
         return reply
 
     def _go_to(self, start: int) -> Iterator[object]:
-        """Return the iterator, positioned at the ticket's item."""
+        """Return the iterator positioned at item `start`."""
         if self._items is None or self._next_number != start:
             self._items = None
             self._items = iter(self._producer.items(start))
@@ -167,7 +167,7 @@ class Making(Work):
         return self._items
 
     def _make_item(self, runner: Runner, make: Callable[[], object]) -> object:
-        """Make an item whose arrays are in the slot."""
+        """Make an item. Arrays from `cseq.empty` are created in the slot."""
         self._writer.begin_ticket()
         self._batch_context.allocator = self._room
         self._batch_context.item = runner.start
@@ -182,7 +182,7 @@ class Making(Work):
 
 
 class Serving(Making):
-    """Works on tickets in a thread, where the ring keeps the objects that tickets refer to."""
+    """Processes tickets in a thread, where the ring keeps the objects that tickets refer to."""
 
     def _read(self, runner: Runner, which: slice) -> object:
         assignment, key, _ = self._ring.kept[runner.cell]
@@ -190,7 +190,7 @@ class Serving(Making):
 
 
 class ItemTask(NamedTuple):
-    """The task of a worker of `Streams`: to make an item or answer a call."""
+    """A `Streams` worker's task, which makes an item or answers a call for each ticket."""
 
     num_workers: int
     stage: int = INDEXER
@@ -217,6 +217,6 @@ class ItemTask(NamedTuple):
         tell: Callable[[str], object],  # noqa: ARG002 - for batches
         convert: Callable[[Any], object] | None,  # noqa: ARG002 - for batches
     ) -> Making:
-        """Return the object that works on tickets."""
+        """Return the object that processes tickets."""
         kind = Serving if writer.room is None else Making
         return kind(writer, producer, ring, batch_context)

@@ -1,14 +1,14 @@
 """Seeds the global generators of Python, numpy and torch for each batch.
 
-The seeds are a function of the same key as in `cseq.rng` (seed, epoch, position of the batch); see
+As in `cseq.rng`, the seeds depend only on the seed, the epoch and the batch's position; see
 `generator-states-v2` in docs/inside/shuffle.md. Therefore, an indexer's draws from these generators
 depend neither on the process that makes the batch nor on earlier batches.
 
-Only generators whose modules are imported are seeded. `sys.modules` is checked before and after
-each batch. A batch that imported such a module is made once more, so that the first batch that
-draws behaves like later ones.
+A generator is seeded only if its module has been imported. `sys.modules` is checked before and
+after each batch. A batch that imported such a module is made again with the generator seeded, as it
+is for later batches.
 
-In the trainer's threads, which share these generators with the training loop, nothing is seeded.
+Nothing is seeded in the trainer's threads, which share these generators with the training loop.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["Seeds", "call_here"]
 
 T = TypeVar("T")
 
-# Purposes of words derived from a seed: see docs/inside/shuffle.md.
+# Purpose numbers for deriving words from a seed; see docs/inside/shuffle.md.
 PURPOSE_BATCH = 4
 PURPOSE_MAKING = 5
 
 
 class Generator(NamedTuple):
-    """The methods of a generator, and the index of the word in a batch that is its seed.
+    """A generator's methods, and the index of its seed among the words derived for a batch.
 
-    After `keep`, `lend` may replace the generator.
+    `lend`, which is called after `keep`, may replace the generator.
     """
 
     word: int
@@ -51,11 +51,11 @@ def from_python(generator: Any) -> Generator:
 
 
 def from_numpy(random: Any) -> Generator:
-    """Describe the generator of numpy.random, whose seeds have 32 bits.
+    """Describe numpy.random's generator, whose seeds have 32 bits.
 
-    Lending installs another bit generator of the same class, because setting the trainer's state
-    would cost as much as reading it. The state is set only if it holds the second of two Gaussian
-    draws, which is stored outside the bit generator.
+    `lend` installs another bit generator of the same class, because setting the trainer's state
+    would cost as much as reading it. `restore` sets the state only if it holds the second of two
+    Gaussian draws, which is stored outside the bit generator.
     """
     own: list[Any] = []
 
@@ -101,7 +101,7 @@ def _is_imported(name: str) -> bool:
 class Seeds:
     """Seeds the process's generators before each batch if their modules are imported.
 
-    The context holds the current batch. Without one, the indexer is being created.
+    The context holds the current batch. If there is none, the indexer is being created.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
@@ -114,7 +114,7 @@ class Seeds:
         self._kept: list[tuple[Callable[[Any], object], object]] = []
 
     def seed_present(self) -> None:
-        """Seed for the current batch, or for an indexer that is being created."""
+        """Seed the generators for the current batch or for an indexer that is being created."""
         ticket = self._context.ticket
         if ticket is None:
             self._seed(self._context.seed, 0, PURPOSE_MAKING)
@@ -126,7 +126,7 @@ class Seeds:
         self._seed(self._key, ticket.start, PURPOSE_BATCH)
 
     def seed(self, key: int, start: int) -> None:
-        """Seed for the batch or sequence at this position in the epoch with this key."""
+        """Seed the generators for the batch or sequence at this position in an epoch."""
         self._seed(key, start, PURPOSE_BATCH)
 
     def _seed(self, key: int, start: int, purpose: int) -> None:
@@ -142,7 +142,7 @@ class Seeds:
             seed(words[word])
 
     def has_new(self) -> bool:
-        """Find generators whose modules have been imported since. Return whether there are any."""
+        """Find generators whose modules are newly imported. Return True if there are any."""
         if sys.modules.keys().isdisjoint(self._missing):
             return False
         new = [name for name in self._missing if _is_imported(name)]
@@ -170,7 +170,7 @@ def call_here(
     """Call a function that makes a batch or creates an indexer on the trainer's own thread.
 
     During the call, the thread has a worker's context, and `seeds` may seed the trainer's
-    generators. These are restored even if a signal handler raises early in `restore`.
+    generators. The generators are restored even if a signal handler raises early in `restore`.
     """
     outer = here.batch_context
     try:

@@ -7,7 +7,7 @@ from cseq._headers cimport cseq_load_acq_u64
 
 import numpy
 
-# The struct cseq_taken.
+# The layout of the C struct cseq_taken.
 TAKEN = numpy.dtype([
     ("started", "u8"), ("indexed", "u8"), ("converting", "u8"), ("converted", "u8"), ("asked", "u8"),
     ("taken", "u8"), ("batch", "u4"), ("epoch", "u4"), ("thread", "u4"), ("feed", "u2"),
@@ -20,7 +20,7 @@ cdef object records = None
 
 
 def begin_log(uint64_t size):
-    """Record tickets as they are taken, and keep the latest `size`."""
+    """Record tickets as they are taken, and keep the latest `size` tickets."""
     global records
     array = numpy.empty(size, TAKEN)
     # Touch the pages now, so that they are allocated before the first ticket.
@@ -34,7 +34,7 @@ def begin_log(uint64_t size):
 def end_log():
     """Stop recording. Return an array of the latest tickets and the total count."""
     log.on = False
-    # Without a GIL, another thread may be recording a ticket, which takes a few dozen ns.
+    # Without a GIL, another thread may still be recording a ticket, which takes a few dozen ns.
     while cseq_load_acq_u64(&log.done) != cseq_load_acq_u64(&log.begun):
         pass
     if log.begun < log.size:
@@ -43,5 +43,5 @@ def end_log():
 
 
 def drop_log():
-    """Stop recording in a forked child. The parent continues."""
+    """Stop recording in a forked child. The parent process continues recording."""
     log.on = False

@@ -1,4 +1,4 @@
-"""Determines why a loop waits and what helps, from one table of rules.
+"""Determines why a loop waits and what would help, using one table of rules.
 
 `advise` is a pure function of a `Window`. Rules are tried from top to bottom, and the first match
 determines the cause. `docs/how-to/slow.md` describes the rules in prose.
@@ -16,54 +16,54 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# The number of batches required for an answer, and the longest normal startup in seconds.
+# The number of batches required for advice, and the longest normal startup time in seconds.
 ENOUGH_BATCHES, START = 8, 2.0
 # The loop is the bottleneck if it waits for less than LITTLE of the time, or if the GPU runs dry in
-# less than FED of the waits, in which case waiting costs nothing.
+# less than FED of the waits, because the other waits cost nothing.
 LITTLE, FED = 0.05, 0.1
-# If the loop waits less than HANDOVER seconds per batch, larger batches help. They are up to
-# MOST_LARGER times as large and take LONGER times as long to hand over. OVERHEAD is an upper bound
-# for the seconds that either side needs for a batch of any size.
+# If the loop waits less than HANDOVER seconds per batch, larger batches help. The advised batches
+# are up to MOST_LARGER times as large and take LONGER times as long to hand over. OVERHEAD is an
+# upper bound on each side's fixed time per batch in seconds.
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
-# Workers that are busy for more than this fraction of the time cannot do more.
+# Workers that are busy for more than this fraction of the time are saturated.
 BUSY = 0.8
-# A wait of at least GIL seconds for the GIL is long. Threads compete for the GIL if more than LONG
-# of the waits are long, the threads use at most ONE_CORE cores and want at least HELD cores, and
-# the workers do at least TURNS of the computing. If threads wait for a core STARVED times as long
-# as they compute, the holder of the GIL also waits for a core.
+# A wait for the GIL is long if it takes at least GIL seconds. Threads compete for the GIL if a
+# fraction LONG of their waits is long, the threads use at most ONE_CORE cores but want at least
+# HELD cores, and workers do at least TURNS of the computing. If threads wait for a core STARVED
+# times as long as they compute, the thread that holds the GIL waits for a core as well.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
-# The cores are used up above a utilization of USED_UP, or if workers wait for a core for more than
-# QUEUED of their work. If this process then uses less than OTHERS of the cores, other programs do.
+# The cores are used up if utilization exceeds USED_UP, or if workers spend QUEUED of their work
+# waiting for a core. If this process then uses less than OTHERS of the cores, other programs do.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
-# The workers to advise per needed worker, and the maximum per core if they wait for something else.
+# The number of workers to advise per worker needed, and per core for workers that mostly wait.
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
-# For each unit of time: its name, its length in seconds, and the minimum seconds for its use.
+# The name of each time unit, its length in seconds, and the shortest time written in it.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements in seconds and fractions, with 0 for values that were not measured.
+    """Measurements in seconds and fractions. Values that were not measured are 0.
 
     Attributes
     ----------
     size : float
         The number of samples in a batch, or 0 if unknown.
     elapsed, waited : float
-        The duration of the epochs, and the part of it in which the loop waited.
+        The duration of the epochs, and the time during which the loop waited.
     start, first : float
-        The time that the loop waited for its first batch and, unless another epoch started, for the
-        first batch of each other worker. `elapsed` and `waited` include neither.
+        The time that the loop waited for its first batch and, if there was only one epoch, for each
+        other worker's first batch. `elapsed` and `waited` exclude both times.
     step, step_p99 : float
         The loop's own time per batch: the mean, which omits the longest 5% if steps are uneven, and
         the 99th percentile.
     index, index_p99 : float
         A worker's time per batch: the mean and the 99th percentile.
     busy : float
-        The mean fraction of the time that workers work.
+        The mean fraction of the time during which a worker works.
     cpu : float or None
         The fraction of `busy` in which workers compute, or None if unknown.
     queued : float
@@ -73,15 +73,15 @@ class Window:
     cores : int
         The cores available to this process: the container's quota divided by the local ranks.
     gil, gil_long : float
-        The 80th percentile of the waits for the GIL in workers' threads, and the fraction of waits
-        of at least `GIL`. Means would say less, since single waits are long on a busy machine.
+        The 80th percentile of worker threads' waits for the GIL, and the fraction of waits of at
+        least `GIL`. Means would be less useful, because a busy machine causes a few long waits.
     computed : float
         The number of cores that all threads use together, if they share a GIL.
     behind, early : float
-        The fractions of the waiting that occur while most other batches are ready, and before the
-        first batches of later epochs.
+        The fractions of the loop's waiting time while most other batches are ready, and before the
+        first batch of each later epoch.
     converting : float
-        The fraction of the time that converters worked.
+        The mean fraction of the time during which a converter works.
     dry : float or None
         The fraction of waits after which the GPU had no work left, or None without CUDA.
     slowest : str
@@ -125,7 +125,7 @@ class Window:
 
     @property
     def is_stream(self) -> bool:
-        """True if the loader is a stream, such as a DataLoader, whose arguments differ."""
+        """True for streams such as a DataLoader, whose arguments differ from a sequence's."""
         return not self.buffer
 
     @property
@@ -140,7 +140,7 @@ class Window:
 
     @property
     def wanted(self) -> float:
-        """The number of cores that the workers and the loop would use without waits for a core."""
+        """The number of cores that the workers and the loop would use if cores were always free."""
         return self.own + min(self.loop_cpu, 1.0) + self.queue
 
     @property
@@ -150,7 +150,7 @@ class Window:
 
     @property
     def holds_gil(self) -> bool:
-        """True if threads hold the GIL while they compute, so that others wait for a long time."""
+        """True if threads hold the GIL while they compute, which makes other threads wait long."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
@@ -160,17 +160,17 @@ class Window:
 
     @property
     def computes(self) -> bool:
-        """True if workers compute most of their time, or would if they had a core."""
+        """True if workers compute most of the time, or would if a core were free."""
         return self.cpu is None or self.cpu + self.queued >= 0.5
 
     @property
     def most(self) -> float:
-        """The speed-up of a loop that would never wait."""
+        """The speed-up if the loop never had to wait."""
         return 1 / max(1 - self.w, 0.01)
 
     @property
     def enough(self) -> int:
-        """The number of workers that would keep up with the loop, limited by the cores."""
+        """The number of workers that would keep up with the loop, limited by the core count."""
         most = self.room if self.computes else max(MOST_READERS * self.cores, 2 * self.workers)
         wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
         return max(self.workers + 1, min(wanted, most))
@@ -187,25 +187,25 @@ class Window:
 
     @property
     def room(self) -> int:
-        """The number of such workers that the cores or a shared GIL can run besides the loop."""
+        """The number of workers that the cores or a shared GIL can run alongside the loop."""
         if self.queued >= QUEUED:
             return max(1, self.workers)
         if self.cpu is None:
             return max(1, int(self.cores - min(self.loop_cpu, 1.0) + 0.5))
-        # Each additional worker makes waits for a core longer. Subtract half of them in advance.
+        # Each additional worker lengthens waits for a core. Subtract half of the waits in advance.
         queues = self.queued / max(self.cpu + self.queued, 0.01) / 2
         cores = 1.0 if self.holds_gil else self.cores - min(self.loop_cpu, 1.0)
         computing = min(max(self.cpu / (1 - self.queued), 0.01), 1.0)
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Return the batches per second of a number of workers that never wait for tickets."""
+        """Return the batches per second that this many workers make if they never wait."""
         return min(workers, self.room) / self.index
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The reason why a loop waits, and the remedy.
+    """The reason that a loop waits, and the remedy.
 
     Attributes
     ----------
@@ -216,12 +216,12 @@ class Advice:
     action : str
         The recommended action, if any.
     change : dict
-        The manager arguments to change, if any: ``{'num_workers': 4}``.
+        The manager arguments to change, if any, such as ``{'num_workers': 4}``.
     gain : float
         The maximum speed-up to expect, or 1.
     start : str
-        The wait for the first batch, if it was long, and what helps. All other fields describe the
-        time after the first batch.
+        A description of a long wait for the first batch, with a remedy. All other fields describe
+        the time after the first batch.
     """
 
     cause: str
@@ -244,7 +244,7 @@ class Advice:
 
 
 class Said(NamedTuple):
-    """The observation of a rule, the recommended action and change, and the gain.
+    """A rule's observation, the recommended action and change, and the expected gain.
 
     A `gain` of None means that all waiting would disappear.
     """
@@ -264,7 +264,7 @@ class Rule(NamedTuple):
 
 
 def advise(window: Window) -> Advice:
-    """Return the advice of the first matching rule, and a line about a slow start."""
+    """Return the first matching rule's advice, with a note if startup was slow."""
     # The last rule always matches.
     rule = next(rule for rule in RULES if rule.test(window))
     said = rule.say(window)
@@ -282,7 +282,7 @@ def advise(window: Window) -> Advice:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with two or three digits: 38 ms, 1.2 s, 90 s, 5 min."""
+    """Format a time with a suitable unit, such as 38 ms, 1.2 s, 90 s or 5 min."""
     for unit, size, least in UNITS:
         if seconds >= least:
             value = seconds / size
@@ -296,7 +296,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _waits(v: Window) -> str:
-    """Describe how long the loop waits, and how long both sides need per batch."""
+    """Describe how long the loop waits and how long each side needs per batch."""
     if v.batches < ENOUGH_BATCHES or v.elapsed <= 0:
         return ""
     said = f"the loop waits {v.w:.0%} of the time"
@@ -311,7 +311,7 @@ def _waits(v: Window) -> str:
 
 
 def _busy(v: Window) -> str:
-    """Describe what the workers do."""
+    """Describe how the workers spend their time."""
     are = "is" if v.workers == 1 else "are"
     said = f"{_count(v.workers, 'worker')} {are} busy {v.busy:.0%} of the time"
     if v.cpu is not None:
@@ -322,7 +322,7 @@ def _busy(v: Window) -> str:
 
 
 def _start(v: Window) -> str:
-    """Describe how long the start took and what helps, unless the start was short."""
+    """Describe a slow startup and its remedy. Return an empty string if startup was fast."""
     if v.start <= max(START, 20 * v.index, LITTLE * v.elapsed):
         return ""
     remedy = (
@@ -336,17 +336,17 @@ def _start(v: Window) -> str:
 
 def _more(v: Window, seen: str, action: str = "") -> Said:
     """Suggest the number of workers that would keep up, and estimate the gain."""
-    # The number of workers that could have made these batches if they had always been busy.
+    # The number of workers that would have made these batches if the workers were always busy.
     made = v.index * v.batches / v.elapsed
     gain = max(1.0, min(v.most, min(v.enough, v.room) / made)) if made > 0 else v.most
     return Said(seen, action, {"num_workers": v.enough}, gain)
 
 
 def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
-    """Suggest a buffer, if the manager has one, that outlasts a pause of one side.
+    """Suggest a buffer, if the manager has one, that outlasts a pause on one side.
 
-    Sleeping workers are woken when half of the buffer is empty, so the buffer is twice as large as
-    the loop needs. The gain assumes that the workers are then busy all the time.
+    Sleeping workers are woken when half of the buffer is empty, so the suggested buffer is twice as
+    large as the loop needs. The gain assumes that the workers are then always busy.
     """
     gain = min(v.most, 1 / v.busy) if v.busy > 0 else v.most
     if v.is_stream:
@@ -370,7 +370,7 @@ def _gil(v: Window) -> Said:
     )
     if v.starved:
         seen += "; they wait even longer for a core: other programs use the cores"
-    # The cores that the threads want, and the time of the loop's steps without waits for the GIL.
+    # The number of cores the threads want, and the loop's step time without waits for the GIL.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(
@@ -400,7 +400,7 @@ def _loop(v: Window) -> Said:
 
 
 def _handover(v: Window) -> Said:
-    """Suggest a batch size. The gain assumes that only the overhead of each side is constant."""
+    """Suggest a batch size. The gain assumes that only each side's overhead is constant."""
     took = v.elapsed / v.batches
     larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
     larger = min(larger, MOST_LARGER)
@@ -463,7 +463,7 @@ def _workers(v: Window) -> Said:
 
 
 def _takes_turns(v: Window) -> bool:
-    """Check whether threads wait for the GIL, and workers hold it for much of that time."""
+    """Check whether threads compete for the GIL and workers do enough of the computing."""
     # If workers compute little, the loop holds the GIL and is the bottleneck.
     indexing = v.own >= TURNS * v.computed
     if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
@@ -472,12 +472,12 @@ def _takes_turns(v: Window) -> bool:
 
 
 def _is_fed(v: Window) -> bool:
-    """Check whether the GPU still has work after most of the waits."""
+    """Check whether the GPU still has work after most waits."""
     return v.dry is not None and v.dry < FED
 
 
 def _is_unknown(v: Window) -> bool:
-    """Check whether there are too few batches. A loop that makes its own may have no times."""
+    """Check for too few batches. A loop that makes its own batches may lack measured times."""
     if not v.workers and v.elapsed <= 0:
         return not v.batches
     return v.batches < ENOUGH_BATCHES or v.elapsed <= 0

@@ -1,4 +1,4 @@
-"""The runners of a pool, as shown in a trace."""
+"""A pool's runners, as shown in a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _recorded: list[Lanes] | None = None
 
 
 def record(pools: list[Lanes] | None) -> None:
-    """Append all current and future pools to the list of a trace, until called with None."""
+    """Add all current and future pools to a trace's list until this is called with None."""
     global _recorded
     _recorded = pools
     for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):
@@ -34,7 +34,7 @@ class Event(NamedTuple):
     Attributes
     ----------
     held : tuple
-        The tickets that will be remade, each as the runner's start time (ns) and the ticket's name.
+        The tickets that will be remade, each as a pair of a start time (ns) and the ticket's name.
     """
 
     ns: int
@@ -46,18 +46,18 @@ class Event(NamedTuple):
 
 
 class Lanes:
-    """The runners of one pool. All events are recorded, since a trace may start later.
+    """One pool's runners. All events are recorded, because a trace may start later.
 
     Parameters
     ----------
     num_workers : int
-        The number of workers. Runners after these are converters.
+        The number of workers. Runners with higher numbers are converters.
     kind : 'process', 'thread' or 'inline'
 
     Attributes
     ----------
     number : int
-        The feed number in ticket records.
+        The pool's feed number in ticket records.
     """
 
     def __init__(self, num_workers: int, kind: str) -> None:
@@ -92,7 +92,7 @@ class Lanes:
         self.events.append(Event(now_ns(), kind, runner_number, pid, text, held))
 
     def name(self, runner_number: int) -> str:
-        """Return the name of a runner."""
+        """Return a runner's name."""
         if runner_number > self.num_workers:
             return f"converter {runner_number - self.num_workers - 1}"
         return f"worker {runner_number - 1}"

@@ -1,4 +1,4 @@
-"""The meters of a run as numbers, as recorded by `include/cseq_meter.h`."""
+"""Reads a run's meters, which `include/cseq_meter.h` records."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ METER = np.dtype(
 )
 # The maximum number of rows in a history, and the initial interval between rows in ns.
 POINTS, EVERY = 512, 100_000_000
-# The start of each bucket in seconds, and the end of the last one.
+# The start of each bucket and the end of the last bucket, in seconds.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
 
@@ -49,7 +49,7 @@ class Counts(TypedDict):
 
 
 class Row(NamedTuple):
-    """A row of a `History`: the system clock's time in ns, and fields of `Stats.history`."""
+    """A `History` row, with the system clock time in ns and the fields of `Stats.history`."""
 
     at: int
     batches: int
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
-    """Return a view of a field, or of a nested field, of records."""
+    """Return a view of a (possibly nested) field of the records."""
     field: NDArray[Any] = records
     for name in names:
         field = field[name]
@@ -104,17 +104,17 @@ class Histogram:
         return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
 
     def part_above(self, seconds: float) -> float:
-        """Return the fraction of times of at least `seconds`, within 12%, or 0 without times."""
+        """Return the fraction of times (±12%) that are at least `seconds`, or 0 without times."""
         return float(self._buckets[EDGES[:-1] >= seconds].sum()) / max(self.count, 1)
 
     def mean_below(self, p: float) -> float:
-        """Return the mean of the shortest fraction `p` of times, within 12%, or 0 without times."""
+        """Return the mean (±12%) of the shortest fraction `p` of times, or 0 without times."""
         left = np.clip(p * self.count - np.cumsum(self._buckets) + self._buckets, 0, self._buckets)
         middles = (EDGES[:-1] + EDGES[1:]) / 2
         return float((left * middles).sum() / left.sum()) if self.count else 0.0
 
     def buckets(self) -> list[tuple[float, float, int]]:
-        """Return the start and the end (in seconds) and the count of each non-empty bucket."""
+        """Return the start and end in seconds and the count for each non-empty bucket."""
         return [
             (float(EDGES[k]), float(EDGES[k + 1]), int(self._buckets[k]))
             for k in np.flatnonzero(self._buckets)
@@ -128,7 +128,7 @@ class Histogram:
 
 
 class Meters:
-    """The records of a run at one point in time, or their growth between two.
+    """A run's records at one point in time, or their growth between two points.
 
     Attributes
     ----------
@@ -151,14 +151,14 @@ class Meters:
         first, since, slept, asleep = (
             total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
-        # Include the current step and wait. A word that has just changed may make them negative.
+        # Include the current step and wait. A concurrent update could make either one negative.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
         slept += max(now - asleep, 0) if asleep else 0
         self.waits = min(slept / 1e9, self._took)
 
     @classmethod
     def read_rings(cls, rings: Sequence[Ring]) -> Meters:
-        """Read the meters of all rings of a pool. Thread-safe."""
+        """Read the meters of all of a pool's rings. Thread-safe."""
         return cls([ring.meters() for ring in rings], now_ns())
 
     def counts(self) -> Counts:
@@ -176,27 +176,27 @@ class Meters:
         }
 
     def has(self, at: int) -> bool:
-        """Return True if a time of the system clock, in ns, is in the measured interval."""
+        """Return True if a system clock time in ns is in the measured interval."""
         return self._from < at <= self._now
 
     @property
     def _ended(self) -> NDArray[np.int64]:
-        """The ns that each runner has worked since the first batch, without its current ticket."""
+        """Each runner's work time (ns) since the first batch, excluding its current ticket."""
         ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 
     def histogram(self, name: str, records: Records) -> Histogram:
-        """Return the sum of the 'work', 'wait' or 'gil' histograms of records."""
+        """Return the sum of the records' 'work', 'wait' or 'gil' histograms."""
         buckets = words(records, name, "bucket").reshape(-1, BUCKETS).sum(axis=0)
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
     def since(self, earlier: Meters) -> Meters:
-        """Return the growth since `earlier`, which must be of the same run or empty."""
+        """Return the growth since `earlier`, which must be empty or from the same run."""
         if not len(earlier.runners):
             return self
         added = copy(self)
         added._from = earlier._now
-        # `earlier` includes current tickets. A replaced worker never finished its ticket.
+        # `earlier` includes tickets then in progress, which a replaced worker never finished.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)
@@ -206,7 +206,7 @@ class Meters:
 
 
 def _grown(now: Records, then: Records) -> Records:
-    """Return records with the growth of their counts and the slowest batches in between."""
+    """Return records that contain the growth of each count and the slowest batches in between."""
     grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")
@@ -221,9 +221,9 @@ def _grown(now: Records, then: Records) -> Records:
 
 
 class History:
-    """The history of a run, in up to 512 rows that cover the whole run.
+    """A run's history in up to 512 rows that cover the whole run.
 
-    When it is full, every second row is dropped, and the interval between new rows doubles.
+    When the history is full, every second row is dropped and the interval between new rows doubles.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Counts and times of a run so far, and which side waits for the other."""
+"""Counts and times for a run so far, and which side waits for the other."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger("cseq")
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited")
 ADDED += ("gpu_waits", "gpu_dry", "cache_hits", "cache_misses")
-# The caches that are open in this process.
+# The caches currently open in this process.
 CACHES: weakref.WeakSet[Cache] = weakref.WeakSet()
-# The meters of a loop without runners, before its start.
+# The meters of a loop that has no runners and has not started.
 NOTHING = Meters([bytes(METER.itemsize)], 0)
 
 
 class Cache(Protocol):
-    """A cache of `cseq.cached`."""
+    """A cache created by `cseq.cached`."""
 
     @property
     def nbytes(self) -> int:
@@ -61,13 +61,13 @@ class WorkerStats(NamedTuple):
     number : int
         The worker number, starting at 0.
     pid : int
-        The id of the worker's process, or of its system thread, or 0 if unknown.
+        The id of the worker's process or system thread, or 0 if unknown.
     batches : int
     busy : float
-        The fraction of the time that the worker worked.
+        The fraction of the time during which the worker worked.
     cpu : float or None
-        The fraction of `busy` in which the worker computed, which exceeds 1 with several threads,
-        or None if unknown.
+        The worker's CPU time as a fraction of `busy`, which can exceed 1 with several threads, or
+        None if unknown.
     p50, p99 : float
         The median and the 99th percentile of the worker's seconds per batch.
     """
@@ -82,7 +82,7 @@ class WorkerStats(NamedTuple):
 
 
 class SlowBatch(NamedTuple):
-    """A slow batch, which `manager.remake(epoch, batch)` makes again.
+    """A slow batch, which `manager.remake(epoch, batch)` can make again.
 
     Attributes
     ----------
@@ -102,16 +102,16 @@ class SlowBatch(NamedTuple):
 class Stats:
     """Counts and times of a manager since its start, over all epochs.
 
-    Times are measured from the first batch of each epoch. They include neither the start nor pauses
-    between epochs. Processes, threads and streams are measured in the same way. Properties are
-    computed on access.
+    Times are measured from the first batch of each epoch, excluding startup and any pauses between
+    epochs. Processes, threads and streams are all timed the same way. Properties are computed on
+    access.
 
     Attributes
     ----------
     batches, samples : int
-        The numbers delivered to the loop. Test mode counts only batches and skips.
+        The numbers that the loop has received. Test mode counts only batches and skips.
     nbytes : int
-        The bytes of shared memory used by these batches.
+        The bytes of shared memory used by the batches.
     restarts : int
         The number of worker processes that were replaced.
     retries : int
@@ -121,28 +121,28 @@ class Stats:
     copies : int
         The number of batches copied out of shared memory because too many were held.
     depths : (int, int, int)
-        The tickets that are currently waiting for an indexer, a converter and the loop.
+        The numbers of tickets currently waiting for an indexer, a converter and the loop.
     loop_waited : float
         The seconds that the loop waited for batches.
     elapsed : float
         The duration of the epochs in seconds, including `loop_waited`.
     start_waited : float
-        The seconds that the loop waited for its first batch: startup, imports, constructors.
+        The seconds that the loop waited for its first batch, including imports and constructors.
     num_workers, num_converters : int
         With a fleet, each worker is a local thread that requests batches from a remote worker.
     buffer : int
         The maximum number of batches ahead of the loop, or 0 for streams.
     gpu_waits, gpu_dry : int
-        How often the loop waited for a batch while its thread used CUDA, and how often the GPU had
-        no work left after such a wait.
+        The number of waits for a batch while the loop's thread used CUDA, and the number of those
+        waits after which the GPU had no work left.
     cache_hits, cache_misses : int
-        The samples that all processes have read from this process's caches (`cseq.cached`), and the
-        samples that they have made.
+        The numbers of samples that all processes have read from this process's caches
+        (`cseq.cached`) and of samples that they have made.
     cache_nbytes : int
-        The size of these caches in bytes.
+        The total size of this process's caches in bytes.
     source_tokens : dict of str to int
-        With `cseq.tokens.Rows`, the tokens per source that all ranks have received, as in the
-        manager's state. A resumed run continues the count.
+        With `cseq.tokens.Rows`, the number of tokens per source that all ranks have received, as in
+        the manager's state. A resumed run continues the count.
     """
 
     batches: int = 0
@@ -165,14 +165,14 @@ class Stats:
     cache_misses: int = 0
     cache_nbytes: int = 0
     source_tokens: dict[str, int] = field(default_factory=dict)
-    # Whether workers are threads that share a GIL with the loop.
+    # True if the workers are threads that share a GIL with the loop.
     threads: bool = field(default=False, repr=False)
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
     past: Sequence[Row] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
-        """Read the counts of a pool's rings. Thread-safe."""
+        """Read the counts from a pool's rings. Thread-safe."""
         meters = Meters.read_rings(rings)
         hits, misses, held = (
             sum(column) for column in zip((0, 0, 0), *map(_counted, [*CACHES]), strict=True)
@@ -196,7 +196,7 @@ class Stats:
 
     @property
     def workers_waiting(self) -> float:
-        """The fraction of the time that workers waited, as the mean over all workers."""
+        """The fraction of the time that workers waited, averaged over all workers."""
         return self._waiting(self.meters.busy[self._indexers], self.num_workers)
 
     @property
@@ -206,7 +206,7 @@ class Stats:
 
     @property
     def step_seconds(self) -> Histogram:
-        """The loop's own times per batch, without waiting."""
+        """The loop's own times per batch, excluding waits."""
         return self.meters.histogram("work", self.meters.loop)
 
     @property
@@ -254,11 +254,11 @@ class Stats:
 
     @property
     def history(self) -> NDArray[np.void]:
-        """The history of the run, as a structured array of up to 512 rows since the first batch.
+        """The run's history as a structured array of up to 512 rows since the first batch.
 
-        Rows are initially 0.1 s apart, and later further apart, so that they cover the whole run.
+        Rows are initially 0.1 s apart. The interval grows, so the rows always cover the whole run.
         The fields are `seconds` since the start; the cumulative values `batches`, `waited` and
-        `stepped` (seconds of the loop) and `busy` (seconds of each worker, shape (workers,)); and
+        `stepped` (the loop's seconds) and `busy` (each worker's seconds, shape (workers,)); and
         `ready`, the number of batches that were ready for the loop at that time.
         """
         workers = len(self.meters.runners[self._indexers])
@@ -274,11 +274,11 @@ class Stats:
 
     @property
     def bottleneck(self) -> str:
-        """The cause in `advice`, which limits the rate of batches, such as 'workers' or 'loop'."""
+        """The cause in `advice` that limits the batch rate, such as 'workers' or 'loop'."""
         return self.advice().cause
 
     def advice(self) -> Advice:
-        """Return the reason why the loop waits, and the remedy. See docs/how-to/slow.md."""
+        """Return the reason that the loop waits, and the remedy. See docs/how-to/slow.md."""
         from cseq.measure.advice import advise
 
         return advise(self.window())
@@ -338,8 +338,8 @@ class Stats:
         Returns
         -------
         Every
-            The method `at(step)`, with `step` from 1, returns `as_dict` for the last `n` steps
-            if `step` is a multiple of `n`, and {} otherwise.
+            Its method `at(step)`, with `step` starting at 1, returns `as_dict` for the last `n`
+            steps if `step` is a multiple of `n`, and {} otherwise.
 
         Examples
         --------
@@ -367,11 +367,11 @@ class Stats:
         queued = total(runners, "queued") / 1e9
         gil = meters.histogram("gil", meters.runners)
         early = total(loop, "early") / 1e9
-        # Workers start in sequence. If there is only one epoch, these waits count as startup.
+        # Workers start in sequence. In the only epoch, waits for first batches count as startup.
         first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
         computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
-        # `behind` does not include the current wait, which is still in progress.
+        # The recorded `behind` excludes the current wait, which is still in progress.
         ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
             behind += meters.waits
@@ -412,7 +412,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """The indexers' records, which precede the converters' records."""
+        """The slice of the indexers' records, which precede the converters' records."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
@@ -421,7 +421,7 @@ class Stats:
 
     @property
     def _first(self) -> int:
-        """The system clock's time of the first batch, or 0. It identifies the run."""
+        """The system clock time of the first batch, or 0. This time identifies the run."""
         return total(self.meters.loop, "first")
 
     def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
@@ -456,7 +456,7 @@ def read_stats(manager: Counting) -> Stats | None:
 
 
 def added(now: Stats, earlier: Stats | None) -> Stats:
-    """Return the stats since `earlier`, or all stats if it is None or from another run."""
+    """Return the stats since `earlier`, or all stats if `earlier` is None or from another run."""
     try:
         return now if earlier is None else now.since(earlier)
     except ValueError:
