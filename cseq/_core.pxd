@@ -82,8 +82,8 @@ cdef class Ring:
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
 # The layout of stream tickets (see producer.py). A request has six words: slot, committed bytes, record. A
-# cell has two requests, one for the call or key and one for the assignment. Then comes the number of ints in
-# the key, or one of the two negative values, followed by the ints.
+# cell has two requests, one for the call or key and one for the assignment. The number of ints in the key (or
+# one of the two negative values) and the ints follow.
 cdef enum:
     ASK_ITEM = 0
     ASK_CALL = 1

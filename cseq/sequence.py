@@ -76,8 +76,8 @@ class MSequence(Manager, Generic[B_co]):
         number to the loop. The default is 10, or 'auto' on a Ray cluster.
     shuffle : bool or 'feistel'
         True shuffles each epoch differently, depending only on the seed, the epoch and the number
-        of samples. 'feistel' needs no table, for more than about 10**9 samples. False keeps the
-        samples in order. The equivalents for ``order=`` are `Shuffled` and `Sequential`.
+        of samples. 'feistel' needs no table, which suits more than about 10**9 samples. False keeps
+        the samples in order. The equivalents for ``order=`` are `Shuffled` and `Sequential`.
     thread_type : 'proc', 'thread' or 'ray'
         Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
@@ -93,7 +93,7 @@ class MSequence(Manager, Generic[B_co]):
     drop_last : bool
         Whether to drop the last batch if it is smaller than the others.
     ordered : bool
-        If False, deliver batches as soon as they are ready.
+        Whether to deliver batches in order. With False, batches are delivered as soon as ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start processes. The default is 'forkserver', or 'spawn' on macOS and Windows.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None

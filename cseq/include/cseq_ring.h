@@ -21,7 +21,7 @@
  *   INDEXING, CONVERTING    the owner named in the word (publish). After the owner's death,
  *                           the trainer's supervisor thread (repost).
  *   READY                   the trainer (commit)
- * The party that may write the word may also write the other fields of the cell.
+ * The party that may write the word may also write the cell's other fields.
  *
  * A claim is a single compare-and-swap that also records the owner. A cell held by a dying process
  * therefore always names that process, and no repair is needed.
@@ -118,8 +118,8 @@ typedef struct {
 /* The first cache line is written only once, except `round`.
  *
  * `calls` is the number of cells that the runner checks first, or 0 in a shared ring. `round` is the
- * number of other cells that runners check. The trainer of a shared ring raises `round` before it posts
- * in further cells. `output` is the offset in bytes from the ring to the gate where the trainer sleeps:
+ * number of other cells that runners check. The trainer of a shared ring raises `round` before it posts in
+ * additional cells. `output` is the offset in bytes from the ring to the gate where the trainer sleeps:
  * `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several rings.
  *
  * The trainer writes `closed`: 0 if the ring is open, 1 if it is closed permanently to all runners,
@@ -355,8 +355,8 @@ CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int lat
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
-/* Post a FREE cell whose fields are all written. In a queue, it must follow the last posted cell.
- * This does not wake runners; see cseq_gate_notify(&r->gate[0]).
+/* Post a FREE cell whose fields are all written. In a queue, the cell must follow the last posted cell. This
+ * does not wake runners; see cseq_gate_notify(&r->gate[0]).
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the swap) */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);

@@ -38,12 +38,12 @@
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 /* The number of steps between a draw and its swap. */
 #define CSEQ_AHEAD 64
-/* Sizes in bytes of a table that fits into a cache, and of a page, which is zeroed as a whole. */
+/* The sizes in bytes of a table that fits into a cache, and of a page, which is zeroed as a whole. */
 #define CSEQ_CACHED (1u << 20)
 #define CSEQ_PAGE 4096
 #define CSEQ_MOST_TABLED (UINT64_C(1) << 32)
 
-/* The other purposes are in context.py. */
+/* The other purposes are defined in context.py. */
 enum { CSEQ_PURPOSE_SHUFFLE = 1 };
 
 /* ---- 64-bit words -------------------------------------------------------------------------- */
@@ -219,7 +219,7 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
 
 /* ---- an incremental order ------------------------------------------------------------------ */
 
-/* Initialize an order. `table` and `tags` must be zeroed. They are not touched here. */
+/* Initialize an order. `table` and `tags` must be zeroed. This function does not touch them. */
 static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *table, uint32_t *tags)
 {
     memset(order, 0, sizeof *order);
@@ -276,7 +276,7 @@ static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint
 
 /* ---- a complete permutation ---------------------------------------------------------------- */
 
-/* Entries are plain values here. This needs one more pass, but fewer operations at each step. */
+/* Entries are plain values here, which takes one more pass but fewer operations per step. */
 CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
 {
     uint64_t k = 0;

@@ -21,7 +21,7 @@
 #include "cseq_atomic.h"
 
 /* Allocations of fewer than CSEQ_SLOT_LEAST bytes are not numbered. A ticket has no more numbers than a word
- * has bits. In a slot, allocations are aligned to a cache line, as wide as any vector register. */
+ * has bits. In a slot, allocations are aligned to a cache line, which is as wide as any vector register. */
 #define CSEQ_SLOT_LEAST 65536u
 #define CSEQ_SLOT_NUMBERED 64u
 #define CSEQ_SLOT_ALIGN 64u
