@@ -75,7 +75,7 @@ class Workers:
 def spawning() -> Iterator[Reducers]:
     """Yield the `reducers` that let `dump` pickle multiprocessing objects in this context.
 
-    On Windows, multiprocessing objects are handles, and no reducers are needed.
+    On Windows, multiprocessing objects are handles, and there are no reducers.
     """
     if os.name == "nt":
         yield {}

@@ -164,7 +164,7 @@ class Supervisor:
         needs : sequence of str
             The modules that the workers' code imports.
         timeout : float, optional
-            The time limit in seconds per batch or item. Imports may take `START_SHARE` times it.
+            The time limit in seconds per batch or item. For imports, multiply by `START_SHARE`.
         """
         launcher = self._launcher
         self._preloads = preload
@@ -191,7 +191,7 @@ class Supervisor:
     def launch(self) -> None:
         """Start the workers once without waiting until they are ready.
 
-        A signal handler may raise during a call or call this method itself. The next call resumes.
+        If a signal handler raises during a call or calls this method, the next call continues.
 
         Raises
         ------
@@ -420,7 +420,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise any error from a worker or from the supervisor thread.
 
-        The loop's thread calls this before it waits. Dead forked workers are replaced meanwhile.
+        The loop's thread calls this before it waits. The call also replaces dead forked workers.
         """
         if self.closed:
             raise InterruptedError(
@@ -481,7 +481,7 @@ class Supervisor:
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
     ) -> None:
-        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill the worker if `restart`.
+        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill it if `restart` is True.
 
         `working` contains the number, start time and task of each busy runner; see `overdue`.
         Workers that are still starting are checked as well.
@@ -532,7 +532,7 @@ class Supervisor:
     def close(self, *, hurried: bool = False) -> None:
         """Close the rings and stop all workers. After `GRACE` seconds, kill the remaining workers.
 
-        Workers that have not loaded the user's object, which may be slow, are killed immediately.
+        Workers still loading the user's object are killed immediately, because that may be slow.
         If `hurried`, workers that are not ready or are busy are killed after `HURRY` seconds.
         Repeated calls are safe, even if a signal handler raised during an earlier call.
 

@@ -74,7 +74,7 @@ HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# The time limit for stack traces, and the quiet period after which they are complete (seconds).
+# In seconds: the time limit for stack traces, and the quiet period that marks them as complete.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 NO_STACK = "(its stack is not available)\n"
 

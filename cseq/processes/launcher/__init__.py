@@ -66,8 +66,8 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
     ValueError
         The method is not available on this system.
     RuntimeError
-        This was called during an import in a worker process or the fork server, or gevent or
-        eventlet has patched modules that the processes need.
+        Called during an import in a worker process or the fork server, or gevent or eventlet has
+        patched modules that the processes need.
     """
     check_reading()
     refuse_patches("threading", "thread", "socket", "select", "subprocess")

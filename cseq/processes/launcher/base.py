@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A timeout so long that it means no limit, and the time allowed for killed processes to exit.
+# In seconds: a timeout that means no limit, and the time allowed for killed processes to exit.
 FOREVER, LAST = 1e6, 1.0
 
 # Windows has no SIGKILL, but its SIGTERM kills. `KILLED` is the exit code after `KILL`.

@@ -34,7 +34,7 @@ def prepare(start: Start) -> socket.socket:
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    # `_adopt` needs this. A later import of multiprocessing would mistake this for the trainer.
+    # `_adopt` needs this module. If imported later, it would mistake this process for the trainer.
     importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])

@@ -59,7 +59,7 @@ class Child:
     handle : int or None
         The process handle on Windows.
     ended, code : Latch, int or None
-        The latch set when the process has exited, and its exit code, set earlier if known.
+        A latch that is set on exit, and the exit code, which is set before the latch if known.
     """
 
     handle: int | None = None
