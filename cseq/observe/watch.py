@@ -102,7 +102,7 @@ class Watched:
 
 
 class Turn:
-    """An epoch, from the time `begun` when the loop called `iter` to the latest batch."""
+    """An epoch in progress. `begun` is the time when the loop called `iter`."""
 
     def __init__(self, watched: Watched, begun: float) -> None:
         self.watched, self.begun = watched, begun

@@ -1,4 +1,4 @@
-"""SVG figures with areas, bars, lines and marks, for screens and paper.
+"""SVG figures (areas, bars, lines and marks) for light and dark screens and paper.
 
 The report, the notebook, the benchmark chart and the website use these figures::
 

@@ -11,13 +11,13 @@
             ...
 
 ``npy``         `Npy`: rows of arrays
-``tar``         `Tar`: samples of several members
+``tar``         `Tar`: samples that consist of several members
 ``parquet``     `Parquet`: rows of tables
 ``shards``      the base class of readers: batches by index, the order
 ``reader``      the part of a reader that the fetcher uses
 ``client``      a process's connections to the fetcher
 ``fetcher``     the process that fetches shards, one per machine
-``plan``        the shards that an order uses next
+``plan``        a plan of the shards that an order uses next
 ``objects``     a store's objects, read with obstore
 ``cache``       `cseq.cached`: a data set with cached samples
 ``entries``     the folder of cached samples: claims, allocation and atomic entries

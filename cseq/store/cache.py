@@ -53,7 +53,7 @@ class CacheStats(NamedTuple):
     made : int
         The number of samples created and stored in the cache.
     others : int
-        The number not stored because the cache was full or another worker was creating them.
+        The number of samples not stored because the cache was full or another worker created them.
     """
 
     samples: int

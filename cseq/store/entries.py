@@ -131,7 +131,7 @@ class Entries(Folder):
         """
         with self._own:
             if number not in self._claimed and self._lock(number, wait=False):
-                # The previous holder of the claim may have kept the entry.
+                # The previous holder of the claim may have written the entry.
                 if not self._starts[number]:
                     self._claimed.add(number)
                     return True

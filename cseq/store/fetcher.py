@@ -59,7 +59,7 @@ class Fetcher:
     running : dict of int to Task
         The fetches in progress, by shard.
     errors : dict of int to Exception
-        The errors of failed fetches, by shard. A fetch is retried when a worker needs the shard.
+        The errors from failed fetches, by shard. A fetch is retried when a worker needs the shard.
     """
 
     def __init__(self, reader: Reader) -> None:

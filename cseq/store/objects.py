@@ -1,7 +1,7 @@
 """Locates and reads objects in an object store.
 
-Objects are read with obstore, which retries failed requests and resumes after connection failures.
-It hangs in a forked process if the parent has used it, so only the fetcher creates a `Remote`.
+Objects are read with obstore, which retries failed requests and resumes broken or stalled reads.
+obstore hangs in a forked process if the parent has used it, so only the fetcher uses `Remote`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The shards that an order uses next."""
+"""A plan of the shards that an order uses next."""
 
 from __future__ import annotations
 

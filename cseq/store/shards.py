@@ -64,7 +64,7 @@ class Shards(Reader):
     urls : str, path, or list of these
         A folder such as ``"s3://bucket/train/"``, a pattern such as
         ``"gs://bucket/train-*.tar"``, or individual objects. Paths and ``s3``, ``gs``, ``az``,
-        ``http``, ``https`` and ``file`` URLs work. HTTP has no listing, so pass all shard URLs.
+        ``http``, ``https`` and ``file`` URLs work. HTTP cannot list files, so pass each shard URL.
     cache : str or path, optional
         A folder on a local disk that keeps shards between runs. By default, shards are kept in
         shared memory (or in a temporary folder if shared memory is smaller than `limit`) until the
@@ -159,7 +159,7 @@ class Shards(Reader):
         """Return one sample from a batch."""
         return batch[number]
 
-    # --
+    # -- access by index
 
     def __len__(self) -> int:
         """Return the number of samples in all shards."""
@@ -176,8 +176,8 @@ class Shards(Reader):
     def order(self, window: int = 4) -> Order:
         """Return an order that mixes samples from a few shards at a time.
 
-        Pass it as ``order=`` to a sequence or as ``sampler=`` to `cseq.DataLoader`. Shards are then
-        fetched before a batch needs them.
+        Pass the order as ``order=`` to a sequence or as ``sampler=`` to `cseq.DataLoader`. Shards
+        are then fetched before a batch needs them.
 
         Parameters
         ----------
