@@ -1,16 +1,16 @@
 """Adapters for other libraries, with one package or module per library.
 
 ``torch``          `DataLoader`: torch's loader with cseq's workers
-``returnn``        `MultiProcDataset`: a RETURNN dataset whose sequences are loaded by workers
+``returnn``        `MultiProcDataset`: a RETURNN dataset that loads its sequences in workers
 ``torchdata``      `MultiProcessingReadingService`: runs DataLoader2's data pipes in workers
 
 ``lightning``      `DataModule`, `SaveState`; `Monitor`, which sends metrics to Lightning's loggers
 ``transformers``   `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor`
 ``keras``          `Batches`, `SaveState`
-``torchtitan``     `TokenDataLoader`: `cseq.tokens` rows for its trainer
+``torchtitan``     `TokenDataLoader`, which feeds `cseq.tokens` rows to torchtitan's trainer
 
-cseq does not import the adapters itself. Without its library, an adapter raises an ImportError with
-install instructions. Inside an adapter, ``import NAME`` imports the library, not the adapter.
+cseq never imports the adapters itself. An adapter whose library is missing raises an ImportError
+with install instructions. Inside an adapter, ``import NAME`` imports the library, not the adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["needs"]
 
 @contextlib.contextmanager
 def needs(library: str, package: str) -> Iterator[None]:
-    """Raise an ImportError with install instructions if the block's library is missing."""
+    """Raise an ImportError with install instructions if `library` is missing in the block."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Keras support: managers and their state in `fit`, with torch's or JAX's backend."""
+"""Keras support for the torch and JAX backends: managers in `fit` and checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Batches", "SaveState"]
 
 
 class Batches(DataAdapter):  # type: ignore[misc]
-    """A started manager in a form that `fit` accepts. `SaveState` sets its epoch.
+    """Adapts a started manager for `fit`. `SaveState` sets the manager's epoch.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        # With None, Keras counts epochs by `steps_per_epoch` and requests no new iterator.
+        # If this is None, Keras ends epochs by `steps_per_epoch` and keeps the same iterator.
         return len(self._manager) if self._manager._sampler.repeat == 1 else None
 
     def get_numpy_iterator(self) -> MSequence[Any]:
@@ -45,17 +45,17 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """Sets a manager's epoch, and saves and loads the model and the manager's state.
+    """Sets a manager's epoch, and saves and restores the model and the manager's state.
 
-    If the folder contains a checkpoint, `fit` resumes with the next batch. A checkpoint is written
-    atomically, even if the script dies during the write.
+    If the folder contains a checkpoint, `fit` resumes with the next batch. Checkpoints are replaced
+    atomically, so a crash during a save keeps the previous one.
 
     Parameters
     ----------
     manager : manager
-        The manager that `fit` trains with.
+        The manager that `fit` trains on.
     folder : str
-        The folder for the checkpoint. It is created if missing.
+        The checkpoint folder. It is created if missing.
     every : int
         The number of batches between checkpoints within an epoch.
     """
@@ -63,7 +63,7 @@ class SaveState(Callback):  # type: ignore[misc]
     def __init__(self, manager: MSequence[Any], folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, integer("every", every)
-        # The weights file that the saved state refers to, which is complete.
+        # The complete weights file to which the saved state refers.
         self._weights: str | None = None
 
     def on_train_begin(self, logs: object = None) -> None:
@@ -78,7 +78,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self.model._initial_epoch = self._manager.epoch
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        # This also undoes the batch that Keras consumes to build the model.
+        # This also restores the batch that Keras consumed to build the model.
         self._manager.set_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.sequence import MSequence
 
     class Loop(Protocol):
-        """The part of Lightning's loops that is used here."""
+        """The subset of Lightning's loop interface used here."""
 
         total_batch_idx: int
         restarted_on_last: bool
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
         def setup_data(self) -> object: ...
 
     class Strategy(Protocol):
-        """The part of a strategy that is used here."""
+        """The subset of Lightning's strategy interface used here."""
 
         def broadcast(self, number: int) -> int: ...
 
     class Logger(Protocol):
-        """The part of a logger that is used here."""
+        """The subset of Lightning's logger interface used here."""
 
         def log_metrics(self, metrics: dict[str, float], step: int) -> object: ...
 
     class Trainer(Protocol):
-        """The part of Lightning's Trainer that is used here."""
+        """The subset of Lightning's Trainer used here."""
 
         strategy: Strategy
         is_last_batch: bool
@@ -68,8 +68,8 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     Parameters
     ----------
     train : callable
-        A function without arguments that returns a manager that has not been started. It is called
-        in each process of the group when training starts. Use ``shard="auto"`` for the manager.
+        A function that takes no arguments and returns an unstarted manager. Each process in the
+        group calls the function when training starts. Create the manager with ``shard="auto"``.
     val, test, predict : callable, optional
         Functions that return the managers for validation, test and prediction.
 
@@ -108,7 +108,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Start a manager, finishing any running one, or return [] if there is no function."""
+        """Start a new manager and finish any running one. Return [] if there is no function."""
         make = self._makers[name]
         if make is None:
             return []
@@ -124,11 +124,11 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """Makes resumes exact in cases where Lightning does not save the state of cseq's DataLoaders.
+    """Makes resumes exact where Lightning itself does not save the state of a cseq DataLoader.
 
-    Validation loaders are seeded from a seed stored in each checkpoint and from the number of
-    training batches so far. A checkpoint taken at the last batch of an epoch stores the training
-    loaders at the start of the next epoch.
+    Validation loaders are seeded from a seed stored in each checkpoint and the number of training
+    batches so far. A checkpoint saved at the last batch of an epoch positions the training loaders
+    at the start of the next epoch.
 
     Examples
     --------
@@ -159,7 +159,7 @@ class SaveState(Callback):  # type: ignore[misc]
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(trainer.current_epoch)
-        # Lightning has already called `iter`. After a validation at the last batch, it does again.
+        # Lightning has already called `iter`. It does so again after validating at the last batch.
         if states and not loop.epoch_loop.restarted_on_last:
             iter(loop._data_fetcher)
         if trainer.val_dataloaders is None:
@@ -170,7 +170,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed_validation(trainer)
 
     def _seed_validation(self, trainer: Trainer) -> None:
-        """Seed the next validation early, since Lightning draws for it before calling a hook."""
+        """Seed the next validation early, because Lightning draws numbers before calling hooks."""
         for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
             if loader.generator is None:
                 loader.generator = torch.Generator()
@@ -179,7 +179,7 @@ class SaveState(Callback):  # type: ignore[misc]
 
 
 def loaders_in(collection: object) -> list[DataLoader[Any]]:
-    """Return cseq's loaders in a Lightning collection."""
+    """Return the cseq loaders in a Lightning collection."""
     loaders: list[object] = CombinedLoader(collection).flattened
     return [loader for loader in loaders if isinstance(loader, DataLoader)]
 
@@ -187,8 +187,8 @@ def loaders_in(collection: object) -> list[DataLoader[Any]]:
 class Monitor(Callback):  # type: ignore[misc]
     """Logs a manager's metrics to the trainer's loggers.
 
-    The metrics are `Stats.as_dict` of the batches since the previous log. Each rank measures its
-    own manager, and Lightning's loggers write only rank 0's metrics.
+    The metrics come from `Stats.as_dict` and cover the batches since the previous log. Each rank
+    measures its own manager, but Lightning's loggers write only rank 0's metrics.
 
     Parameters
     ----------
@@ -210,5 +210,5 @@ class Monitor(Callback):  # type: ignore[misc]
         loop = trainer.fit_loop.epoch_loop
         figures = self._every.at(loop.total_batch_idx + 1)
         for logger in trainer.loggers if figures else ():
-            # Log with the same step as Lightning's callbacks, to align the metrics with the loss.
+            # Use the same step as Lightning's callbacks to align the metrics with the loss.
             logger.log_metrics(figures, step=loop._batches_that_stepped)

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer support: managers as data sets, states, seeds, a monitor."""
+"""Hugging Face Trainer support: manager data sets, exact resumes and a monitor."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.stateful import Stateful
 
     class Args(Protocol):
-        """The part of TrainingArguments that is used here."""
+        """The subset of TrainingArguments used here."""
 
         ignore_data_skip: bool
         seed: int
         data_seed: int | None
 
     class Progress(Protocol):
-        """The part of TrainerState that is used here."""
+        """The subset of TrainerState used here."""
 
         epoch: float | None
         global_step: int
         stateful_callbacks: dict[str, dict[str, dict[str, Any]]]
 
     class Control(Protocol):
-        """The part of TrainerControl that is used here."""
+        """The subset of TrainerControl used here."""
 
         should_log: bool
 
     class Logs(Protocol):
-        """The part of Trainer that is used here."""
+        """The subset of Trainer used here."""
 
         def log(self, figures: dict[str, float]) -> object: ...
 
@@ -60,7 +60,7 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
         return self.train_dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        # A string is the name of one of several data sets.
+        # A string names one of several data sets.
         if isinstance(eval_dataset, str):
             return self.eval_dataset[eval_dataset]
         return self.eval_dataset if eval_dataset is None else eval_dataset
@@ -70,7 +70,7 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
 
 
 class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Stores the state of the training batches in each checkpoint's `trainer_state.json`.
+    """Stores the training loader's state in each checkpoint's `trainer_state.json`.
 
     With this callback, ``trainer.train(resume_from_checkpoint=…)`` continues with the next batch.
     """
@@ -103,11 +103,11 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class SeedEpochs(TrainerCallback):  # type: ignore[misc]
-    """Makes resumes within an epoch exact for samplers other than the Trainer's default.
+    """Makes mid-epoch resumes exact for samplers other than the Trainer's default.
 
-    On a resume, the Trainer draws and skips the keys of batches already used. This callback makes
-    it draw the same keys again. In each epoch, it seeds the generator of the loader, and the
-    sampler's if it has one, from the epoch number and the run's `data_seed` or `seed`.
+    On a resume, the Trainer redraws and skips the keys of batches already used. This callback makes
+    the Trainer redraw the same keys. In each epoch, the callback seeds the loader's generator and
+    the sampler's, if any, from the epoch number and the run's `data_seed` or `seed`.
     """
 
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
@@ -123,7 +123,7 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
             if hasattr(drawing, "generator"):
                 generator = torch.Generator()
                 drawing.generator = generator.manual_seed(seed_from(seed, self._epoch, number))
-        # After skipped batches, accelerate's dispatcher does not pass the epoch to the sampler.
+        # After skipping batches, accelerate's dispatcher does not pass the epoch to the sampler.
         set_epoch: Callable[[int], object] | None = getattr(prepared, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self._epoch)
@@ -131,10 +131,10 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
 
 
 class Monitor(TrainerCallback):  # type: ignore[misc]
-    """Logs a manager's metrics with `Trainer.log`, which forwards them to all of `report_to`.
+    """Logs a manager's metrics with `Trainer.log`, which sends them to every target in `report_to`.
 
-    The metrics are `Stats.as_dict` of the batches since the previous log. Each rank measures its
-    own manager, and the Trainer's integrations write only rank 0's metrics.
+    The metrics come from `Stats.as_dict` and cover the batches since the previous log. Each rank
+    measures its own manager, but the Trainer's integrations write only rank 0's metrics.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
-            # `log` would cancel a pending request to log this step's loss, so restore it.
+            # `log` cancels any pending request to log this step's loss, so restore the request.
             wanted = control.should_log
             self.trainer.log(figures)
             control.should_log = wanted

@@ -1,4 +1,4 @@
-"""Batches from other machines: each thread of a crew calls a Ray actor.
+"""Batches from other machines, made by Ray actors that a crew's threads call.
 
 ``ray``   the public fleet class, its actors, and the threads that call them
 ``wire``  the connection between a thread and an actor

@@ -1,11 +1,11 @@
-"""Fleets of Ray actors, and the crew of threads that request batches.
+"""Fleets of Ray actors, and the thread crew that requests batches.
 
 ::
 
     loop ◄── ring ◄── thread ═══ numbers ══► agent (a Ray process) ──► indexer
                              ◄══ batch ════
 
-A thread requests one batch at a time from one agent over one connection, so answers need no
+Each thread requests one batch at a time from one agent over one connection, so replies need no
 matching, and the connection closes when the agent dies. Ray starts, spreads and restarts agents.
 """
 
@@ -60,19 +60,19 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-    # In a list, since Ray would fetch a bare reference for each call.
+    # Wrap the reference in a list, because Ray would fetch a bare one for each call.
     Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# The limits for agents lost per batch, concurrent Ray calls per agent, and agents contacted at a
-# time. An agent's first batch may take `STARTING` times `timeout`.
+# The limits on agents lost per batch, concurrent Ray calls per agent, and agents contacted at once.
+# An agent's first batch may take `STARTING` times `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
-# Seconds to wait for an agent before trying others, and between two rounds.
+# The seconds to wait for an agent before trying others, and between rounds.
 AGAIN, PAUSE = 0.1, 0.05
-# Seconds until a thread tries its own agent again, and until it logs that no agent is ready.
+# The seconds until a thread retries its own agent, and until it logs that no agent is ready.
 AWAY, SHORT = 2.0, 10.0
-# Exceptions for an agent that is not ready yet, and for a lost agent.
+# The exceptions for an agent that is not ready yet and for a lost agent.
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -85,14 +85,14 @@ INSTALL = (
 
 
 class Raised(NamedTuple):
-    """A packed exception instead of a batch; `is_setup` is True if there is no indexer yet."""
+    """A packed exception sent instead of a batch. `is_setup` is True if no indexer exists yet."""
 
     packed: bytes
     is_setup: bool
 
 
 def versions() -> str:
-    """Return the versions that two processes must share to exchange batches."""
+    """Return the versions that must match for two processes to exchange batches."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
@@ -122,7 +122,7 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Receive the worker, which Ray does not keep for a constructor; return PID and node."""
+        """Receive the worker, which Ray does not keep for a constructor. Return PID and node."""
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "
@@ -180,7 +180,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch; repeat it if it imported a module with a new random generator."""
+        """Make a batch, and make it again if it imported a module with a new random generator."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
             if self._threads is not None and system.OPENMP not in own:
@@ -202,28 +202,28 @@ class Agent:
 
 
 class RayFleet:
-    """Worker processes on the nodes of a Ray cluster: actors that make batches.
+    """Worker processes (Ray actors) that make batches on a Ray cluster's nodes.
 
-    Pass a fleet to `RaySequence` instead of `worker`. Several ranks, and several sequences with
-    different seeds and batch sizes, can share a fleet concurrently: a pickled fleet (an argument of
-    a Ray task or a `TorchTrainer`) refers to the same actors. The constructor starts the actors
-    without waiting for them. If Ray is not connected yet, it calls ``ray.init()`` first.
+    Pass a fleet to `RaySequence` instead of `worker`. Multiple ranks, and sequences with different
+    seeds and batch sizes, can share a fleet concurrently. A pickled fleet (for a Ray task or a
+    `TorchTrainer`) refers to the same actors. The constructor starts the actors without waiting for
+    them. If Ray is not connected yet, the constructor calls ``ray.init()`` first.
 
     Parameters
     ----------
     worker : object
-        As in `MSequence`, built once in each actor. Its arrays are stored once per node and are
+        As in `MSequence`, but built once in each actor. Arrays are stored once per node and are
         read-only.
     nodes, num_workers : int, optional
         Ray spreads `nodes` times `num_workers` worker processes. The defaults are the number of
-        nodes with enough CPUs when the fleet starts, and the maximum number of workers per node.
+        nodes with enough CPUs at startup and the maximum number of workers per node.
     num_cpus : float
         The number of CPUs for each worker process.
     timeout : float, optional
-        The time limit for a batch in seconds; ten times as long for an actor's first batch. If a
-        batch takes longer, Ray restarts the actor, and another actor makes the batch.
+        The time limit for a batch in seconds. An actor's first batch may take ten times as long. If
+        a batch exceeds the limit, Ray restarts the actor, and another actor makes the batch.
     threads : int or None
-        Library threads in each worker process, or None for Ray's setting of one per CPU.
+        The number of library threads per worker process, or None for Ray's setting (one per CPU).
     seed_globals : bool
         As in `MSequence`.
     **options
@@ -233,14 +233,14 @@ class RayFleet:
     Attributes
     ----------
     handles : list
-        The actors. Empty after the fleet is closed.
+        The actors. The list is empty after the fleet is closed.
 
     Raises
     ------
     TypeError
-        The worker cannot be pickled, or another argument has the wrong type.
+        If the worker cannot be pickled, or another argument has the wrong type.
     ValueError
-        An argument is invalid, or no node has enough CPUs and `nodes` or `num_workers` is None.
+        If an argument is invalid, or no node has enough CPUs and `nodes` or `num_workers` is None.
     """
 
     is_own = False
@@ -282,7 +282,7 @@ class RayFleet:
 
     @property
     def worker(self) -> Any:
-        """The user's object that makes an indexer, or a copy in an unpickled fleet."""
+        """The user's object that makes an indexer, or a copy of it in an unpickled fleet."""
         if self._worker is None:
             self._worker = unpickled(self._payload)
         return self._worker
@@ -323,7 +323,7 @@ class Caller:
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
-        # The thread's own and current agents. With RAY_USE_TLS, there is no connection.
+        # The thread's own agent and the agent in use. With RAY_USE_TLS, there is no connection.
         self._own_agent = self._agent = worker % len(crew.handles)
         self._connection: Connection | None = None
         self._until = 0.0
@@ -362,7 +362,7 @@ class Caller:
         raise died if crew.on_error == "skip" else crew.failed(died)
 
     def _open(self, *, is_lost: bool) -> None:
-        """Connect to this thread's own agent, or to another agent while it is unavailable."""
+        """Connect to this thread's own agent, or to another one while its own is unavailable."""
         if time.monotonic() < self._until:
             return
         crew, due = self._crew, time.monotonic() + SHORT
@@ -419,7 +419,7 @@ class Caller:
         self._until = math.inf if k == self._own_agent else time.monotonic() + AWAY
 
     def _make(self, *request: Any) -> Message:
-        """Request a batch from the agent; raise one of `LOST` if the agent is lost."""
+        """Request a batch from the agent. Raise one of `LOST` if the agent is lost."""
         crew, agent = self._crew, self._connection
         handle, limit = crew.handles[self._agent], crew.fleet.timeout
         if agent is None:
@@ -435,14 +435,14 @@ class Caller:
         return agent.receive(crew.take_memory)
 
     def close(self) -> None:
-        """Close the connection; a call that waits for an answer raises."""
+        """Close the connection. A call that is waiting for a reply raises."""
         self._until = 0.0
         if self._connection is not None:
             self._connection.close()
 
 
 def of_fleet(job: Job) -> Job:
-    """Return a job with one thread per agent of its fleet; create the fleet if it has none."""
+    """Return a job with one thread per agent in its fleet, creating the fleet if necessary."""
     fleet, options = job.fleet, job.options
     if fleet is None:
         own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
@@ -488,7 +488,7 @@ class FleetCrew(ThreadCrew):
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Raise an error in the training loop, because no other agent could avoid it."""
+        """Raise an error in the training loop, because no other agent could avoid the error."""
         self._group.fail(error)
         return error
 

@@ -1,6 +1,6 @@
-"""The connection between a trainer and an agent, for requests and answers.
+"""The connection between a trainer and an agent, for requests and replies.
 
-Both ends first prove that they have the connection's key, because both unpickle messages.
+Both ends unpickle messages, so each must first prove that it has the connection's key.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cseq._memory import Block, Loan, Memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    # A pickle, and the buffers that it refers to.
+    # A pickle and the buffers to which it refers.
     Message: TypeAlias = tuple[bytes, list[Any]]
 
 __all__ = ["Buffers", "Connection"]
@@ -31,7 +31,7 @@ ALIGN = 64
 SMALL = 1 << 17
 # Blocks of at least this many bytes are reused.
 LARGE = 1 << 20
-# A machine counts as lost if it neither answers nor accepts data for 25 s.
+# A machine is considered lost if it neither responds nor accepts data for 25 s.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
@@ -42,7 +42,7 @@ class Buffers:
         self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
-        """Return `size` bytes. Blocks never outnumber the maximum in use at one time."""
+        """Return `size` bytes. There are never more blocks than were in use at the same time."""
         if size < LARGE:
             return Block(size)
         block = None
@@ -76,7 +76,7 @@ class Connection:
             deadline.cancel()
 
     def _prove(self, key: bytes, *, is_agent: bool) -> None:
-        """Prove that this end has the key, and make the other end prove it."""
+        """Prove that this end has the key, and require the same proof from the other end."""
         proofs = [connection.deliver_challenge, connection.answer_challenge]
         with connection.Connection(self._raw.dup().detach()) as copy:
             try:
@@ -95,12 +95,12 @@ class Connection:
         self._out.flush()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait at most `seconds`; return True if a message or the end of the stream arrived."""
+        """Wait up to `seconds`. Return True if a message or the end of the stream has arrived."""
         self._raw.settimeout(seconds)
         return bool(connection.wait([self._raw], seconds))
 
     def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
-        """Receive a message, with its buffers in memory from `allocate`."""
+        """Receive a message and place its buffers in memory from `allocate`."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size))
         head: tuple[bytes, list[int]] = pickle.loads(self._read(size))
         data, sizes = head
@@ -119,7 +119,7 @@ class Connection:
         return data
 
     def close(self) -> None:
-        """Close the connection; calls that wait in other threads raise."""
+        """Close the connection. Calls that are waiting in other threads raise."""
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):

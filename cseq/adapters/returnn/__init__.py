@@ -1,8 +1,8 @@
 """RETURNN's `MultiProcDataset` with sequences loaded by cseq's worker processes.
 
-It wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset configuration, and each worker
-process creates its own copy of that dataset. Worker 0 returns the order of an epoch's sequences.
-Each worker prefetches its share of the sequences, and they arrive in that order.
+The class wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset configuration. Each
+worker process creates its own copy of the dataset. Worker 0 returns the sequence order for each
+epoch. Each worker prefetches its share of the sequences, which are delivered in this order.
 
 ::
 
@@ -15,7 +15,7 @@ Each worker prefetches its share of the sequences, and they arrive in that order
     worker N-1: …               ──┘
 
 With ``sharding_method='dedicated'``, no order is requested. Each worker's dataset is one of N
-shards, and exhausted workers are skipped in the round robin.
+shards, and the round robin skips exhausted workers.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ __all__ = ["MultiProcDataset", "install"]
 
 SHARDING_METHODS = ("seq_order", "dedicated")
 
-# `install` itself once it has been called, for the workers to call as well.
+# The `install` function once it has been called. The workers then call it as well.
 _installed: Callable[[], None] | None = None
 
 
 def install() -> None:
     """Register this class as RETURNN's ``"MultiProcDataset"``.
 
-    Call it before the first dataset is created. It takes effect in this process, until the process
-    exits, and in the workers of this module's datasets. Other processes that RETURNN starts receive
-    datasets as objects that keep their class.
+    Call this before the first dataset is created. The registration applies to this process until it
+    exits, and to the workers of this module's datasets. Other processes that RETURNN starts receive
+    pickled datasets, which keep their class.
     """
     global _installed
     from returnn.datasets import multi_proc
 
     multi_proc.MultiProcDataset = MultiProcDataset
-    # RETURNN fills this cache at the first lookup. Until then, the line above suffices.
+    # RETURNN fills this cache on the first lookup. Before that, the line above suffices.
     if basic._dataset_classes:
         basic._dataset_classes["MultiProcDataset"] = MultiProcDataset
     _installed = install
@@ -82,7 +82,7 @@ def install() -> None:
 class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     """A dataset whose sequences are loaded by worker processes.
 
-    Replaces ``returnn.datasets.multi_proc.MultiProcDataset`` with the same arguments and order.
+    Replaces ``returnn.datasets.multi_proc.MultiProcDataset``, with the same arguments and order.
 
     Parameters
     ----------
@@ -92,20 +92,20 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     buffer_size : int
         The number of sequences that each worker prefetches.
     sharding_method : {'seq_order', 'dedicated'}
-        'seq_order' keeps the order of the wrapped dataset for any number of workers. The dataset
-        must support `get_current_seq_order`. 'dedicated' makes each worker's dataset one of
+        'seq_order' keeps the wrapped dataset's order for any number of workers. The dataset must
+        support `get_current_seq_order`. With 'dedicated', each worker's dataset is one of
         `num_workers` shards, whose sizes may differ or be unknown. The sequences are the same, but
         their order depends on the number of workers.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        The start method of the workers. The default is cseq's default on this system.
+        The start method for the workers. The default is cseq's default on this system.
     max_restarts : int
-        The maximum number of dead workers replaced per epoch before `cseq.WorkerDied` is raised.
+        The maximum number of dead workers to replace per epoch before raising `cseq.WorkerDied`.
     timeout : float or None
-        The time limit in seconds for a sequence, an answer, or creating the dataset.
+        The time limit in seconds for loading a sequence, answering a query or creating the dataset.
     on_timeout : {'raise', 'restart'}
-        Raise `cseq.WorkerTimeout`, or replace the worker and try again.
+        Whether to raise `cseq.WorkerTimeout` or to replace the worker and try again.
     **kwargs
-        Arguments of any dataset (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
+        General dataset arguments (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
         passed to `dataset`, whose own entries take precedence.
 
     Raises
@@ -117,16 +117,16 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     Notes
     -----
-    Workers start on first use. An exception raised by the wrapped dataset in a worker is re-raised
-    here with its type and the worker's traceback. A dead worker is replaced, and the sequences it
-    had prefetched are loaded again.
+    Workers start on first use. If the wrapped dataset raises an exception in a worker, the
+    exception is re-raised here with the same type and the worker's traceback. A dead worker is
+    replaced, and the sequences it had prefetched are loaded again.
 
     In a worker, the global generators of Python, NumPy and torch are seeded for each sequence from
     `random_seed_offset`, the epoch and the sequence's position in the epoch. Augmentation that uses
-    them therefore differs between sequences and, with 'seq_order', is the same for any number of
-    workers. The ``rng`` of a `PostprocessingDataset` is seeded the same way.
+    these generators therefore differs between sequences and, with 'seq_order', is the same for any
+    number of workers. A `PostprocessingDataset`'s ``rng`` is seeded the same way.
 
-    An exception in `load_seqs` ends the epoch, whether from a sequence or a signal handler.
+    Any exception in `load_seqs` ends the epoch, whether a sequence or a signal handler raised it.
     """
 
     num_inputs: Any
@@ -168,11 +168,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._max_restarts = max_restarts
         self._timeout = timeout
         self._on_timeout = on_timeout
-        # The cached answers of the wrapped dataset.
+        # The wrapped dataset's cached answers.
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
-        # The number and arguments of the last `init_seq_order`, and its order once known.
+        # The number and arguments of the last `init_seq_order` call, and its order if known.
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
@@ -180,7 +180,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # The maximum `complete_frac` so far, and the number of frames so far by data key.
+        # The largest `complete_frac` so far, and the frame count so far for each data key.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -193,7 +193,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy receives all arguments of `Dataset`, even defaults, and must not pass them on.
+        # The copy receives all `Dataset` arguments, even defaults, and must not pass them on.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
@@ -230,8 +230,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def get_total_num_seqs(self, *, fast: bool = False) -> int:
         """Return the total number of sequences in all parts of the epoch.
 
-        Raises NotImplementedError if the wrapped dataset does not know the number. With `fast`, no
-        worker is started for the answer.
+        Raises NotImplementedError if the wrapped dataset cannot provide the number. With `fast`,
+        this never starts a worker.
         """
         if fast and "get_total_num_seqs" not in self._meta and not self._is_running():
             raise NotImplementedError(f"{self}: no worker is running that could be asked")
@@ -261,7 +261,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return int(super().get_corpus_seq_idx(seq_idx))
 
     def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
-        """Make this dataset a single shard from the next `init_seq_order` on."""
+        """Make this dataset a single shard, starting with the next `init_seq_order` call."""
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
@@ -299,7 +299,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             raise
 
     def close(self) -> None:
-        """Stop the workers without waiting for garbage collection. A later use starts new ones."""
+        """Stop the workers without waiting for garbage collection. The next use restarts them."""
         streams, self._streams = self._streams, None
         self._is_under_way, self._items = False, iter(())
         # In a forked process, `close` does nothing.
@@ -307,7 +307,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             streams.close()
 
     def stats(self) -> Stats | None:
-        """Return counts and times since the workers started, or None without workers."""
+        """Return counts and times since the workers started, or None if there are no workers."""
         return self._streams.stats() if self._streams is not None else None
 
     @property
@@ -323,18 +323,18 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_list: list[str] | None = None,
         seq_order: Sequence[int] | None = None,
     ) -> bool:
-        """Start an epoch and begin to prefetch sequences.
+        """Start an epoch and begin prefetching its sequences.
 
         Parameters
         ----------
         epoch : int or None
-            The epoch number, starting at 1. With None and no order, no epoch is started.
+            The epoch number, starting at 1. If None and no order is passed, no epoch is started.
         seq_list : list of str, optional
             The tags of the sequences to load, in order.
         seq_order : sequence of int, optional
             The corpus indices of the sequences to load, in order.
         """
-        # Reset this first: if this method is interrupted, no epoch is running.
+        # Reset this first, so that no epoch is running if this method is interrupted.
         self._is_under_way = False
         self._taken, self._complete, self._frames = 0, 0.0, {}
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
@@ -360,9 +360,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return True
 
     def get_current_seq_order(self) -> Sequence[int]:
-        """Return the order of the last epoch that `init_seq_order` started, even after its end.
+        """Return the order of the epoch that `init_seq_order` last started, even if it has ended.
 
-        Raises NotImplementedError if the wrapped dataset does not know the order.
+        Raises NotImplementedError if the wrapped dataset cannot provide the order.
         """
         if self._asked is None:
             return []
@@ -371,7 +371,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._order
 
     def _ask_order(self) -> Sequence[int]:
-        """Request the order of all sequences from worker 0, or of each shard from its worker."""
+        """Request the full order from worker 0, or each shard's order from its worker."""
         with self._guarded() as streams:
             if self._sharding_method == "seq_order":
                 order: Sequence[int] = streams.ask("order", self._asked, worker=0)
@@ -384,7 +384,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return [index for turn in rounds for index in turn if index is not None]
 
     def finish_epoch(self, *, free_resources: bool = False) -> None:
-        """Finish the epoch. With `free_resources`, workers drop their datasets until the next."""
+        """Finish the epoch. If `free_resources`, workers drop their datasets until the next one."""
         super().finish_epoch(free_resources=free_resources)
         self._is_under_way = False
         if self._is_running():
@@ -395,7 +395,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- sequences ------------------------------------------------------------------------------
 
     def is_less_than_num_seqs(self, n: int) -> bool:
-        """Return True if sequence `n` exists, loading up to it if the length is unknown."""
+        """Return True if sequence `n` exists, loading up to `n` if the length is unknown."""
         if n < self.expected_load_seq_start:
             return True
         if self.epoch is None:
@@ -413,7 +413,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        # Any exception ends the epoch, even one from a signal handler.
+        # Any exception ends the epoch, even one raised by a signal handler.
         self._is_under_way = False
         try:
             while self._taken < (end if self._num_seqs is None else min(end, self._num_seqs)):
@@ -447,6 +447,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._num_seqs = self._taken
 
     def get_num_timesteps(self) -> Any:
-        """Return the number of frames by data key. Call it after the last sequence."""
+        """Return the number of frames per data key. Call this after the last sequence."""
         assert self.reached_final_seq
         return NumbersDict(self._frames)

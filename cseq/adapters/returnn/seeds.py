@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cseq.indexing.context import BatchContext
 
     class Dataset(Protocol):
-        """The part of RETURNN's dataset interface that is used here."""
+        """The subset of RETURNN's dataset interface used here."""
 
         num_seqs: int
         added_data: list[object]
@@ -45,9 +45,9 @@ __all__ = ["SequenceSeeds"]
 
 
 class SequenceSeeds:
-    """Seeds the generators that augmentation draws from, for each sequence.
+    """Reseeds the generators used by augmentation for each sequence.
 
-    RETURNN seeds them at most once per epoch, with the same seed in every worker.
+    RETURNN itself seeds them at most once per epoch, with the same seed in every worker.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
@@ -77,7 +77,7 @@ class SequenceSeeds:
         self._batch_context.clear_ticket()
 
     def seed(self, number: int, position: int) -> None:
-        """Seed all generators for the worker's sequence `number` at a position in the epoch."""
+        """Seed all generators for this worker's sequence `number`, at `position` in the epoch."""
         self._batch_context.set_ticket(Numbers(self._key, self._epoch, number, position))
         self._seeds.seed(self._key, position)
         if self.passed:

@@ -36,9 +36,9 @@ __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 class OrderRequest(NamedTuple):
-    """A worker's assignment in an epoch: the arguments of `init_seq_order` call `serial`.
+    """A worker's assignment for an epoch: the arguments of `init_seq_order` call number `serial`.
 
-    The shards divide the whole dataset, before each is divided among the workers.
+    The dataset is divided into the shards before each shard is divided among the workers.
     """
 
     serial: int
@@ -50,10 +50,10 @@ class OrderRequest(NamedTuple):
 
 
 class _Configuration:
-    """An object that restores RETURNN's global configuration when it is unpickled.
+    """Restores RETURNN's global configuration when it is unpickled.
 
     The configuration's classes and functions live in ``__returnn_config__``, a module without a
-    file. A worker can import this module only after the configuration has been unpickled.
+    file. A worker can import that module only after unpickling the configuration.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -69,7 +69,7 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """The producer of one of `num_workers` workers, which holds a dataset and a position."""
+    """A producer for one of `num_workers` workers. It holds the worker's dataset and position."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class SequenceProducer:
         self._dedicated = sharding_method == "dedicated"
         self._number = number
         self._num_workers = num_workers
-        # Created on first use, and again after `finish` has freed it.
+        # The dataset is created on first use and recreated after `finish` frees it.
         self._dataset: Any = None
         # The serial number of the prepared request, and the data keys in this epoch.
         self._serial: int | None = None
@@ -132,7 +132,7 @@ class SequenceProducer:
     # -- requests from the trainer --------------------------------------------------------------
 
     def answer(self, question: str) -> object:
-        """Return a property of the dataset, or a NotImplementedError if the dataset lacks it."""
+        """Return a dataset property, or a NotImplementedError if the property is missing."""
         dataset = self._made()
         try:
             if question == "data_dtypes":
@@ -144,7 +144,7 @@ class SequenceProducer:
         return answer if answer is None or isinstance(answer, (int, float, dict)) else list(answer)
 
     def order(self, request: OrderRequest) -> Sequence[int] | NotImplementedError:
-        """Return the order of an epoch's sequences, for this worker's shard if 'dedicated'."""
+        """Return the sequence order for an epoch, or for this worker's shard if 'dedicated'."""
         prepared = self._dataset is not None and self._serial == request.serial
         dataset = self._made() if self._dedicated and prepared else self._prepare(request)
         try:
@@ -181,10 +181,10 @@ class SequenceProducer:
             return None
 
     def items(self, start: int) -> Iterator[Loaded]:
-        """Load and yield the sequences from number `start` on.
+        """Load and yield the sequences, starting with number `start`.
 
-        A dataset that knows its length can start at any sequence. Datasets of unknown length and
-        every `PostprocessingDataset` load the sequences before `start` as well.
+        A dataset of known length can start at any sequence. Datasets of unknown length and every
+        `PostprocessingDataset` must also load the sequences before `start`.
         """
         length = self._length(self._dataset)
         number = 0 if length is None or self._seeds.passed else start
@@ -213,9 +213,9 @@ class SequenceProducer:
         return bool(dataset.is_less_than_num_seqs(number))
 
     def _position(self, number: int, *, known: bool) -> int:
-        """Return a number that identifies a sequence in the epoch, independent of its worker.
+        """Return a number that identifies a sequence in the epoch, whichever worker loads it.
 
-        The number is the position in the epoch if that is independent of the number of workers,
+        This is the position in the epoch if the number of workers does not affect that position,
         otherwise the corpus index if there is one.
         """
         num_shards, shard_index = self._shards
@@ -228,7 +228,7 @@ class SequenceProducer:
     def _loaded(self, number: int) -> Loaded:
         dataset: Dataset = self._dataset
         fraction = dataset.get_complete_frac(number, allow_only_lr_suitable=True)
-        # Some datasets know their keys only after loading a sequence.
+        # Some datasets can list their keys only after loading a sequence.
         if self._keys is None:
             self._keys = list(dataset.get_data_keys())
         data = {key: dataset.get_data(number, key) for key in self._keys}
@@ -236,5 +236,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return an error reduced to its text, to be sent to the trainer."""
+    """Reduce an error to its text so that it can be sent to the trainer."""
     return type(error)(*map(str, error.args))

@@ -38,14 +38,14 @@ class BatchSampler:
     Parameters
     ----------
     order : Order
-        The order. It must cover as many samples as the data set has.
+        The order, which must cover exactly the number of samples in the data set.
     batch_size : int
         The number of units per batch on each rank.
     seed : int, optional
-        A seed in [0, 2**64), the same on all ranks. The default is torch's initial seed or the
-        seed of a loaded state. With a process group, it is the value from rank 0.
+        A seed in [0, 2**64), the same on all ranks. The default is torch's initial seed or the seed
+        of a loaded state. With a process group, rank 0's value is used.
     drop_last : bool
-        Drop the last batch if it is short.
+        If True, a short last batch is dropped.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         This rank's part of every global batch; see `cseq.MSequence`. The default is the whole
         batch, even with multiple ranks, because some frameworks divide the batches themselves.
@@ -73,8 +73,8 @@ class BatchSampler:
             raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
-        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: the seed was drawn, or
-        # None if it has yet to be drawn. `_is_agreed`: the seed is known to match rank 0.
+        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: the seed was drawn (None
+        # if it has yet to be drawn). `_is_agreed`: the seed is known to match rank 0's.
         self._takes_any = seed is None
         self._is_drawn = None if seed is None else False
         self._is_agreed = False
@@ -91,8 +91,8 @@ class BatchSampler:
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        # Pairs of an epoch and the number of samples consumed: where the next `iter` starts, and
-        # the position after the latest batch (None once its epoch is over).
+        # Both are (epoch, number of consumed samples). `_next` is the start of the next `iter`.
+        # `_now` is the position after the latest batch, or None once that batch's epoch is over.
         self._next = 0, 0
         self._now: tuple[int, int] | None = None
 
@@ -103,7 +103,7 @@ class BatchSampler:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples per batch, or None if it varies. Frameworks read it."""
+        """The number of samples per batch, or None if the number varies. Frameworks read this."""
         order = self._sampler.order
         return None if order.is_batch or order.room > 1 else self._sampler.batch_size
 
@@ -118,7 +118,7 @@ class BatchSampler:
             self._next = epoch, 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Start the next epoch, or resume the one whose state was loaded."""
+        """Start the next epoch, or resume from a loaded state."""
         shard = self._settle()
         if self._is_drawn is not False:
             shard.check_drawn(self._sampler.order)
@@ -130,7 +130,7 @@ class BatchSampler:
         """Yield the batches and track the position for `state_dict`."""
         sampler, epoch, consumed = self._sampler, begun[0], source.consumed
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        # `__iter__` cannot advance the epoch: torch calls it more than once per epoch.
+        # `__iter__` cannot advance the epoch, because torch calls it more than once per epoch.
         if self._next == begun:
             self._next = epoch + 1, 0
         for batch in range(len(source)):
@@ -146,7 +146,7 @@ class BatchSampler:
         return self._shard
 
     def _agree(self) -> None:
-        """Draw a seed and adopt rank 0's, or check a given seed if ranks divide the batches."""
+        """Draw a seed and adopt rank 0's, or check the given seed if ranks divide the batches."""
         divider = ranks.divider(self)
         is_drawn, is_divided = self._is_drawn is None, divider not in (None, self)
         if self._is_agreed or not (is_drawn or is_divided):
@@ -180,7 +180,7 @@ class BatchSampler:
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the state `batches` batches after `state`, in the same epoch."""
+        """Return the state that follows `state` by `batches` batches in the same epoch."""
         sampler, consumed = self._sampler, state["consumed"]
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
         consumed = min(consumed + batches * stride, end)

@@ -1,9 +1,9 @@
 """Collates tensors and arrays directly into the batch's slot.
 
 In a worker, torch's default_collate allocates a new shared-memory file for each stacked tensor.
-Here it stacks into the batch's existing slot instead. default_collate's map of functions by type is
-patched for this, so custom collate functions that call default_collate also benefit. `collating`
-covers custom functions that call `torch.stack` or `torch.cat`.
+Here, default_collate stacks into the batch's existing slot instead. This is done by patching its
+map from types to functions, so custom collate functions that call default_collate also benefit.
+`collating` covers custom functions that call `torch.stack` or `torch.cat`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# The size in bytes from which a copy costs more than watching a collate function's calls. If
-# watching gains nothing, one batch out of EVERY is watched.
+# From WATCHED bytes up, a copy costs more than watching a collate function's calls. While watching
+# gains nothing, only one batch in EVERY is watched.
 WATCHED, EVERY = 1 << 20, 32
 
 
@@ -42,7 +42,7 @@ def stack_in_slots(*, tensors: bool = True) -> None:
 
 
 def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack tensors like torch's function, and leave all errors for that function to raise."""
+    """Stack tensors as torch's function does, and let torch's function raise all errors."""
     first = batch[0]
     plain = type(first) is torch.Tensor and is_plain(first)
     if plain and first.nbytes * len(batch) >= IN_PLACE:
@@ -56,7 +56,7 @@ def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None)
 
 
 def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack the arrays of a worker's batch, and fall back to torch's function otherwise."""
+    """Stack matching arrays in a worker; otherwise, fall back to torch's function."""
     first = batch[0]
     dtype, shape = first.dtype, first.shape
     is_ours = context.here.batch_context is not None and dtype.kind in "biufc" and dtype.isnative
@@ -73,7 +73,7 @@ def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> 
 
 
 def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Wrap a collate function to write large `torch.stack` and `torch.cat` results in the slot."""
+    """Wrap a collate function so that large `torch.stack` and `torch.cat` calls use the slot."""
     return function if function in (default_collate, default_convert) else _Collating(function)
 
 
@@ -81,8 +81,8 @@ class _Collating:
     """A wrapper around the user's collate function.
 
     Unlike numpy's allocator, torch's cannot be replaced, so the function's torch calls are
-    intercepted, at a few microseconds per call. Every batch is watched while tensors land in the
-    slot; otherwise only one in `EVERY` is.
+    intercepted. This costs a few microseconds per call. Every batch is watched while tensors land
+    in the slot, otherwise only one batch in `EVERY`.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
@@ -102,7 +102,7 @@ class _Collating:
 
 
 class _Watch(TorchFunctionMode):
-    """Redirects `stack` and `cat` of large tensors along the first dimension to the slot."""
+    """Directs the results of large `stack` and `cat` calls along dimension 0 to the slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
-    """Return the shape of the result if the tensors match and are large, otherwise None."""
+    """Return the result's shape if the tensors match and are large enough, otherwise None."""
     if type(tensors) not in (list, tuple) or not tensors:
         return None
     if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):

@@ -32,7 +32,7 @@ UNUSABLE = (
     "at the first batch, since %s; load_state_dict({}) drops the state"
 )
 
-# The number of iterators by loader class and fallback reason (None if the iterator is cseq's).
+# The iterator count for each loader class and fallback reason (None for cseq's iterator).
 made: Counter[tuple[str, str | None]] = Counter()
 
 
@@ -43,7 +43,7 @@ def note(loader: DataLoader[Any], reason: str | None) -> None:
 
 
 def lines() -> Iterator[str]:
-    """Yield a line per loader class: whether its iterators were cseq's, and if not, why."""
+    """Yield a line for each loader class and reason, saying whether cseq's iterator was used."""
     for (loader, reason), count in made.items():
         number = "1 iterator" if count == 1 else f"{count} iterators"
         whose = "cseq's" if reason is None else f"torch's own, since {reason}"
@@ -51,9 +51,9 @@ def lines() -> Iterator[str]:
 
 
 def _can_torch(loader: data.DataLoader[Any]) -> bool:
-    """Check whether multiprocessing's pickler can send what cseq's pickler cannot.
+    """Check whether multiprocessing's pickler can pickle a loader that cseq's pickler cannot.
 
-    A library may have registered reducers for its objects there.
+    A library may have registered reducers with multiprocessing.
     """
     # On Windows, the pickler needs the child process.
     if os.name == "nt":
@@ -71,7 +71,7 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 def method_of(loader: data.DataLoader[Any], default: str) -> str:
     """Return the loader's own worker method, or `default` if the loader allows it.
 
-    Threads share the data set, so an IterableDataset never gets them by default.
+    Threads share the data set, so an IterableDataset never uses threads by default.
     """
     first = VALUES["worker_method"][0]
     given: str = getattr(loader, "worker_method", None) or first
@@ -88,13 +88,13 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
         value = getattr(loader, name, inspect.Parameter.empty)
         if value is not default and value != default:
             return f"cseq does not know what its {name}={value!r} is"
-    # Datapipes take part in how torch starts processes.
+    # torch gives datapipes special treatment when it starts processes.
     if isinstance(loader.dataset, names.DATAPIPES):
         return "its data set is a datapipe"
     if loader.num_workers == 0 or worker_method == "thread":
         return None
     chosen = loader.multiprocessing_context
-    # A custom context may start processes in its own way.
+    # A custom context may start processes differently.
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
         return f"its multiprocessing_context is {chosen!r}"
     method = start_method_of(loader)
@@ -104,7 +104,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
 
 
 def tell_lost(loader: DataLoader[Any]) -> None:
-    """Warn once about the options lost when a framework rebuilds this as torch's DataLoader."""
+    """Warn once about options lost when a framework rebuilds a loader as torch's DataLoader."""
     is_installed = data.DataLoader._get_iterator.__module__ != data.DataLoader.__module__
     lost = [] if is_installed else ["cseq's workers"]
     remedy = [] if is_installed else ["call cseq.adapters.torch.install()"]
@@ -138,22 +138,22 @@ def make_iterator(
     options: Options,
     resume: dict[str, Any] | None = None,
 ) -> object:
-    """Create cseq's iterator, or torch's own with `otherwise` if that is not possible.
+    """Create cseq's iterator if possible, otherwise call `otherwise` to create torch's own.
 
-    Stores the iterator's `LoaderProgress` and the reason for a fallback on the loader. A fallback
-    is logged once per loader, along with the options (`rng`, `on_error`) that it ignores.
+    The loader stores the iterator's `LoaderProgress` and the reason for any fallback. A fallback is
+    logged once per loader, along with the options (`rng`, `on_error`) that torch ignores.
 
     Raises
     ------
     ValueError
-        If a state was loaded, because torch's own iterator cannot use one.
+        If a state was loaded but torch's own iterator, which cannot use a state, is needed.
     """
     iterator: Any = None
     options = options._replace(worker_method=method_of(loader, options.worker_method))
     has_processes = loader.num_workers > 0 and options.worker_method != "thread"
     reason = reason_against(loader, options.worker_method)
     if reason is None:
-        # Imported lazily: this loads the engine.
+        # Import this lazily, because it loads the engine.
         from cseq.adapters.torch.iterator import LoaderIterator
 
         if has_processes:
@@ -168,13 +168,13 @@ def make_iterator(
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise
-            # Creating the iterator may have drawn from these generators.
+            # The failed attempt may have drawn from these generators.
             set_sources(before[0])
             chosen.set_state(before[1])
     if reason is not None:
         if resume is not None:
             raise ValueError(UNUSABLE % reason)
-        # If torch itself is the reason, it applies to every loader: warn only once.
+        # If torch itself is the reason, every loader is affected, so warn only once.
         warned = data.DataLoader if reason is names.REASON else loader
         if warned not in _warned:
             _warned.add(warned)

@@ -16,13 +16,13 @@ warn = functools.cache(log.warning)
 def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     """Check a finished epoch for likely mistakes.
 
-    `sampler` is the source of the epoch's keys. `counts` holds the number of batches from each
-    worker for an IterableDataset, otherwise the total number of batches.
+    `sampler` is the source of the epoch's keys. `counts` holds each worker's batch count for an
+    IterableDataset, otherwise the total batch count.
     """
     size = getattr(sampler, "batch_size", None)
     drops = bool(getattr(sampler, "drop_last", False))
     name = type(dataset).__name__
-    # A cseq order already warns about this.
+    # cseq orders issue their own warning about this.
     if drops and not any(counts) and not hasattr(sampler, "state_after"):
         warn(
             f"an epoch of dataset={name} has no batch: with drop_last=True, there are fewer "

@@ -40,40 +40,40 @@ INTERRUPTED = (
     "this iterator's epoch is over: its workers were closed, or they belong to the process that "
     "forked this one; call iter() of the DataLoader again"
 )
-# A placeholder for the exception of a batch that is skipped.
+# A placeholder for a skipped batch's exception.
 LEFT_OUT = Exception()
 
 
 class LoaderTimeout(WorkerTimeout, RuntimeError):
-    """Raised if no batch arrives within `timeout`. The message shows where the worker is.
+    """Raised if no batch arrives within `timeout`. The message shows where the worker is stuck.
 
-    The iterator stays usable, and the batch arrives later in its usual position.
+    The iterator remains usable, and the late batch keeps its position in the order.
     """
 
 
 class LoaderIterator(names.Workers):
-    """An iterator over the batches of a loader.
+    """An iterator over a loader's batches.
 
-    It derives from torch's multiprocessing iterator and provides the attributes and methods that
-    other libraries use. cseq handles all batch transport.
+    The class derives from torch's multiprocessing iterator and provides the attributes and methods
+    that other libraries use. cseq handles all batch transport.
 
     Parameters
     ----------
     loader : torch.utils.data.DataLoader
     options : Options
     resume : dict, optional
-        The position at which the epoch continues; see `state.resumed`.
+        The position from which the epoch continues; see `state.resumed`.
 
     Attributes
     ----------
     progress : LoaderProgress
-        The position in the epoch. Persistent workers keep the same object in all epochs.
+        The position in the epoch. With persistent workers, all epochs share this object.
     """
 
     _num_yielded: int
     _base_seed: Any
     _sampler_iter: Any
-    # The id of the thread inside `__next__`, or 0.
+    # The ID of the thread that is inside `__next__`, or 0.
     _taker = 0
     _shutdown = True
 
@@ -97,7 +97,7 @@ class LoaderIterator(names.Workers):
             self._check_threads(type(loader.dataset).__name__)
         keys = Keys(loader, keeps_state=self._keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, keys, rng=options.rng)
-        # A resumed epoch has already drawn its seed, so the trainer's generator is restored below.
+        # The resumed epoch's seed was already drawn, so restore the trainer's generator below.
         goes_on = resume is not None and resume["base_seed"] is not None
         trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
@@ -106,9 +106,9 @@ class LoaderIterator(names.Workers):
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
-        # A resume does not repeat batches of a map-style data set: save its state after each one.
+        # Resumes do not repeat batches of map-style data sets, so save the state after each batch.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        # The worker of the latest batch (of an IterableDataset, or one with a state), the state
+        # The worker that made the latest batch (from an IterableDataset or with a state), the state
         # after that batch, and the exception to raise instead of the next batch.
         self._maker = 0
         self._after: bytes | None = None
@@ -124,7 +124,7 @@ class LoaderIterator(names.Workers):
             raise
 
     def _check_threads(self, dataset: str) -> None:
-        """Reject multiple threads if each would need its own part or state of the data set."""
+        """Reject multiple threads if each would need its own part of the data set or its state."""
         if self._in_threads and self._is_iterable:
             raise ValueError(
                 f"dataset={dataset} is an IterableDataset, and threads do not divide one: "
@@ -195,9 +195,9 @@ class LoaderIterator(names.Workers):
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         resume: dict[str, Any] | None = None,
     ) -> None:
-        """Start an epoch and drop the unread batches of the previous one.
+        """Start an epoch and drop the previous epoch's unread batches.
 
-        A forked process does not share its parent's persistent workers and starts its own.
+        A forked process cannot share its parent's persistent workers and starts new workers.
         """
         if not first_iter and self._num_workers and not self._run.is_ours:
             LoaderIterator.__init__(self, loader, self._options)
@@ -206,12 +206,12 @@ class LoaderIterator(names.Workers):
         self._pinner.forget()
         keys, is_seeded = self.progress.keys, self._is_seeded
         if first_iter:
-            # torch creates two iterators of the sampler for the first epoch.
+            # torch creates two sampler iterators for the first epoch.
             if self._num_workers and not is_seeded:
                 keys.look_again(resume if self._persistent_workers else None)
                 names.Base._reset(self, loader, first_iter)
         else:
-            # As in torch, finish the batches already requested, because they draw numbers.
+            # As in torch, finish the batches already requested, because they draw random numbers.
             if not is_seeded and not self._ended:
                 self._streams.ask("get_ready", behind=True)
             keys = Keys(loader, keeps_state=self._keeps_state)
@@ -233,7 +233,7 @@ class LoaderIterator(names.Workers):
     def _begin_epoch(self, resume: dict[str, Any] | None) -> None:
         progress, keys, index = self.progress, None, None
         if self._is_iterable:
-            # All indices of an IterableDataset are the same.
+            # An IterableDataset has the same index for every batch.
             index = next(iter(self._index_sampler))
         else:
             state = resume["sampler"] if resume else {}
@@ -252,7 +252,7 @@ class LoaderIterator(names.Workers):
             )
             for number in range(len(progress.counts))
         ]
-        # The data set is still in the state that the last epoch left.
+        # The data set still has its state from the end of the last epoch.
         if self._shares_state and resume is None:
             dataset: Any = self._dataset
             progress.states = [dumps({"dataset": dataset.state_dict(), "made": 0})]
@@ -266,7 +266,7 @@ class LoaderIterator(names.Workers):
                 assign="free" if self._is_seeded and not is_stateful(self._dataset) else "turn",
                 first=progress.turn,
             )
-        # Restore the state of the data set even if no batches remain.
+        # Restore the data set's state even if no batches remain.
         if self._shares_state and resume:
             self._streams.ask("get_ready")
         self._items = iter(self._streams)
@@ -276,8 +276,8 @@ class LoaderIterator(names.Workers):
     def __next__(self) -> Any:
         """Return the next batch, or raise the exception that arrived instead.
 
-        The batch is counted last and without a call. If a signal handler raises (Ctrl-C), a state
-        excludes the batch, and this iterator may lose it, as torch's may. Not thread-safe.
+        The batch is counted last, without a call. If a signal handler raises (Ctrl-C), saved states
+        exclude the batch, and the iterator may lose it, as torch's may. This is not thread-safe.
         """
         me = get_ident()
         if self._taker not in (0, me):
@@ -286,7 +286,7 @@ class LoaderIterator(names.Workers):
         try:
             while True:
                 count = self._num_yielded
-                # torch's method warns about too many batches and labels itself in a profile.
+                # torch's method warns about too many batches and adds a label to profiles.
                 if self._IterableDataset_len_called is not None or names.profiler_enabled():
                     batch = names.Base.__next__(self)
                 else:
@@ -305,7 +305,7 @@ class LoaderIterator(names.Workers):
                     raise failed
         finally:
             self._taker = 0
-            # The traceback refers to this frame, and the cycle would keep the workers alive.
+            # The traceback refers to this frame, so a reference cycle would keep the workers alive.
             failed = None
 
     def _next_data(self) -> Any:
@@ -326,7 +326,7 @@ class LoaderIterator(names.Workers):
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
         except WorkerDied as died:
-            # Stop, like a generator. The message starts like torch's, so that searches find it.
+            # Stop, as a generator does. The message starts like torch's, which users search for.
             self._ended = True
             text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
             died.args = (text,)
@@ -374,7 +374,7 @@ class LoaderIterator(names.Workers):
     def _fail(self, error: BaseException, name: str | None = None, indices: Any = ()) -> None:
         """Record an exception for `__next__` to raise, or skip a named batch with on_error='skip'.
 
-        `_num_yielded` is decremented because torch's `__next__` counts the batch.
+        `_num_yielded` is decremented because torch's `__next__` will count the batch.
         """
         self._num_yielded -= 1
         self._error = error
@@ -384,9 +384,9 @@ class LoaderIterator(names.Workers):
             self._error = LEFT_OUT
 
     def _pin_next(self) -> None:
-        """Start pinning the batch after the received one in the background, if it is ready.
+        """Start pinning the next batch in the background if that batch is ready.
 
-        That batch stays in the engine and is fetched as usual. No key is drawn for it.
+        The batch stays in the engine and is fetched as usual. No key is drawn for it.
         """
         following = self._streams.glance()
         batch = following.batch if type(following) is worker.Item else following
@@ -410,12 +410,12 @@ class LoaderIterator(names.Workers):
 
     @property
     def _workers(self) -> list[_WorkerHandle]:  # type: ignore[override]
-        """The present worker processes, including replacements. Worker threads are not listed."""
+        """The current worker processes, including replacements. Worker threads are not listed."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
         return [_WorkerHandle(processes[number]) for number in sorted(processes)]
 
     def _shutdown_workers(self) -> None:
-        """Stop the worker processes. Calling it again has no effect."""
+        """Stop the worker processes. Calling this again has no effect."""
         if self._shutdown:
             return
         self._ended = True
@@ -425,12 +425,12 @@ class LoaderIterator(names.Workers):
             if self.progress.stats is None:
                 self.progress.stats = self.stats()
             self._streams.close()
-        # Set this last: an interrupted `close` must run again.
+        # Set this last, because an interrupted `close` must run again.
         self._shutdown = True
 
     # `sys` is bound here because module globals are gone at interpreter exit.
     def __del__(self, sys: Any = sys) -> None:
-        """Pass the counts to the loader. The dropped `Streams` stop without waiting."""
+        """Pass the counts to the loader. The dropped `Streams` stops without blocking."""
         if self._shutdown or not self._num_workers or sys.is_finalizing():
             return
         if self._run.is_ours:
@@ -448,7 +448,7 @@ class LoaderIterator(names.Workers):
 
 
 class _WorkerHandle:
-    """A worker process with the interface of `multiprocessing.Process`. It ignores SIGTERM."""
+    """A handle with a `multiprocessing.Process` interface. The worker ignores SIGTERM."""
 
     def __init__(self, child: Child) -> None:
         self._child, self.pid = child, child.pid

@@ -1,4 +1,4 @@
-"""torch's DataLoader with cseq's worker processes and a state."""
+"""torch's DataLoader with cseq's worker processes and resumable state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger("cseq")
 
 NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
-# Arguments of cseq's managers that have another name here.
+# Arguments of cseq managers that have a different name here.
 ELSEWHERE = {
     "buffer": "that is `prefetch_factor` here: batches for each worker",
     "collate": "that is `collate_fn` here",
@@ -71,10 +71,10 @@ else:
 class DataLoader(Torchs[T_co]):
     """torch's DataLoader with cseq's worker processes.
 
-    All arguments, attributes and methods of `torch.utils.data.DataLoader` work the same way. Given
-    the same seeds and number of workers, the batches are bit-identical. Dead workers are replaced,
-    and `state_dict` and `load_state_dict` can resume in the middle of an epoch. The documentation
-    lists every difference under "What differs from torch's DataLoader".
+    All arguments, attributes and methods of `torch.utils.data.DataLoader` work the same way. With
+    the same seeds and number of workers, batches are bit-identical to torch's. Dead workers are
+    replaced, and `state_dict` and `load_state_dict` can resume in the middle of an epoch. The
+    documentation lists every difference under "What differs from torch's DataLoader".
 
     Parameters
     ----------
@@ -82,23 +82,23 @@ class DataLoader(Torchs[T_co]):
         torch's arguments. `sampler` and `batch_sampler` also accept a `cseq.Order`.
     rng : {None, 'worker', 'batch'}
         When `random`, `numpy.random` and torch are seeded. 'worker' seeds once in each worker, as
-        torch does. 'batch' seeds before each batch, so the batches do not depend on the number of
-        workers, worker deaths or resumes. The default is `defaults.rng`, initially 'worker'.
+        torch does. 'batch' seeds before each batch, so the number of workers, worker deaths and
+        resumes do not affect the batches. The default is `defaults.rng`, initially 'worker'.
     worker_method : {None, 'multiprocessing', 'thread'}
-        The kind of workers. 'thread' uses threads of this process, for map-style data sets. They
-        share the data set, and nothing is copied or pickled, but code that holds the GIL runs in
-        one thread at a time. `get_worker_info()` is None in them; `cseq.worker_info` and `cseq.rng`
-        are thread-local. The default is `defaults.worker_method`, initially 'multiprocessing'.
+        The kind of worker. 'thread' uses threads in this process, for map-style data sets. Threads
+        share the data set without copying or pickling, but code that holds the GIL runs in only one
+        at a time. In threads, `get_worker_info()` is None; `cseq.worker_info` and `cseq.rng` are
+        thread-local. The default is `defaults.worker_method`, initially 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
         How to handle exceptions from the data set or `collate_fn`. 'raise' re-raises them in the
-        loop. 'skip' logs them and skips the sample, or the whole batch if the sample cannot be
-        skipped; `skipped` lists both. The default is `defaults.on_error`, initially 'raise'.
+        loop. 'skip' logs them and skips the sample, or the whole batch if necessary. `skipped`
+        lists both. The default is `defaults.on_error`, initially 'raise'.
     snapshot_every_n_steps : int, optional
-        How often to save the state of the data set: for an IterableDataset, after this many batches
-        of each worker; for a map-style data set, after every batch. None and 0 disable saving.
+        How often to save the data set's state. An IterableDataset's state is saved after this many
+        batches of each worker, a map-style data set's after every batch. None and 0 disable saving.
         `StatefulDataLoader` defaults to 1.
     max_restarts : int
-        The maximum number of workers replaced per epoch. Another death raises `WorkerDied`.
+        The maximum number of workers to replace per epoch. The next death raises `WorkerDied`.
 
     See Also
     --------
@@ -120,7 +120,7 @@ class DataLoader(Torchs[T_co]):
     worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    # The epoch and progress of the latest `iter`, and the reason if it fell back to torch's own.
+    # The epoch and progress of the latest `iter`, and the reason for any fallback to torch's own.
     _begun: int | None = None
     _progress: LoaderProgress | None = None
     _reason: str | None = None
@@ -129,7 +129,7 @@ class DataLoader(Torchs[T_co]):
     _is_strict = True
     _has_warned = False
 
-    # The signature for type checkers: torch's arguments and the additional ones.
+    # The signature for type checkers, with torch's arguments and cseq's.
     if TYPE_CHECKING:
 
         def __init__(
@@ -198,7 +198,7 @@ class DataLoader(Torchs[T_co]):
                 every = integer("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = integer("max_restarts", max_restarts, least=0)
-            # Import it now, or the first loop would wait for the import.
+            # Import the module now, so that the first loop does not wait for the import.
             import cseq.adapters.torch.iterator  # noqa: F401
 
         @data.DataLoader.multiprocessing_context.getter
@@ -209,9 +209,9 @@ class DataLoader(Torchs[T_co]):
             return super().multiprocessing_context
 
     def __iter__(self) -> Any:
-        """Start the next epoch, or resume the one whose state was loaded."""
+        """Start the next epoch, or resume from a loaded state."""
         epoch = self.epoch
-        # An unfinished epoch is abandoned.
+        # Abandon an unfinished epoch.
         if not self._loaded and epoch == self._begun:
             epoch += 1
         iterator = super().__iter__()
@@ -220,9 +220,9 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The number of the current epoch, from 0, or of the next one once the epoch is over.
+        """The current epoch number, starting at 0, or the next number once the epoch is over.
 
-        A state includes it, so a loop can start with ``for epoch in range(loader.epoch, epochs)``.
+        States include it, so loops can start with ``for epoch in range(loader.epoch, epochs)``.
         """
         number, is_over = self._begun or 0, False
         if self._loaded and self._loaded.get("epoch") is not None:
@@ -262,7 +262,7 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return the facts that determine an epoch's batches, with None for unknown values."""
+        """Return the values that determine an epoch's batches, with None for unknown values."""
         dataset: Any = self.dataset
         layers = Layers(self._index_sampler)
         kind, shares = type(layers.inner), layers.shares
@@ -274,24 +274,24 @@ class DataLoader(Torchs[T_co]):
             "seed": layers.seed,
             "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
-            # `__len__` of an unknown sampler may draw numbers or prepare the next epoch.
+            # An unknown sampler's `__len__` may draw numbers or prepare the next epoch.
             "batches": None if shares is None else len(self._index_sampler),
             **(NOT_SHARED if shares is None else shares._asdict()),
         }
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The items that ``on_error='skip'`` skipped in the latest epoch, up to the last 1000."""
+        """The items that ``on_error='skip'`` skipped in the latest epoch (only the last 1000)."""
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
     def _run(self) -> Run[Any] | None:
-        """The run of the latest iterator, for `cseq.testing`."""
+        """The latest iterator's run, for `cseq.testing`."""
         iterator = None if self._progress is None else self._progress.iterator()
         return None if iterator is None else iterator._run
 
     def stats(self) -> Stats:
-        """Return the counts and times of the latest iterator's workers; see `cseq.Stats`.
+        """Return counts and times for the latest iterator's workers; see `cseq.Stats`.
 
         Each batch of an IterableDataset counts as one sample.
 
@@ -330,7 +330,7 @@ class DataLoader(Torchs[T_co]):
         write(path, [Part(type(self).__name__, facts, self.stats())], title)
 
     def _repr_html_(self) -> str:
-        """Return HTML that shows in a notebook why the latest epoch's loop waits."""
+        """Return HTML for notebooks that shows why the latest epoch's loop waits."""
         from cseq.measure.stats import Stats, read_stats
         from cseq.report.page import in_notebook
 
@@ -391,28 +391,28 @@ class DataLoader(Torchs[T_co]):
         return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
-        """Log once what a state of this loader does not cover."""
+        """Warn once about something that this loader's states do not cover."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(text, *values)
 
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
-        """Make the next `iter` continue from the position in a state.
+        """Make the next `iter` resume from a saved position.
 
-        If the state's epoch is over or the state is empty, the next `iter` starts a new epoch.
-        With ``rng='worker'``, the default, workers start from their seed again. With
-        ``rng='batch'``, the data set draws the same numbers as without the interruption.
+        If the state's epoch is over or the state is empty, the next `iter` starts a new epoch. With
+        ``rng='worker'``, the default, workers restart from their seeds. With ``rng='batch'``, the
+        data set draws the same numbers as in an uninterrupted run.
 
         Parameters
         ----------
         state_dict : dict
-            A dict returned by `state_dict` of a loader with the same data and sampler. For a
+            A dict returned by `state_dict` on a loader with the same data and sampler. For a
             map-style data set, the number of workers may differ. The batch size and the number of
-            ranks may also differ if the sampler is torch's own or accelerate's shard of one. One
+            ranks may also differ if the sampler is torch's own, even if accelerate shards it. One
             state then serves all ranks. The dict is copied.
         strict : bool
             If False, the data or the sampler may have changed. The epoch continues at the same
-            position in the present order, so samples may be repeated or missed.
+            position in the current order, so samples may be repeated or missed.
 
         Raises
         ------
@@ -455,7 +455,7 @@ else:
 
 
 class StatefulDataLoader(Ours[T_co]):
-    """A `DataLoader` that also saves the state of its data set, like torchdata's class.
+    """A `DataLoader` that also saves its data set's state, like torchdata's class.
 
     Examples
     --------
@@ -468,7 +468,7 @@ class StatefulDataLoader(Ours[T_co]):
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of this torch version's DataLoader plus cseq's arguments."""
+    """Return this torch version's DataLoader signature, extended with cseq's arguments."""
     theirs = inspect.signature(data.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
     added = [
@@ -479,6 +479,6 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*theirs.values(), *added])
 
 
-# Frameworks rebuild a loader from the attributes named like its arguments.
+# Frameworks rebuild a loader from attributes with the same names as its arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 KNOWN = {name: known for name, known in _signature().parameters.items() if name != "self"}

@@ -1,10 +1,10 @@
-"""Private functions and classes of torch that the loader uses.
+"""Private torch functions and classes that the loader uses.
 
-Private methods and attributes of torch's loader and iterators are used where they are needed
-(`_get_iterator`, `_index_sampler`, `_base_seed`, …). Private names of multiprocessing are used in
-`cseq.processes.launcher.child` and `cseq.processes.spawning`. `_use` exercises each torch name
-once to detect a torch that lacks one; test_torch_names.py covers multiprocessing. With such a
-torch, the import still succeeds, `REASON` names what is missing, and every loader falls back to
+Other modules use private methods and attributes of torch's loader and iterators directly
+(`_get_iterator`, `_index_sampler`, `_base_seed`, …). `cseq.processes.launcher.child` and
+`cseq.processes.spawning` use private multiprocessing names. `_use` exercises each torch name once
+to detect missing names; test_torch_names.py covers multiprocessing. If this version of torch lacks
+a name, the import still succeeds, `REASON` describes the problem, and every loader falls back to
 torch's own iterator.
 """
 
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import data
 
-# Names imported under an alias here are for other modules.
+# Names imported under an alias are meant for other modules.
 __all__ = ["Base", "Inline", "Workers"]
 
-# Datapipes are deprecated, and a future torch may lack them.
+# Datapipes are deprecated and may be removed in a future version of torch.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
 if TYPE_CHECKING:
-    # torch's own types where it declares them, otherwise ours.
+    # Use torch's own types where torch declares them, otherwise ours.
     from collections.abc import Callable
 
     from torch.overrides import TorchFunctionMode
@@ -48,7 +48,7 @@ else:
     function_modes = list
 # The value of `DataLoader._dataset_kind` for an IterableDataset.
 ITERABLE = 1
-# Why this torch does not support cseq's iterator, or None if it does.
+# The reason why this version of torch cannot use cseq's iterator, or None if it can.
 REASON: str | None = None
 
 
@@ -57,7 +57,7 @@ def settle_pinning(device: str | None) -> Any:
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Read in the calling thread: the pinning thread would default to the first device.
+    # Read the index in this thread, because the pinning thread would use the first device.
     index = module.current_device()
 
     def settle() -> None:
@@ -74,7 +74,7 @@ _KNOWN = {
     "pin_memory_device", "in_order", "worker_method",
 }  # fmt: skip
 
-# The DataLoader arguments that cseq does not know, with their defaults.
+# The DataLoader arguments unknown to cseq, with their defaults.
 UNKNOWN: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items()

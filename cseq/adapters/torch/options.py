@@ -1,7 +1,7 @@
 """Options that torch's DataLoader lacks, and their process-wide defaults.
 
-A framework that rebuilds a loader from another loader's attributes passes only torch's arguments.
-The options therefore have defaults for the whole process, which environment variables can set.
+Frameworks that rebuild a loader from another loader's attributes pass only torch's arguments. The
+options therefore have process-wide defaults, which environment variables can set.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ VALUES = {
 
 
 class Options(NamedTuple):
-    """The options of an iterator beyond torch's arguments; see `DataLoader`."""
+    """An iterator's options beyond torch's arguments; see `DataLoader`."""
 
     rng: str
     on_error: str
     worker_method: str
-    # None if the loader keeps no state.
+    # This is None if the loader keeps no state.
     snapshot_every: int | None = None
     max_restarts: int = MAX_RESTARTS
 
@@ -61,5 +61,5 @@ for _name, _values in VALUES.items():
 
 
 def start_method_of(loader: DataLoader[Any]) -> str:
-    """Return the start method of a loader's worker processes."""
+    """Return the start method for a loader's worker processes."""
     return str((loader.multiprocessing_context or multiprocessing).get_start_method())

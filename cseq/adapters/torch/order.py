@@ -1,16 +1,16 @@
-"""The order of an epoch: the keys that the index sampler yields.
+"""Reproduces an epoch's order, i.e. the keys that the index sampler yields.
 
-The index sampler is the loader's source of keys: its batch sampler, or its sampler if it does not
-batch. A resume draws the epoch's keys again and discards the consumed ones (`Keys`). With
+The index sampler is the loader's source of keys: the batch sampler, or the sampler if the loader
+does not batch. A resume draws the epoch's keys again and discards the consumed ones (`Keys`). With
 `shuffle=True` and torch's subset and distributed samplers, the keys are slices of one permutation,
-which can start at any position (`drawn_keys`).
+so iteration can start at any position (`drawn_keys`).
 
-After the end of an epoch, the saved state is the state of the sampler or its generator, from which
-the next epoch starts. Draws from a global generator are the trainer's responsibility.
+After an epoch ends, the saved state is the state of the sampler or its generator, from which the
+next epoch starts. The trainer is responsible for the global generators.
 
 With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, the
-ranks together have consumed the first k * step samples. The state of any rank therefore serves all
-ranks, and a different number of ranks or batch size can share the remaining samples.
+ranks together have consumed the first k * step samples. Any rank's state therefore serves all
+ranks, and the remaining samples can be divided with a different number of ranks or batch size.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sized
 
-    # A function that returns the state and one that sets it.
+    # A getter and a setter for a generator's state.
     Source = tuple[Callable[[], object], Callable[[Any], object]]
 
 __all__ = ["Keys", "Layers", "read_sources", "seed_from", "set_sources", "sources_in", "text_of"]
@@ -54,7 +54,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch: a batch on each rank makes `step` samples across all ranks."""
+    """How ranks share an epoch. One batch on every rank amounts to `step` samples in total."""
 
     step: int
     world_size: int
@@ -65,10 +65,10 @@ class Layers:
     """An index sampler and the samplers nested in it.
 
     `outer` is the index sampler without accelerate's SkipBatchSampler, which skips `omitted` keys.
-    If `outer` is accelerate's `shard` for one rank, `batches` is the sampler it divides, otherwise
-    `outer`. If `batches` is torch's BatchSampler, `size` is its batch size and `inner` its sampler;
-    otherwise `inner` is `outer`. `seed` is set if the order depends only on it and the epoch. If
-    `is_known`, `inner` draws only from its seed, its generator or torch's.
+    If `outer` is accelerate's `shard` for one rank, `batches` is the sampler that it divides,
+    otherwise `outer`. If `batches` is torch's BatchSampler, `size` is its batch size and `inner`
+    its sampler; otherwise `inner` is `outer`. `seed` is set if the order depends only on the seed
+    and the epoch. If `is_known`, `inner` draws only from its seed, its generator or torch's.
     """
 
     def __init__(self, index_sampler: Iterable[object]) -> None:
@@ -101,15 +101,15 @@ class Layers:
     def leaves_no_trace(self) -> bool:
         """True if drawing keys before workers are forked has no effect on the workers.
 
-        torch forks first. Its own samplers change only torch's generator, which every worker
-        reseeds, and a generator passed to them, which the data set may share. They also call
-        ``len(dataset)``, which a SequentialSampler has not done at that point.
+        torch forks first. torch's own samplers change only the global generator, which every worker
+        reseeds, and any generator passed to them, which the data set may share. They also call
+        ``len(dataset)``, but a SequentialSampler does so only after the fork.
         """
         return type(self.inner) in OWN and self.generator is None
 
     @property
     def is_sliced(self) -> bool:
-        """True if each key is a slice of one permutation, made by torch's own BatchSampler."""
+        """True if torch's own BatchSampler slices one permutation into keys."""
         return self.batches is self.outer and self.size > 0 and type(self.inner) in PERMUTED
 
     @property
@@ -152,7 +152,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Encode a torch generator's state as text, without its zero words (half of all words)."""
+    """Encode a torch generator's state as text, omitting zero words (half of all words)."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -160,7 +160,7 @@ def text_of(states: torch.Tensor) -> str:
 
 
 def states_of(text: str) -> torch.Tensor:
-    """Decode a state that `text_of` encoded."""
+    """Decode a state encoded by `text_of`."""
     kept = b64decode(text)
     count = int.from_bytes(kept[:4], sys.byteorder)
     start = 4 + -(-count // 8)
@@ -180,7 +180,7 @@ def _source_of(generator: torch.Generator) -> Source:
 
 
 def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
-    """Return the generators by name, with JSON-serializable states."""
+    """Return accessors for the generators' JSON-serializable states, by generator name."""
     return {
         "random": (
             python.getstate,
@@ -206,10 +206,10 @@ def set_sources(states: State, sources: dict[str, Source] = GLOBAL) -> None:
 
 
 def sources_of(layers: Layers) -> dict[str, Source]:
-    """Return the external sources that determine the keys of a sampler.
+    """Return the external sources that determine a sampler's keys.
 
     ==============================  ===========================================================
-    the sampler's generator         the only source of torch's `DRAWING` samplers that have one
+    the sampler's generator         the only source for torch's `DRAWING` samplers that have one
     the sampler's ``epoch``         if it has ``set_epoch``; the only source if its seed is known
     torch's global generator        torch's `DRAWING` samplers without a generator
     all global generators           any other sampler
@@ -245,13 +245,13 @@ PERMUTED = {
 
 
 def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
-    """Yield the keys after the first `skip` keys, drawing numbers just as the sampler does.
+    """Yield all keys after the first `skip`, drawing numbers exactly as the sampler does.
 
     Key 0 follows the first `start` samples, counted over all ranks. A DistributedSampler pads the
-    remaining samples as it pads an epoch, with the first samples of the epoch.
+    remaining samples as it pads an epoch, with the epoch's first samples.
 
-    torch converts a whole epoch to a list and passes each key through two iterators. Here the epoch
-    of a torch sampler stays a tensor.
+    torch converts a whole epoch to a list and passes each key through two iterators. Here, a torch
+    sampler's epoch stays a tensor.
     """
     outer, inner, size = layers.outer, layers.inner, layers.size
     order = order_of(inner, start) if start or layers.is_sliced else None
@@ -275,14 +275,14 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
             yield keys[k : k + size]
     n = len(inner.data_source) if type(inner) is RandomSampler else 0
     if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
-        # torch's RandomSampler draws whole permutations, then the start of another one.
+        # torch's RandomSampler draws whole permutations and then a prefix of another one.
         torch.randperm(n, generator=inner.generator, dtype=order.dtype)
     if end < count and skip * size <= end and not outer.drop_last:
         yield listed(order[end:])
 
 
 def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
-    """Draw this rank's samples after the first `start` of an epoch, as the sampler does.
+    """Draw this rank's samples as the sampler does, skipping the epoch's first `start` samples.
 
     Returns None without drawing if the samples are not a permutation or a prefix of one.
     """
@@ -290,12 +290,12 @@ def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
         return None
     samples: Sized = getattr(inner, PERMUTED[type(inner)])
     n = len(samples)
-    # torch draws the same numbers with both types.
+    # torch draws the same numbers with either type.
     kind = torch.int32 if n < 2**31 else torch.int64
     if type(inner) is DistributedSampler:
         total, ranks, first = inner.total_size, inner.num_replicas, start + inner.rank
         if total != n and inner.drop_last != (total < n):
-            # The length of the data set has changed. Leave the error to torch.
+            # The data set's length has changed. Let torch raise the error.
             return None
         order = torch.arange(n, dtype=kind)
         if inner.shuffle:
@@ -329,16 +329,16 @@ def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]
 
 
 class Ahead(int):
-    """An epoch number set by `Epochs` and not by the framework."""
+    """An epoch number set by `Epochs` rather than by the framework."""
 
 
 class Epochs:
-    """Corrects the epoch numbers of a sampler with `set_epoch` in a resumed run.
+    """Corrects the epoch numbers passed to a sampler's `set_epoch` in a resumed run.
 
     A framework may count epochs from 0 again after a resume, as accelerate does if the loop does
-    not call its `set_epoch`. Its numbers are then too low by `ahead`, and the sampler receives
-    corrected ones. Numbers that continue from the state are left alone. The first epoch after the
-    resumed one shows which case applies.
+    not call its `set_epoch`. The framework's numbers are then too low by `ahead`, and the sampler
+    receives corrected numbers. Numbers that continue from the state are left unchanged. The first
+    epoch after the resumed one shows which case applies.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
@@ -348,7 +348,7 @@ class Epochs:
         resumed, ahead = kept.get("_epochs", (None, 0))
         if resume is not None:
             saved: int | None = resume["sampler"].get("epoch")
-            # If the state is in the middle of an epoch, `Keys` sets its number.
+            # If the state is in the middle of an epoch, `Keys` sets the epoch number.
             if saved is None:
                 first = resume["sampler"].get("generators", {}).get("first", {})
                 saved, resumed = int(first.get("epoch", number)), number
@@ -363,26 +363,26 @@ class Epochs:
             sampler.set_epoch(self._number)
 
     def after(self) -> State:
-        """Return the next epoch's number if the sampler incremented it itself."""
+        """Return the next epoch's number if the sampler itself has incremented its epoch."""
         number: int = self._sampler.epoch
         return {"epoch": int(number)} if number == self._number + 1 else {}
 
 
 class Keys:
-    """The keys of an epoch, and the states from which a resume draws them again.
+    """An epoch's keys, and the states from which a resume draws the same keys again.
 
     Samplers draw their whole order at once, in `iter` or with the first key. `Keys` therefore saves
-    the states of the generators before both, and a stateful sampler's state before and after the
+    the generators' states before both events, and a stateful sampler's state before and after the
     first key. A resume restores these states, repeats the draws, discards the keys of delivered
     batches, and restores the global generators, which belong to the trainer. Later draws from
-    global generators cannot be reproduced, because the trainer may draw in between.
+    global generators cannot be reproduced, because the trainer may also draw from them.
 
-    The epoch number in a state takes precedence over the sampler's, since Lightning passes it to a
-    resumed loader only after the first keys are drawn.
+    A state's epoch number takes precedence over the sampler's, because Lightning sets a resumed
+    loader's epoch only after the first keys are drawn.
 
-    It must be created before the index sampler's `iter` is called and the seed is drawn.
+    Create a `Keys` object before the index sampler's `iter` is called and the seed is drawn.
     `keeps_state` is True if states may be requested. `start` holds the numbers of samples and
-    batches that preceded a change in the batch size or number of ranks.
+    batches before a change in batch size or number of ranks.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class Keys:
         self._keeps_state = keeps_state and type(layers.inner) is not SequentialSampler
         known: tuple[object, ...] = layers.outer, layers.inner, layers.batches
         self._sampler = next(filter(is_stateful, known), None)
-        # The state of a divided sampler says nothing about one rank's keys: draw all keys again.
+        # A divided sampler's state does not determine one rank's keys, so draw all keys again.
         self._is_divided = layers.shard is not None and self._sampler is known[-1]
         # Only cseq's BatchSampler has `state_after`.
         self._after: Callable[[State, int], State] | None
@@ -409,46 +409,46 @@ class Keys:
         self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        # The state before the first key, the number of keys that precede that key, and the
-        # sampler's state after it.
+        # The state before the first key, the number of preceding keys, and the sampler's state
+        # after the first key.
         self._state: State | None = None
         self._base = 0
         self._own: State = {}
 
     def look_again(self, resume: State | None = None) -> None:
-        """Save the states before another `iter` of the sampler.
+        """Save the states before the sampler's `iter` is called again.
 
         `resume` is passed for persistent workers, whose later epochs draw no seed.
         """
         if resume is not None and resume["_iterator_finished"]:
             self._set_generators(resume)
-        # `iter` of torch's own samplers draws nothing.
+        # Calling `iter` on torch's own samplers draws nothing.
         draws_nothing = type(self.layers.outer) in (BatchSampler, *OWN)
         self._before: State = {} if draws_nothing else read_sources(self._sources)
 
     def _set_generators(self, resume: State) -> None:
-        """Restore the generators to the start of the resumed epoch, or of the next one."""
+        """Restore the generators' states from the start of the resumed epoch or the next epoch."""
         if self._generator is not None and resume.get("generator") is not None:
             _source_of(self._generator)[1](resume["generator"])
         generator = resume["sampler"].get("generator")
         set_sources({} if generator is None else {"generator": generator}, self._sources)
 
     def seed(self) -> int | None:
-        """Return an epoch seed derived from accelerate's seedable sampler, or None without one.
+        """Derive an epoch seed from accelerate's seedable sampler. Return None if there is none.
 
-        A run that skips batches cannot draw the seed again: accelerate saves no generator states.
+        Runs that skip batches cannot redraw the seed, as accelerate saves no generator states.
         """
         inner = self.layers.seedable
         return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
-        """Return the state of the loader's generator, either now or before the epoch's seed."""
+        """Return the loader's generator state, either now or before the epoch's seed was drawn."""
         if now:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
 
     def draw(self, iterator: Iterator[object], yielded: int, state: State) -> Iterator[object]:
-        """Return the keys after the first `yielded` keys.
+        """Return an iterator over all keys after the first `yielded`.
 
         `iterator` is ``iter(index_sampler)``, and `state` is the state of the resumed run.
         """
@@ -466,16 +466,16 @@ class Keys:
         if "sampler" in state and self._sampler is not None:
             own = state["sampler"]
             begun, base, noted_at = state.get("begun", (own, 0, 0))
-            # accelerate has lowered the number of batches.
+            # accelerate has reduced the number of batches.
             if self._after is not None and yielded < noted_at:
                 self._sampler.load_state_dict(begun, **self._options)
                 own = self._after(begun, yielded - base)
             self._sampler.load_state_dict(copy.deepcopy(own), **self._options)
             iterator = iter(layers.outer)
-            # cseq's BatchSampler continues at the position of its state.
+            # cseq's BatchSampler continues at the position in its state.
             if self._after is not None:
                 self._base, yielded = yielded, 0
-        # With `chain`, an exception from the first key does not end the iterator.
+        # Use `chain`, so that an exception from the first key does not end the iterator.
         if self._keeps_state:
             iterator = chain(map(self._first_of, (iterator,)), iterator)
         return islice(iterator, yielded, None) if yielded else iterator
@@ -507,7 +507,7 @@ class Keys:
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
-        """Yield two iterables of a resumed epoch: key number `skip`, then all later keys."""
+        """Yield two iterables of a resumed epoch's keys: key number `skip`, then all later keys."""
         trainers, generators = read_sources(), state["generators"]
         layers, start, is_sliced = self.layers, self.start[0], self.layers.is_sliced
         try:
@@ -526,7 +526,7 @@ class Keys:
                 self._compare(before)
         finally:
             set_sources(trainers)
-            # Draw a number, as the first key of a RandomSampler does.
+            # Draw a number, as a RandomSampler does for its first key.
             if not skip and not start and type(layers.inner) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()
         yield key
@@ -545,7 +545,7 @@ class Keys:
             )
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return the sampler part of a state after `yielded` delivered batches of this epoch.
+        """Return the sampler's part of the state after `yielded` delivered batches of this epoch.
 
         `finished` is True once the loop has reached the end of the epoch.
         """
@@ -570,7 +570,7 @@ class Keys:
             when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
             for when, states in state["generators"].items()
         }
-        # A sampler's state may refer to the same object twice, so copy it as a whole.
+        # A sampler's state may refer to the same object twice, so copy the whole state at once.
         if len(state) > 1:
             state = copy.deepcopy({**state, "generators": {}})
         return {**state, "generators": generators}

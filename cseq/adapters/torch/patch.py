@@ -22,9 +22,9 @@ _class: Any = DataLoader.__mro__[1]
 
 
 def _get_iterator(self: data.DataLoader[Any]) -> object:
-    """Return cseq's iterator for a torch loader, or torch's own if it needs no cseq feature.
+    """Return cseq's iterator for a torch loader, or torch's own if no cseq feature is needed.
 
-    A `cseq.DataLoader` that falls back also ends up here, and gets torch's own iterator.
+    A `cseq.DataLoader` that falls back also calls this and receives torch's own iterator.
     """
     own, reason = _original, None
     assert own is not None
@@ -33,7 +33,7 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
     rng, on_error, method = defaults.rng, defaults.on_error, defaults.worker_method
     if self.num_workers == 0 and (rng, on_error) == ("worker", "raise"):
         reason = "with num_workers=0 the loop makes the batches"
-    # Some versions of torch have worker threads themselves.
+    # Some versions of torch have their own worker threads.
     elif getattr(self, "worker_method", None) == "thread":
         reason = "torch's worker threads are its own"
     if reason is None:
@@ -44,7 +44,7 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
 
 
 def install() -> None:
-    """Make every torch DataLoader use cseq's worker processes from its next `iter` on.
+    """Make every torch DataLoader use cseq's worker processes, starting with its next `iter`.
 
     This includes loaders created by frameworks, and subclasses that do not override
     `_get_iterator`. Loaders also gain cseq.DataLoader's `stats`. A second call has no effect.

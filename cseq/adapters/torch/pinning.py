@@ -1,4 +1,4 @@
-"""Pins batches, and pins the next one in the background while the loop runs."""
+"""Pins batches. The next batch is pinned in the background while the loop runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-# How long program exit and a fork wait for a batch that is being pinned.
+# The number of seconds that program exit or a fork waits for a batch that is being pinned.
 EXIT_SECONDS = 15.0
 
 
 class Pinner:
-    """Pins batches for a device, with a thread for the next batch from `pin_ahead` until `close`.
+    """Pins batches for a device. From `pin_ahead` until `close`, a thread pins the next batch.
 
     If a signal handler raises in any method, a batch may be pinned twice.
     """
@@ -47,7 +47,7 @@ class Pinner:
         return names.pin(batch, self._device)
 
     def pin_ahead(self, item: Any, batch: Any) -> None:
-        """Start pinning an item's batch on the thread."""
+        """Start pinning an item's batch in the thread."""
         if not self._threads.begun:
             try:
                 work = partial(_work, self._jobs, self._device, names.settle_pinning(self._device))
@@ -58,7 +58,7 @@ class Pinner:
                 self._threads = Threads()
                 return
         self._job = PinJob(item, batch)
-        # No signal handler runs between these two lines.
+        # No signal handler can run between these two lines.
         self._done = self._job.done
         self._jobs.put(self._job)
 
@@ -80,7 +80,7 @@ class Pinner:
 
 
 class PinJob:
-    """A batch to be pinned on the thread."""
+    """A batch to be pinned by the thread."""
 
     def __init__(self, item: Any, batch: Any) -> None:
         self.item, self.batch = item, batch
@@ -88,10 +88,10 @@ class PinJob:
 
 
 def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
-    """Run the thread's loop, holding no batch while it waits for the next one."""
+    """Run the thread's loop without holding a batch while waiting for the next one."""
     settle()
     while (job := jobs.get()) is not None:
-        # On an error, the trainer pins the batch again and raises the exception there.
+        # If pinning fails, the trainer pins the batch again and raises the exception itself.
         with contextlib.suppress(BaseException):
             job.batch = names.pin(job.batch, device)
             job.is_pinned = True

@@ -32,7 +32,7 @@ _made: Counter[tuple[str, int | None]] = Counter()
 
 
 def number_of(order: Order) -> int:
-    """Return a number that identifies the order on all ranks, which create the same orders."""
+    """Return a number that identifies the order on all ranks if they create the same orders."""
     _made[order.name, order.samples] += 1
     return _made[order.name, order.samples]
 
@@ -47,7 +47,7 @@ def group() -> Any:
 def agreed(seed: int, order: Order, *numbers: int) -> int:
     """Return rank 0's seed for an order if there are multiple ranks, otherwise `seed`.
 
-    The seed is exchanged through the process group's store and not by a collective. Rank 0
+    The seed is exchanged through the process group's store rather than by a collective. Rank 0
     therefore never waits and may iterate alone, and no tensors are sent. All ranks must pass the
     same `numbers`, which identify the request. Raises RuntimeError if the process group has no
     store or rank 0 does not set a seed within the group's timeout.
@@ -90,10 +90,10 @@ def divider(sampler: Any) -> Any:
 
 
 def divisions(sampler: Any) -> list[tuple[int, int]]:
-    """Return the (rank, world size) pairs of a sampler and those nested in it, outermost first."""
+    """Return (rank, world size) pairs for a sampler and its nested samplers, outermost first."""
     parts: list[tuple[int, int]] = []
     for _ in range(MOST):
-        # Use `__dict__`, since a wrapper may forward attributes. `_shard` is cseq's BatchSampler's.
+        # Use `__dict__`, since wrappers may forward attributes. cseq's BatchSampler has `_shard`.
         own = getattr(sampler, "__dict__", {})
         shard: Any = own.get("_shard")
         if getattr(shard, "source", ""):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LoaderProgress", "resumed"]
 
 VERSION = 4
-# Both hold the same number. accelerate decrements both.
+# Both keys hold the same number, and accelerate decrements both.
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
 # The facts a loader reports about its epochs: their order, their batches, and `Shares`.
@@ -43,9 +43,9 @@ State = dict[str, Any]
 
 
 class LoaderProgress:
-    """The progress of an epoch up to the last delivered batch.
+    """An epoch's progress, up to the last delivered batch.
 
-    It is not pickled or copied with its loader, so a copied loader starts a new epoch.
+    The progress is not pickled or copied with its loader, so a copied loader starts a new epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], keys: Keys, *, rng: str) -> None:
@@ -55,7 +55,7 @@ class LoaderProgress:
         self.iterator: Callable[[], Any] = _none
         # The counts of workers that have exited.
         self.stats: Stats | None = None
-        # The pickled state of the data set in each worker, kept from epoch to epoch.
+        # The data set's pickled state in each worker, kept across epochs.
         self.states: list[bytes | None] = []
         self.begin_epoch(keys, None)
 
@@ -63,7 +63,7 @@ class LoaderProgress:
         return _none, ()
 
     def begin_epoch(self, keys: Keys, base_seed: int | None, resume: State | None = None) -> None:
-        """Start an epoch or resume one. If `base_seed` is None, no epoch has started."""
+        """Start or resume an epoch. If `base_seed` is None, no epoch has started."""
         several = max(1, self.num_workers)
         self.keys, self.base_seed = keys, base_seed
         self.finished = False
@@ -83,18 +83,18 @@ class LoaderProgress:
         self.states = [
             None if state is None else dumps(state) for state in states or [None] * several
         ]
-        # The next worker in turn: batch k of this loader's keys is made by worker k mod N.
+        # The next worker in turn. Worker k mod N makes batch k of this loader's keys.
         self.turn = (self.yielded - keys.layers.omitted) % several
-        # Workers of an IterableDataset take turns: the last one with the maximum was the latest.
+        # IterableDataset workers take turns, so the last one with the maximum count was the latest.
         if self.iterable:
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
     def as_dict(self, *, next_epoch: bool) -> State:
         """Return the state as a new dict for `state_dict`.
 
-        All states of a loader have the same keys, and variable parts are stored in tuples. torch's
-        distributed checkpoints descend into dicts and lists, and restore only the keys that a new
-        loader's state has.
+        All of a loader's states have the same keys, and variable parts are stored in tuples. This
+        is because torch's distributed checkpoints descend into dicts and lists and restore only the
+        keys that a new loader's state has.
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
         is_between = is_over or self.base_seed is None
@@ -125,7 +125,7 @@ def _none() -> None:
 
 
 def _from_3(state: State) -> State:
-    """Convert a state of version 3, which stored generator states as tensors."""
+    """Convert a version 3 state, which stores generator states as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):
@@ -240,7 +240,7 @@ def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
 
 
 def _is_sampler(kept: list[State]) -> bool:
-    """Check the sampler part of a state as written by `Keys`, without the sampler's own state."""
+    """Check the part of a state written by `Keys`, except for the sampler's own state."""
     (value,) = kept
     both: dict[str, State] = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
@@ -251,7 +251,7 @@ def _is_sampler(kept: list[State]) -> bool:
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
 
 
-# A check for each part of a state, which returns False or raises if the part is malformed.
+# Checks for the parts of a state. A check returns False or raises if its part is malformed.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
     **dict.fromkeys(("num_workers", *NUMBERS), _is_number),
@@ -273,10 +273,10 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
-    """Return the start of the epoch's new batches and the number of the next batch.
+    """Return where the epoch's new batches start, and the number of the next batch.
 
-    Raises ValueError if the order of the samples differs, or if the batches differ and it is
-    unknown how ranks share the epoch.
+    Raises ValueError if the sample order differs, or if the batches differ and it is unknown how
+    ranks share the epoch.
     """
     steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]
     is_shared = None not in (*steps[0], *steps[1])

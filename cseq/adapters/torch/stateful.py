@@ -36,16 +36,16 @@ def is_stateful(thing: object) -> TypeGuard[Stateful]:
 
 
 def left_by(state: State) -> State:
-    """Return the state of a data set after an epoch, without the exhausted iterator."""
+    """Return a data set's state after an epoch, without the exhausted iterator's state."""
     return {"dataset": state.get("iterator" if state.get("is_own") else "dataset"), "made": 0}
 
 
 class DatasetState:
-    """The state of a data set that torch's `fetcher` reads, including its iterator."""
+    """The state of the data set that torch's `fetcher` reads, and of the data set's iterator."""
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)
-        # A data set that is its own iterator is restored as an iterator, as `iter` may restart it.
+        # If a data set is its own iterator, restore it as an iterator, since `iter` may restart it.
         self._is_own = iterator is dataset
         parts = {"dataset": None if self._is_own else dataset, "iterator": iterator}
         self._fetcher = fetcher
@@ -55,7 +55,7 @@ class DatasetState:
         return bool(self._stateful)
 
     def after(self, made: int) -> State:
-        """Return the present state after `made` batches."""
+        """Return the current state, after `made` batches."""
         state = {name: part.state_dict() for name, part in self._stateful.items()}
         ended: bool = getattr(self._fetcher, "ended", False)
         return {**state, "made": made, "ended": ended, "is_own": self._is_own}

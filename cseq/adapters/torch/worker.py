@@ -47,9 +47,9 @@ class Item(NamedTuple):
     """A batch with metadata, or a replacement for a batch.
 
     `state` is the data set's state after the batch, and `left` lists skipped samples (see
-    `Partial`). If `is_over`, the worker's data set is exhausted. `error`, packed by a worker, is
-    raised instead of the batch that `name` and `key` identify. If `is_setup`, the data set could
-    not be set up, and all later batches raise as well.
+    `Partial`). If `is_over` is True, the worker's data set is exhausted. `error`, which workers
+    pack, is raised instead of the batch identified by `name` and `key`. If `is_setup` is True, the
+    data set could not be set up, and all later batches raise as well.
     """
 
     batch: object = None
@@ -71,7 +71,7 @@ def samples_of(key: Any) -> int:
         return 1
 
 
-# Closed when the process exits.
+# This stack is closed when the process exits.
 _entered = contextlib.ExitStack()
 
 
@@ -97,7 +97,7 @@ def _modes() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
     # A default device is also a function mode.
     yield names.function_modes, _push_all
     for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone"):
-        # Older versions of torch do not know all these devices.
+        # Older versions of torch do not support all of these devices.
         with contextlib.suppress(RuntimeError):
             torch.is_autocast_enabled(device)
             for ask, enter in autocast:
@@ -108,15 +108,15 @@ MODES = tuple(_modes())
 
 
 def modes_here() -> list[Any]:
-    """Return this thread's modes, for a worker that is forked by another thread."""
+    """Return this thread's modes for a worker that another thread forks."""
     return [ask() for ask, _ in MODES]
 
 
 class Fetching(NamedTuple):
     """The part of a loader that a worker needs to create its producer.
 
-    If `skips`, samples that raise are skipped. `modes` are the trainer's modes, for forked workers.
-    `pins` holds the setup function of a thread that pins its batches, and the device.
+    If `skips` is True, samples that raise are skipped. `modes` holds the trainer's modes for forked
+    workers. `pins` holds the device and the setup function for a thread that pins its own batches.
     """
 
     kind: int
@@ -132,18 +132,18 @@ class Fetching(NamedTuple):
     pins: tuple[Callable[[], object], str | None] | None = None
 
     def __call__(self, number: int, num_workers: int) -> Fetcher:
-        """Create the producer of worker `number`."""
+        """Create the producer for worker `number`."""
         kind = ThreadFetcher if self.is_thread else Fetcher
         return kind(self, number, num_workers, context.here.batch_context)
 
 
 class FetcherEpoch(NamedTuple):
-    """The parameters of an epoch for a worker.
+    """A worker's parameters for an epoch.
 
-    `first` is the number of batches already delivered; for an IterableDataset, by this worker,
-    which is exhausted if `is_over`. `index` is the key for an IterableDataset: one None per sample
-    of a batch. In a new process, the data set starts at `state`. The worker sends the state every
-    `snapshot_every` batches, or never if 0. `rank` holds the rank and world size used for seeding.
+    `first` counts the batches already delivered. For an IterableDataset, it counts only this
+    worker's, and `is_over` marks an exhausted worker. `index` is an IterableDataset's key, with one
+    None per sample. A new process starts from the data set's `state`. Workers send the state every
+    `snapshot_every` batches, or never if 0. `rank` holds the rank and world size for seeding.
     """
 
     base_seed: int
@@ -169,26 +169,26 @@ class Fetcher:
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
         self._key: Any = ()
-        # The packed exception raised by `get_ready`.
+        # The packed exception from `get_ready`, if any.
         self._broken: bytes | None = None
         # `_is_open` is True once this epoch's fetcher has been created or has failed.
         self._is_set_up = self._is_open = False
-        # The number of batches made in the epoch.
+        # The number of batches made in this epoch.
         self._made = 0
         self._state: DatasetState | None = None
         self._depth = fork_depth()
 
     def close(self) -> None:
-        """Drop the last references to the data set if this torch's worker processes do so.
+        """Drop the last references to the data set if this version of torch also does so.
 
-        In a forked process, the data set belongs to the parent and stays.
+        In a forked process, the data set belongs to the parent and stays alive.
         """
         if names.GIVES_BACK and not self._setup.is_thread:
             names.forget_worker_info()
             self._fetcher = self._state = None
 
     def begin(self, epoch: FetcherEpoch) -> None:
-        """Start an epoch. User code first runs with the first batch."""
+        """Start an epoch. No user code runs before the first batch."""
         self._epoch = epoch
         self._is_open = False
 
@@ -198,7 +198,7 @@ class Fetcher:
         return self._next(key, self._epoch.first + self._context.item)
 
     def items(self, start: int) -> Iterator[object]:
-        """Yield the batches of an iterable data set. An exception counts as a batch."""
+        """Yield an iterable data set's batches. An exception counts as a batch."""
         self.get_ready()
         if self._broken is not None:
             yield self._raised()
@@ -213,7 +213,7 @@ class Fetcher:
             yield self._stated(is_over=True)
 
     def _drop(self, count: int) -> bool:
-        """Skip the first `count` batches of an iterable data set; return False if it ends early."""
+        """Skip an iterable data set's first `count` batches. Return False if it ends early."""
         return all(self._next_item() is not END for _ in range(self._made, count))
 
     # -- setup
@@ -243,7 +243,7 @@ class Fetcher:
         base_seed = self._epoch.base_seed
         seed = base_seed + self._number
         random.seed(seed)
-        # torch records a stack per unused device, and each worker would read the source lines.
+        # torch records a stack per unused device, and would read source files without a limit.
         limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
         try:
             torch.manual_seed(seed)
@@ -279,12 +279,12 @@ class Fetcher:
         return torch.default_generator.initial_seed()
 
     def _set_ticket(self, number: int) -> None:
-        """Set the batch for `cseq.rng` and `cseq.worker_info`. Its samples are unknown."""
+        """Set the batch for `cseq.rng` and `cseq.worker_info`. The batch's samples are unknown."""
         rank, ranks = self._epoch.rank
         self._context.set_ticket(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
-        """Create a fetcher that starts from a state of the data set (see `DatasetState`)."""
+        """Create a fetcher that starts from a saved data set state (see `DatasetState`)."""
         kind, dataset, auto_collation, function, drop_last, skips, *_ = self._setup
         if state.get("dataset") is not None:
             dataset.load_state_dict(state["dataset"])
@@ -303,7 +303,7 @@ class Fetcher:
         return fetcher
 
     def _collate_key(self, samples: Sequence[object]) -> object:
-        """Collate the present key's samples. If that fails, name the first sample that is None."""
+        """Collate the current key's samples. On failure, report the first sample that is None."""
         try:
             return self._collate(samples)
         except Exception as error:
@@ -318,7 +318,7 @@ class Fetcher:
         return self._next(self._epoch.index, self._made * self._num_workers + self._number)
 
     def _next(self, key: object, number: int) -> object:
-        """Return batch `number`, as an `Item` if it has metadata, or END if there is none."""
+        """Return batch `number` (an `Item` if it has metadata), or END if no batches remain."""
         if self._broken is not None:
             return self._raised()
         if self._seeds is not None:
@@ -358,11 +358,11 @@ class Fetcher:
 
 
 class ThreadFetcher(Fetcher):
-    """A producer in a thread, which shares the data set with the other threads.
+    """A thread's producer, which shares the data set with the other threads.
 
     The thread does not touch the global generators or `get_worker_info`. `cseq.rng` is
-    thread-local. With ``rng="batch"`` it is seeded for each batch, otherwise once, like numpy in
-    torch's worker of the same number.
+    thread-local. With ``rng="batch"``, it is seeded for each batch. Otherwise, it is seeded once,
+    like numpy in the torch worker with the same number.
     """
 
     def _set_up(self) -> None:
@@ -389,7 +389,7 @@ class ThreadFetcher(Fetcher):
 
 
 class FetcherHere(Fetcher):
-    """A producer in the trainer that is also its stream, drawing each key on demand."""
+    """A producer in the trainer that also acts as the stream. It draws each key on demand."""
 
     IN_WORKER = False
     latest = 0
@@ -399,7 +399,7 @@ class FetcherHere(Fetcher):
         self._keys: Iterator[tuple[int, object]] | None = None
 
     def begin_with(self, epoch: FetcherEpoch, keys: Iterator[object] | None) -> DatasetState | None:
-        """Start an epoch of keys or of an iterable data set; return the data set's state object."""
+        """Start an epoch with keys or an iterable data set. Return the data set's state object."""
         self.begin(epoch)
         self._is_open, self._keys = True, None if keys is None else enumerate(keys)
         self._call(partial(self._open, is_new=True))
@@ -413,7 +413,7 @@ class FetcherHere(Fetcher):
         return self
 
     def __next__(self) -> object:
-        # Check first: an exception below could end the sampler.
+        # Check first, because an exception below could end the sampler.
         check_depth()
         if self._keys is not None:
             self._context.item, key = next(self._keys)
@@ -424,14 +424,14 @@ class FetcherHere(Fetcher):
         return item
 
     def _call(self, function: Callable[..., object], *args: object) -> object:
-        """Call a function. With seeds per batch, restore the trainer's generators afterwards."""
+        """Call a function. With per-batch seeds, restore the trainer's generators afterwards."""
         if self._seeds is None:
             return function(*args)
         return call_here(partial(function, *args), self._context, self._seeds)
 
 
 def _packed(error: BaseException) -> bytes:
-    """Pack an exception, with SystemExit and the like replaced by torch's RuntimeError.
+    """Pack an exception, replacing SystemExit and KeyboardInterrupt with torch's RuntimeError.
 
     In the trainer, SystemExit would exit the program without an error, and KeyboardInterrupt would
     look like Ctrl-C.

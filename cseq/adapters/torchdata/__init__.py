@@ -8,9 +8,9 @@ The datapipe graph is split into up to three parts::
     only with                      all replicable datapipes       0, 1, …, N-1   all other
     sharding_round_robin_dispatch                                 in turn        datapipes
 
-The workers are the streams of one `Streams`, and the dispatching process is the only stream of
-another. Workers send items to the main process through slots in shared memory. They request items
-of the dispatching process from the main process (`Relay`).
+One `Streams` runs the workers as its streams. Another runs the dispatching process as its only
+stream. Workers send items to the main process through shared-memory slots. They request the
+dispatching process's items from the main process (`Relay`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     with warnings.catch_warnings():
-        # Otherwise every process would print the deprecation warning.
+        # Without this filter, every process would print the deprecation warning.
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
         from torch.utils.data.graph import traverse_dps
         from torchdata.dataloader2.graph import set_graph_random_seed
@@ -63,9 +63,9 @@ STATE_VERSION = 1
 
 
 class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # type: ignore[misc]
-    """Run the graph of a ``DataLoader2`` in worker processes.
+    """Runs a ``DataLoader2`` graph in worker processes.
 
-    Replaces ``torchdata.dataloader2.MultiProcessingReadingService`` with the same arguments,
+    Replaces ``torchdata.dataloader2.MultiProcessingReadingService``, with the same arguments,
     sharding, order and seeds. `docs/how-to/from-torchdata.md` lists the differences.
 
     Parameters
@@ -73,7 +73,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     num_workers : int
         The number of worker processes. With 0, the graph runs in this process.
     multiprocessing_context : {None, 'forkserver', 'spawn', 'fork'}
-        The start method of the processes. The default is a fork server where available.
+        The start method for the processes. The default is a fork server where available.
     worker_prefetch_cnt : int
         The number of items that each worker may prefetch.
     main_prefetch_cnt : int
@@ -84,25 +84,25 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each
         worker at the start of each epoch, after seeding.
     max_restarts : int
-        The maximum number of dead processes replaced per epoch. A replacement repeats the epoch
+        The maximum number of dead processes to replace per epoch. A replacement restarts the epoch
         and skips the items that the dead process delivered. The graph must therefore yield the same
         items for the same seeds and have no dispatching process. With 0, the first death raises
         `cseq.WorkerDied`.
     timeout : float, optional
         The time in seconds to wait for an item before raising `cseq.WorkerTimeout`.
     repeat_epochs : bool
-        If True, all epochs after one ``DataLoader2.seed(s)`` use the same shuffle and random
+        If True, all epochs after a ``DataLoader2.seed(s)`` call use the same shuffle and random
         numbers, as in torchdata, and `checkpoint` does not save the position within an epoch.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid. The message names it, its value and the remedy.
+        If an argument is invalid. The message names the argument, its value and the remedy.
     AssertionError
-        If `multiprocessing_context` is not a start method of this system.
+        If `multiprocessing_context` is not a start method available on this system.
     """
 
-    # The workers, the relay, the outlet, and the id of the process that owns them. These are class
+    # The workers, the relay, the outlet, and the ID of the process that owns them. They are class
     # attributes because `__del__` may run before `__init__`.
     _streams: Streams | None = None
     _relay: Relay | None = None
@@ -140,9 +140,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        # The last user datapipe in this process.
+        # The user's last datapipe in this process.
         self._end_datapipe: DataPipe = None
-        # The epoch number and the epoch's part of a state, without the position.
+        # The epoch number, and the epoch's saved state without its position.
         self._number = 0
         self._epoch: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
@@ -155,7 +155,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         Parameters
         ----------
         datapipe : DataPipe
-            The end of the graph. A copy of the graph is split.
+            The last datapipe of the graph. Only a copy of the graph is split.
         """
         self.finalize()
         self._pid = os.getpid()
@@ -169,7 +169,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
-        """Start the processes and return the end of the remaining graph."""
+        """Start the processes and return the last datapipe of the remaining graph."""
         options: dict[str, Any] = {
             "start_method": self.multiprocessing_context,
             "max_restarts": self.max_restarts,
@@ -212,10 +212,10 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         Parameters
         ----------
         seed_generator : SeedGenerator
-            The source of all seeds of the epoch. Unless `repeat_epochs` is set, it is then advanced
-            to give the next epoch different seeds.
+            The source of all seeds for the epoch. Unless `repeat_epochs` is set, the generator is
+            then advanced so that the next epoch uses different seeds.
         iter_reset_fn : callable, optional
-            A reset function of another reading service, called with the graph in every worker.
+            Another reading service's reset function, which every worker calls with its graph.
         """
         if self._outlet is None:
             raise RuntimeError("initialize_iteration() comes after initialize()")
@@ -225,11 +225,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if (
             state is not None
             and state["position"] is not None
-            # Equal seeds mean that `_restore_checkpoint_beginning_of_epoch` has been called.
+            # Equal seeds mean that `_restore_checkpoint_beginning_of_epoch` was called.
             and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
         ):
             seeds, skip = state["seeds"], state["position"]
-        # Without `DataLoader2.seed`, the seeds come from a new generator.
+        # Unless `DataLoader2.seed` was called, the seeds come from a new generator.
         is_seeded = _peeked(seeds) != _peeked(SeedGenerator())
         self._epoch = {"seeds": clone(seeds), "seeded": is_seeded}
         set_graph_random_seed(self._end_datapipe, seeds)
@@ -249,7 +249,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop all processes without blocking; a thread waits for them. It can be called again."""
+        """Stop all processes without blocking; a thread waits for them. Repeated calls are safe."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -260,7 +260,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the state of a DataLoader2
 
     def checkpoint(self) -> bytes:
-        """Return the epoch's position (the number of returned items) and seeds as bytes."""
+        """Return the epoch's position (the number of items returned) and seeds as bytes."""
         position = None if self._outlet is None else self._outlet.position
         if self.repeat_epochs or position is None:
             return pickle.dumps({"version": STATE_VERSION, "position": None})
@@ -273,14 +273,14 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return pickle.dumps(state)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Initialize the graph and make the next epoch resume at the position of a state.
+        """Initialize the graph and make the next epoch resume at a saved position.
 
-        The epoch is repeated from its start, and items that were already returned are skipped.
+        The epoch runs again from its first item, and items that were already returned are skipped.
 
         Raises
         ------
         ValueError
-            If the state has another version or number of workers.
+            If the state has a different version or number of workers.
         """
         state = pickle.loads(serialized_state) if serialized_state else None
         if state is not None:
@@ -309,7 +309,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: object = None) -> None:
-        """Do nothing. DataLoader2 counts by itself and warns if this method is missing."""
+        """Do nothing. DataLoader2 keeps its own count, but warns if this method is missing."""
 
     def _needs_workers(self, verb: str) -> Streams:
         if self._streams is None:
@@ -332,7 +332,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
 
 def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
-    """Stop an epoch in all processes and wake threads that wait for one of its items."""
+    """Stop the epoch in all processes and wake any threads that are waiting for its items."""
     if relay is not None:
         relay.stop()
     if streams is not None:
@@ -360,6 +360,6 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
 
 
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
-    """Return the next numbers of a seed generator without advancing it, for comparisons."""
+    """Return a seed generator's next numbers for comparison without advancing the generator."""
     copy = clone(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()

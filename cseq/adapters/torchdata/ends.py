@@ -1,4 +1,4 @@
-"""The source and the end of the main process's part of the graph."""
+"""The first and last datapipes of the main process's part of the graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Outlet", "PipeReader"]
 
 
 class _Unhooked:
-    """A mixin for datapipes that avoids torch's per-item wrapper around ``__iter__``."""
+    """A datapipe mixin that avoids torch's per-item wrapper around ``__iter__``."""
 
     def __iter__(self) -> Iterator[object]:
         return self._iterate()
@@ -32,7 +32,7 @@ class _Unhooked:
 
 
 class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The source of the main process's part of the graph, which yields the workers' items."""
+    """The source in the main process's part of the graph. It yields the workers' items."""
 
     def __init__(self, streams: Streams, relay: Relay | None) -> None:
         self._streams = streams
@@ -44,7 +44,7 @@ class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
 
 
 class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The end of the graph, which counts the returned items and can be closed.
+    """The last datapipe of the graph. It counts the returned items and can be closed.
 
     Attributes
     ----------

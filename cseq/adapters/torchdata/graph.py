@@ -23,7 +23,7 @@ GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Replace datapipe `old`, if present, with `new` and return the end of the graph."""
+    """Replace datapipe `old`, if present, with `new` and return the graph's last datapipe."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)
@@ -51,7 +51,7 @@ def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
 
 
 def pause_all(end: DataPipe) -> None:
-    """Pause all datapipes that support it, last one first."""
+    """Pause all datapipes that support pausing, last one first."""
     for pipe in list_dps(traverse_dps(end)):
         if isinstance(pipe, Prefetcher):
             _hold(pipe)
@@ -62,8 +62,8 @@ def pause_all(end: DataPipe) -> None:
 def _hold(pipe: DataPipe) -> None:
     """Pause a prefetching datapipe.
 
-    The datapipe's own method waits forever if its thread is about to exit, as it is near the end of
-    an epoch. `PinMemory.pause` always waits forever.
+    The datapipe's own method waits forever if its thread is about to exit, which happens near the
+    end of an epoch. `PinMemory.pause` always waits forever.
     """
     thread, shared = pipe.thread, pipe.prefetch_data
     if thread is None or shared is None:
@@ -74,7 +74,7 @@ def _hold(pipe: DataPipe) -> None:
 
 
 def resume_all(end: DataPipe) -> None:
-    """Resume all datapipes that support it, source first."""
+    """Resume all datapipes that support resuming, source first."""
     for pipe in reversed(list_dps(traverse_dps(end))):
         if callable(getattr(pipe, "resume", None)):
             pipe.resume()

@@ -1,7 +1,7 @@
 """Relays items from the dispatching process to the workers.
 
-The items pass through the main process, which outlives both. The dispatching process pickles an
-item. A worker requests the item from the main process and unpickles it.
+Items pass through the main process, which outlives both sides. The dispatching process pickles each
+item, and a worker requests the item from the main process and unpickles it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from cseq.stream import Streams
 
-    # The address of the relay and the secret that authenticates callers.
+    # The relay's address and the secret that authenticates callers.
     Address = tuple[Any, bytes]
 
 # The number of seconds to wait for the relay's thread to exit.
@@ -36,7 +36,7 @@ ENDING = 10.0
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
-    """The items that the dispatching process makes for a worker, as a source in that worker."""
+    """A source datapipe in a worker that yields the dispatching process's items for that worker."""
 
     def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
@@ -54,7 +54,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
                 return
 
     def _ask(self, epoch: int) -> tuple[list[bytes], bool]:
-        """Request the next items. Threads of a cancelled epoch may also call this."""
+        """Request the next items. Threads left over from a cancelled epoch may also call this."""
         with Client(self._address, authkey=self._secret) as relay:
             relay.send((self._worker, epoch))
             answer: tuple[list[bytes], bool] = relay.recv()
@@ -62,7 +62,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
 
 
 class Relay:
-    """A server in the main process that sends item i of the dispatching process to worker i mod N.
+    """A server in the main process that sends the dispatching process's item i to worker i mod N.
 
     A thread answers the workers' requests in sequence. It fetches items until there is one for the
     requesting worker, and queues items for other workers without limit.
@@ -73,7 +73,7 @@ class Relay:
         self._num_workers = num_workers
         # Protects the stream and the next four attributes.
         self._lock = Lock()
-        # The number of the running epoch, or 0.
+        # The number of the running epoch, or 0 if no epoch is running.
         self._epoch = 0
         self._items: Iterator[tuple[int, bytes]] = iter(())
         # Each worker's unsent items.
@@ -148,17 +148,17 @@ class Relay:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
-        """Stop the epoch. Waiting and later requests from workers receive no items."""
+        """Stop the epoch. Pending and later worker requests receive no items."""
         self._epoch = 0
         self._streams.interrupt()
 
     def close(self) -> None:
         """Stop the dispatching process and the thread. The workers must have exited already.
 
-        It can be called again, even if the first call was interrupted.
+        Calling this again is safe, even if the first call was interrupted.
         """
         self.stop()
-        # The processes may belong to the parent process.
+        # After a fork, the processes belong to the parent process.
         if not self._streams._run.is_ours:
             return
         self._is_closed = True
@@ -174,11 +174,11 @@ class Relay:
 
 
 class DispatchingFailed(Exception):
-    """A placeholder in a worker for the dispatching process's exception, `Relay.error`."""
+    """A worker's placeholder for the dispatching process's exception (`Relay.error`)."""
 
 
 class InDispatching(RemoteTraceback):
-    """A traceback in the dispatching process."""
+    """A traceback from the dispatching process."""
 
     place = "dispatching process"
 
@@ -199,7 +199,7 @@ def naming_dispatching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(relay: Relay | None) -> Iterator[None]:
-    """Add the original traceback to the text of exceptions in this context, as torch does."""
+    """Append the original traceback to the text of exceptions in this context, as torch does."""
     try:
         yield
     except DispatchingFailed:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class PipeEpoch(NamedTuple):
-    """The parameters of an epoch for one process; see `Streams.begin`."""
+    """One process's parameters for an epoch; see `Streams.begin`."""
 
     number: int
     seeds: SeedGenerator
@@ -53,7 +53,7 @@ class _Pipeline:
     """A producer for `Streams` that runs one process's part of the graph."""
 
     def __init__(self, pipe: DataPipe) -> None:
-        # Remove the hooks of a graph traversal that was running when this process was forked.
+        # Remove any hooks left by a graph traversal that was running when this process was forked.
         for kind in (IterDataPipe, MapDataPipe):
             kind.set_reduce_ex_hook(None)
             kind.set_getstate_hook(None)
@@ -64,7 +64,7 @@ class _Pipeline:
 
     def begin(self, epoch: PipeEpoch) -> None:
         """Start an epoch."""
-        # Close first, before seeding: the graph's threads may draw random numbers.
+        # Close before seeding, because the graph's threads may draw random numbers.
         self.close()
         self._running = self._reset(epoch)
 
@@ -73,7 +73,7 @@ class _Pipeline:
         raise NotImplementedError
 
     def items(self, start: int) -> Iterator[object]:
-        """Yield this epoch's items after the first `start`, which were already delivered."""
+        """Yield this epoch's items, skipping the first `start`, which were already delivered."""
         self._iterator = iter(self._running)
         return itertools.islice(self._iterator, start, None)
 
@@ -138,7 +138,7 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The dispatching process's part of the graph. The workers unpickle its items."""
+    """The dispatching process's part of the graph. Workers unpickle the items it yields."""
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
