@@ -33,8 +33,8 @@ class Flat(Corpus):
         The start of each document followed by the total number of tokens, as an array of shape
         (documents + 1,) or as an ``.npy`` file that contains one.
     end : int, optional
-        The last token of each document, as an alternative to `offsets`. Documents are found in a
-        single pass, and their lengths are stored in a file.
+        The token that ends each document and is part of it, as an alternative to `offsets`. The
+        documents are found in a single pass, and their lengths are stored in a file.
     cache : str or path, optional
         The folder for the lengths file. With `end`, it defaults to the folder that contains `path`.
         If `offsets` is a path, each process computes the lengths unless `cache` is set.
