@@ -217,7 +217,7 @@ def parts() -> NDArray[np.int64]:
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
-    """Create an uninitialised array in the shared memory of the current batch.
+    """Create an uninitialised array in the current batch's shared memory.
 
     A batch built in this array (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on the
     way to the training loop. If the indexer keeps the array, the batch is copied. Outside a worker

@@ -259,7 +259,7 @@ def _collate_mappings(samples: Samples) -> Any:
 
 
 def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
-    """Return a mapping of a sample's type, or a dict if the type does not accept a dict."""
+    """Return a mapping of the sample's type, or a dict if that type does not accept a dict."""
     try:
         return type(mapping)(batch)
     except TypeError:
@@ -295,7 +295,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
         tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
-    # If samples belong to a tensor subclass (torchvision's Image), so would the batch.
+    # Otherwise, samples of a subclass (torchvision's Image) would make a batch of that subclass.
     return torch.stack(
         [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
@@ -303,7 +303,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True for a dense CPU tensor that is not quantized, nested or part of autograd."""
+    """Return True for a dense CPU tensor that is not quantized or nested and needs no gradient."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is sys.modules["torch"].strided

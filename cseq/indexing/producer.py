@@ -40,17 +40,17 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 class Producer(Protocol):
     """Makes a worker's items in the main thread of the worker process.
 
-    `Streams.ask` may call other methods. If there is a ``close`` method, it is called on exit.
+    `Streams.ask` may call other methods. A ``close`` method, if defined, is called on exit.
     """
 
     def begin(self, assignment: Any, /) -> object:
-        """Start an epoch, even if another is unfinished. `Streams.begin` returns the result."""
+        """Start an epoch, even if the last is unfinished. `Streams.begin` returns the result."""
 
     def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the epoch's items, starting with item `start`.
 
         `start` is greater than 0 only in a replacement for a dead process. The replacement has the
-        same assignment and must make the same items but skip the items before `start`.
+        same assignment and must make the same items, skipping or discarding any before `start`.
         """
 
 
@@ -147,7 +147,7 @@ class Making(Work):
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
-        """Return a method's reply, whose arrays are not created in a slot."""
+        """Return the reply to a call or from `begin`, without creating arrays in the slot."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:

@@ -5,8 +5,8 @@ As in `cseq.rng`, the seeds depend only on the seed, the epoch and the batch's p
 depend neither on the process that makes the batch nor on earlier batches.
 
 A generator is seeded only if its module has been imported. `sys.modules` is checked before and
-after each batch. A batch that imported such a module is made again with the generator seeded, as it
-is for later batches.
+after each batch. A batch that imported such a module is made again with the generator seeded, so
+the batch is made like later ones.
 
 Nothing is seeded in the trainer's threads, which share these generators with the training loop.
 """

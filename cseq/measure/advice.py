@@ -35,7 +35,7 @@ GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
 # The cores are used up if utilization exceeds USED_UP, or if workers spend QUEUED of their work
 # waiting for a core. If this process then uses less than OTHERS of the cores, other programs do.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
-# The number of workers to advise per worker needed, and per core for workers that mostly wait.
+# The workers to advise per worker needed, and the maximum per core if the workers mostly wait.
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
@@ -78,8 +78,8 @@ class Window:
     computed : float
         The number of cores that all threads use together, if they share a GIL.
     behind, early : float
-        The fractions of the loop's waiting time while most other batches are ready, and before the
-        first batch of each later epoch.
+        The fractions of the loop's waiting time spent while most other batches are ready, and
+        before the first batch of each later epoch.
     converting : float
         The mean fraction of the time during which a converter works.
     dry : float or None
@@ -150,7 +150,7 @@ class Window:
 
     @property
     def holds_gil(self) -> bool:
-        """True if threads hold the GIL while they compute, which makes other threads wait long."""
+        """True if threads hold the GIL while they compute, which keeps other threads waiting."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
@@ -199,7 +199,7 @@ class Window:
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Return the batches per second that this many workers make if they never wait."""
+        """Return the batches per second that `workers` workers make without waits for tickets."""
         return min(workers, self.room) / self.index
 
 
@@ -256,7 +256,7 @@ class Said(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A cause, its test and its advice."""
+    """A rule, which consists of a cause, a test and a function that returns the advice."""
 
     cause: str
     test: Callable[[Window], bool]

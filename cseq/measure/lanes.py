@@ -11,7 +11,7 @@ from cseq._core import now_ns
 
 __all__ = ["Event", "Lanes", "record"]
 
-# The maximum number of remembered events per pool.
+# The maximum number of events kept per pool.
 MOST_EVENTS = 1000
 
 _numbers = itertools.count(1)
@@ -29,7 +29,7 @@ def record(pools: list[Lanes] | None) -> None:
 
 
 class Event(NamedTuple):
-    """The start or death of a runner, or its exit at the pool's request.
+    """A runner's start or death, or its exit at the pool's request.
 
     Attributes
     ----------

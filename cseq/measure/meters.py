@@ -1,4 +1,4 @@
-"""Reads a run's meters, which `include/cseq_meter.h` records."""
+"""Reads a run's meters, as recorded by `include/cseq_meter.h`."""
 
 from __future__ import annotations
 

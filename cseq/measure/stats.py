@@ -54,7 +54,7 @@ def _counted(cache: Cache) -> tuple[int, int, int]:
 
 
 class WorkerStats(NamedTuple):
-    """Statistics of one worker.
+    """Statistics for one worker.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class SlowBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts and times of a manager since its start, over all epochs.
+    """A manager's counts and times since its start, over all epochs.
 
     Times are measured from the first batch of each epoch, excluding startup and any pauses between
     epochs. Processes, threads and streams are all timed the same way. Properties are computed on
@@ -300,7 +300,7 @@ class Stats:
         return replace(self, meters=self.meters.since(earlier.meters), **grown)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
-        """Return a flat dict of figures for a logger. Its keys never change."""
+        """Return a flat dict of figures for a logger. The keys never change."""
         index, waits, workers = self.index_seconds, self.wait_seconds, self.num_workers
         window = self.window()
         elapsed = self.elapsed or 1.0
@@ -477,7 +477,7 @@ class Every:
         self._before = read_stats(self._manager)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return the figures of the last `n` steps, or {} if `step` is not a multiple of `n`."""
+        """Return figures for the last `n` steps, or {} if `step` is not a multiple of `n`."""
         if step % self._n:
             return {}
         before, self._before = self._before, read_stats(self._manager)

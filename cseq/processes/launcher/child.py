@@ -203,8 +203,8 @@ def work(
 def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     """Tell multiprocessing and process pools that this is a new process.
 
-    Otherwise, they would keep the parent process's threads and finalizers. This calls the private
-    functions that `multiprocessing.Process` calls.
+    Otherwise, they would keep the parent process's threads and finalizers. This calls the same
+    private functions as `multiprocessing.Process`.
     """
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]

@@ -278,7 +278,7 @@ import_module(start["module"]).begin_process(start)
 def spawn(start: Start, title: str, threads: int | None) -> Child:
     """Start a new interpreter that calls `begin_process(start)` in the module named in `start`.
 
-    Compute libraries in the interpreter and its children use `threads` threads.
+    Libraries in the interpreter and its children use `threads` compute threads.
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
@@ -308,7 +308,7 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        # Prevent `Popen` from waiting for the process, which `Child` does.
+        # Prevent `Popen` from waiting, because `Child` waits for the process.
         popen.returncode = 0
         return Child(ours, popen.pid)
 
