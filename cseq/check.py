@@ -150,7 +150,9 @@ def seconds(name: str, value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}={value!r} is not a number of seconds; pass one above 0, or None")
     if not value > 0 or math.isinf(value):
-        raise ValueError(f"{name}={value!r} is not positive; pass a number of seconds, or None for no limit")
+        raise ValueError(
+            f"{name}={value!r} is not positive; pass a number of seconds, or None for no limit"
+        )
     return float(value)
 
 

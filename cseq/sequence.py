@@ -136,7 +136,7 @@ class MSequence(Manager, Generic[B_co]):
         `batch_size`. If the units are rows (`Packed`), `batch_size` counts rows.
     repeat : int or True
         The number of epochs in one ``iter()``; True means no limit. Workers start the next epoch
-        while the loop uses the last batches of the current one. `max_restarts` applies to all.
+        while the loop uses the last batches of the current one. `max_restarts` covers all epochs.
     seed_globals : bool
         Whether to seed `random`, ``numpy.random`` and torch's CPU generator before each batch from
         the key of `rng`, in worker processes and in test mode. Only imported modules are seeded.

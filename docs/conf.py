@@ -100,6 +100,9 @@ StandIn.__module__ = "torch.utils.data"
 with mock(["ray"]):
     import cseq.fleet.ray
 
+with mock(["pyarrow"]):
+    import cseq.store.parquet
+
 with mock(["torch"]):
     import torch.autograd
     import torch.utils.data
@@ -126,7 +129,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"cseq\.(sequence|kinds|manager|(indexing|order|tokens)\.\w+)\..*|.*\bB(_co)?|.*\bT(_co)?",
+        r"cseq\.(sequence|kinds|manager|(indexing|order|store|tokens)\.\w+)\..*|.*\bB(_co)?|.*\bT(_co)?",
     ),
 ]
 

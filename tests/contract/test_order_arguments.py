@@ -125,7 +125,12 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Weighted, {"weights": [1, -2]}, ValueError, "has -2.0 for sample 1; pass finite"),
         (cseq.Weighted, {"weights": [math.nan, 1]}, ValueError, "weights has nan for sample 0"),
         (cseq.Weighted, {"weights": [1, math.inf]}, ValueError, "weights has inf for sample 1"),
-        (cseq.Weighted, {"weights": [0, 0.0]}, ValueError, "all of the 2 weights are 0; pass at least one"),
+        (
+            cseq.Weighted,
+            {"weights": [0, 0.0]},
+            ValueError,
+            "all of the 2 weights are 0; pass at least one",
+        ),
         (cseq.Weighted, {"weights": ["1"]}, TypeError, "weights has values of type <U1.*pass real"),
         (cseq.Weighted, {"size": 0}, ValueError, "size=0"),
         (cseq.Weighted, {"replacement": 1}, TypeError, "replacement=1"),

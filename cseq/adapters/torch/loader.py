@@ -91,8 +91,8 @@ class DataLoader(Torchs[T_co]):
         thread-local. The default is `defaults.worker_method`, initially 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
         How to handle exceptions from the data set or `collate_fn`. 'raise' re-raises them in the
-        loop. 'skip' logs them and skips the sample, or the whole batch if necessary. `skipped`
-        lists both. The default is `defaults.on_error`, initially 'raise'.
+        loop. 'skip' logs them and skips the sample, or the whole batch if no single sample can be
+        skipped. `skipped` lists both. The default is `defaults.on_error`, initially 'raise'.
     snapshot_every_n_steps : int, optional
         How often to save the data set's state. An IterableDataset's state is saved after this many
         batches of each worker, a map-style data set's after every batch. None and 0 disable saving.
