@@ -33,7 +33,7 @@ class Flat(Corpus):
         The start of each document followed by the total number of tokens, as an array of shape
         (documents + 1,) or as an ``.npy`` file that contains one.
     end : int, optional
-        The token that ends each document and is part of it, as an alternative to `offsets`. The
+        The token that ends each document, as its last token, an alternative to `offsets`. The
         documents are found in a single pass, and their lengths are stored in a file.
     cache : str or path, optional
         The folder for the lengths file. With `end`, it defaults to the folder that contains `path`.
