@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from kinds import FEW, by_name
 from s3_server import S3Server
-from sharded import kill_fetching, parquet_shards, s3, written
+from sharded import kill_fetching, loop, parquet_shards, s3, stream, written
 
-import cseq
 from cseq import store
 
 pytest.importorskip("obstore")
@@ -21,6 +20,7 @@ FILES = [25, 40, 7]
 # Of the row groups.
 SIZES = [10, 10, 5, 10, 10, 10, 10, 7]
 ROWS = sum(FILES)
+WINDOW, BATCH = 3, 6
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +50,8 @@ class Rows:
 
 
 def epochs(kind, table, epochs=1):
-    """Give the numbers of rows as a loop has them."""
-    options = {"batch_size": 6, "order": table.order(window=3), "seed": 3}
-    with kind.start(Rows(table), ROWS, **options) as batches:
-        return np.concatenate([batch.copy() for _ in range(epochs) for batch in batches]).tolist()
-
-
-def stream(epochs=1):
-    """Give the numbers that the order has."""
-    order = cseq.Blocks(SIZES, 3)
-    return [
-        number
-        for epoch in range(epochs)
-        for batch in order.batches(6, seed=3, epoch=epoch)
-        for number in batch
-    ]
+    """Return the row numbers that a loop receives."""
+    return loop(kind, Rows(table), table, WINDOW, BATCH, epochs)
 
 
 def test_rows_are_those_that_pyarrow_reads(shards, tmp_path):
@@ -95,7 +82,7 @@ def test_each_row_group_is_fetched_once(kind, server, tmp_path):
     """An epoch asks for each row group once, the next one for none, and no byte comes twice."""
     table = store.Parquet("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     server.forget()
-    assert epochs(kind, table, 2) == stream(2)
+    assert epochs(kind, table, 2) == stream(SIZES, WINDOW, BATCH, 2)
     assert len({(one.key, one.span) for one in server.log()}) == server.count() == len(SIZES)
     assert table.stats().fetched == len(SIZES)
 
@@ -131,7 +118,7 @@ def test_a_kill_and_requests_that_fail_change_nothing(kind, server, tmp_path):
     kill_fetching(tmp_path / "cache")
     for fault in ("503", "cut", "half", "refuse"):
         server.fail(fault, chance=0.06)
-    assert epochs(kind, table, 2) == stream(2)
+    assert epochs(kind, table, 2) == stream(SIZES, WINDOW, BATCH, 2)
 
 
 def test_a_file_that_has_changed_is_named(server, shards, tmp_path):

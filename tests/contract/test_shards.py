@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from kinds import KINDS, PARALLEL, QUICK, by_name
 from s3_server import S3Server
-from sharded import fetching, kill_fetching, npy_shards, s3, wait_until, whole, written
+from sharded import fetching, flat, kill_fetching, npy_shards, s3, wait_until, whole, written
 
 import cseq
 from cseq import store
@@ -47,11 +47,6 @@ def server(a_server):
 def folder(tmp_path):
     """A folder with the shards."""
     return written(SHARDS, tmp_path / "data") + "/train"
-
-
-def flat(order, *args, **options):
-    """Give the samples of an order's batches."""
-    return [number for batch in order.batches(*args, **options) for number in batch]
 
 
 def numbers(batches):

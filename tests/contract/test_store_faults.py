@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from kinds import FEW, INLINE, by_name
 from s3_server import S3Server
+from sharded import s3
 
 import cseq
 
@@ -77,11 +78,9 @@ def server():
 
 def read(server, cache, **options):
     """Make the reader; its store repeats requests twice, after little time."""
-    from obstore.store import S3Store
-
     from cseq import store
 
-    made = S3Store("any", **server.options, retry_config=RETRIES)
+    made = s3(server, retry_config=RETRIES)
     return store.Npy("train/", cache=cache, store=made, **{"timeout": 20, **options})
 
 

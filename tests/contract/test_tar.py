@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kinds import FEW, by_name
 from s3_server import S3Server
-from sharded import kill_fetching, s3, tar_of, tar_shards, whole, written
+from sharded import kill_fetching, loop, s3, stream, tar_of, tar_shards, whole, written
 
 import cseq
 from cseq import store
@@ -20,6 +20,7 @@ pytestmark = pytest.mark.needs("Linux")
 SIZES = [7, 12, 9, 11, 8]
 SHARDS = tar_shards(SIZES)
 SAMPLES = sum(SIZES)
+WINDOW, BATCH = 2, 5
 
 
 @pytest.fixture
@@ -36,29 +37,17 @@ class Numbers:
         self.pictures = pictures
 
     def __getitem__(self, indices):
-        found = np.array([int(sample["cls"]) for sample in self.pictures[indices]])
-        for number, sample in zip(found.tolist(), self.pictures[indices], strict=True):
+        samples = self.pictures[indices]
+        found = np.array([int(sample["cls"]) for sample in samples])
+        for number, sample in zip(found.tolist(), samples, strict=True):
             assert sample["bin"] == bytes([number % 256]) * (number + 1)
             assert sample["__key__"] == f"some/{number:04}"
         return found
 
 
-def epochs(kind, pictures, epochs=1, batch_size=5):
-    """Give the numbers of samples as a loop has them."""
-    options = {"batch_size": batch_size, "order": pictures.order(window=2), "seed": 3}
-    with kind.start(Numbers(pictures), SAMPLES, **options) as batches:
-        return np.concatenate([batch.copy() for _ in range(epochs) for batch in batches]).tolist()
-
-
-def stream(epochs=1):
-    """Give the numbers that the order has."""
-    order = cseq.Blocks(SIZES, 2)
-    return [
-        number
-        for epoch in range(epochs)
-        for batch in order.batches(5, seed=3, epoch=epoch)
-        for number in batch
-    ]
+def epochs(kind, pictures, epochs=1):
+    """Return the sample numbers that a loop receives."""
+    return loop(kind, Numbers(pictures), pictures, WINDOW, BATCH, epochs)
 
 
 def test_samples_are_those_that_tarfile_reads(tmp_path):
@@ -81,7 +70,7 @@ def test_samples_are_those_that_tarfile_reads(tmp_path):
 def test_each_shard_is_fetched_once(kind, server, tmp_path):
     """The index is made of the shards that are kept; no epoch asks for one again."""
     pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
-    assert epochs(kind, pictures, 2) == stream(2)
+    assert epochs(kind, pictures, 2) == stream(SIZES, WINDOW, BATCH, 2)
     assert whole(server) == len(SIZES)
 
 
@@ -107,7 +96,7 @@ def test_a_kill_and_requests_that_fail_change_nothing(kind, server, tmp_path):
     kill_fetching(tmp_path / "cache")
     for fault in ("503", "cut", "half", "refuse"):
         server.fail(fault, chance=0.06)
-    assert epochs(kind, pictures, 2) == stream(2)
+    assert epochs(kind, pictures, 2) == stream(SIZES, WINDOW, BATCH, 2)
 
 
 def test_a_shard_that_has_changed_is_named(server, tmp_path):

@@ -12,8 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cseq
+
 # Seconds.
 PATIENCE = 60.0
+SEED = 3
 
 
 def npy(first, rows, width=150):
@@ -93,10 +96,28 @@ def whole(server, key="*"):
     return len([one for one in seen if not one.span and one.status == 200 and not one.fault])
 
 
-def s3(server):
-    """Give obstore's store for a server."""
+def s3(server, **options):
+    """Return an obstore store for a server."""
     stores = pytest.importorskip("obstore.store")
-    return stores.S3Store("any", **server.options)
+    return stores.S3Store("any", **server.options, **options)
+
+
+def flat(order, *args, **options):
+    """Return the samples of all batches as one list."""
+    return [number for batch in order.batches(*args, **options) for number in batch]
+
+
+def stream(sizes, window, batch_size, epochs=1):
+    """Return the samples that a reader's order names, over several epochs."""
+    order = cseq.Blocks(sizes, window)
+    return [k for epoch in range(epochs) for k in flat(order, batch_size, seed=SEED, epoch=epoch)]
+
+
+def loop(kind, indexer, reader, window, batch_size, epochs=1):
+    """Return the numbers that a training loop receives from an indexer of a reader's samples."""
+    options = {"batch_size": batch_size, "order": reader.order(window=window), "seed": SEED}
+    with kind.start(indexer, len(reader), **options) as batches:
+        return np.concatenate([batch.copy() for _ in range(epochs) for batch in batches]).tolist()
 
 
 def fetching(cache):
