@@ -178,8 +178,12 @@ def make_iterator(
         warned = data.DataLoader if reason is names.REASON else loader
         if warned not in _warned:
             _warned.add(warned)
-            given = zip(VALUES.items(), options, strict=False)
-            lost = [f"{name}={value!r}" for (name, values), value in given if value != values[0]]
+            given = options._asdict()
+            lost = [
+                f"{name}={given[name]!r}"
+                for name, (first, *_) in VALUES.items()
+                if given[name] != first
+            ]
             more = f"; it cannot do {', '.join(lost)}" if lost else ""
             log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
         iterator = otherwise()
