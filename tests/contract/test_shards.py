@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from kinds import KINDS, PARALLEL, QUICK, by_name
 from s3_server import S3Server
-from sharded import fetching, flat, kill_fetching, npy_shards, s3, wait_until, whole, written
+from sharded import fetching, flat, kill_fetching, npy_shards, s3, whole, written
+from waiting import until
 
 import cseq
 from cseq import store
@@ -114,7 +115,7 @@ def test_shards_come_before_a_batch_needs_them(kind, server, tmp_path):
         order = arrays.order(window=2)
         with kind.start(arrays, None, batch_size=4, buffer=2, order=order) as batches:
             first = next(iter(batches))
-            wait_until(lambda: whole(many) >= 2 + 2 + 4)
+            until(lambda: whole(many) >= 2 + 2 + 4)
             # A worker may be a window ahead.
             assert whole(many) <= 2 + 2 + 2 + 4
             assert first[:, 0].tolist() == order.batches(4, seed=42, stop=1)[0]
@@ -182,7 +183,7 @@ def test_shared_memory_is_gone_with_the_last_process(run_anew, folder):
     assert done.returncode == 0, done.stderr
     place = done.stdout.split()[2]
     assert os.path.basename(place).startswith("cseq-store-")
-    wait_until(lambda: not os.path.exists(place))
+    until(lambda: not os.path.exists(place))
 
 
 def test_a_folder_of_other_shards_is_refused(folder, tmp_path):
@@ -393,7 +394,7 @@ def test_the_fetching_process_ends_with_the_last_reader(folder, tmp_path):
         del arrays
         assert other[3].tolist() == [3] * 150
         del other
-        wait_until(lambda: fetching(cache) is None)
+        until(lambda: fetching(cache) is None)
 
 
 ENDS = """

@@ -6,16 +6,14 @@ import io
 import os
 import signal
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import until
 
 import cseq
 
-# Seconds.
-PATIENCE = 60.0
 SEED = 3
 
 
@@ -135,16 +133,5 @@ def kill_fetching(cache):
     number = fetching(cache)
     descriptor = os.pidfd_open(number)
     os.kill(number, signal.SIGKILL)
-    end = time.monotonic() + PATIENCE
-    while fetching(cache) == number:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: fetching(cache) != number)
     os.close(descriptor)
-
-
-def wait_until(holds):
-    """Wait until something holds."""
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
