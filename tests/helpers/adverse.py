@@ -1,4 +1,4 @@
-"""Workers that adversity befalls, and the stream that there should be nevertheless."""
+"""Workers that fail in every way, and the stream that they should still give."""
 
 import ctypes
 import os
@@ -12,12 +12,13 @@ from kinds import QUICKEST
 
 import cseq
 
-GUARD = 60.0  # seconds after which something that should end is taken to hang
+# Seconds after which an operation that should end counts as hung.
+GUARD = 60.0
 SAMPLES, BATCH = 400, 8
 
 
 class Squares:
-    """Indices and their squares, large enough to be leased, with the maker's process id."""
+    """Indices and their squares, large enough to be leased, and the id of the maker's process."""
 
     def __getitem__(self, indices):
         wide = np.repeat(indices[:, None] ** 2, 1100, axis=1)
@@ -25,7 +26,7 @@ class Squares:
 
 
 class Fatal(Squares):
-    """Does something fatal once, at the first batch that holds `victim`, and marks that it did."""
+    """Fails fatally once, at the first batch that holds `victim`, and leaves a mark."""
 
     def __init__(self, folder, deed, victims):
         self.folder = Path(folder)
@@ -42,33 +43,34 @@ class Fatal(Squares):
 
 
 def kill_myself():
-    """Die as by the out-of-memory killer."""
+    """Die as the out-of-memory killer makes a process die."""
     kill(os.getpid())
 
 
 def crash():
-    """Die as a C extension does that follows a wild pointer."""
+    """Die as a C extension dies that follows a wild pointer."""
     if os.name == "nt":
         kernel = ctypes.WinDLL("kernel32")  # type: ignore[attr-defined,unused-ignore]
-        kernel.CreateThread(None, 0, ctypes.c_void_p(8), None, 0, None)  # a function at byte 8
+        # The thread starts at a function at byte 8.
+        kernel.CreateThread(None, 0, ctypes.c_void_p(8), None, 0, None)
         hang()
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def leave():
-    """End the process behind everybody's back."""
+    """End the process without a word to anybody."""
     os._exit(3)
 
 
 def hang():
-    """Never come back."""
+    """Never return."""
     while True:
         threading.Event().wait(1000)
 
 
 def manager(worker=Squares, **options):
-    """Make a manager of processes, started in the quickest way."""
+    """Make a manager of processes that start in the quickest way."""
     options = {"out_type": "null", "seed": 11, "num_workers": 3} | options
     options = {"start_method": QUICKEST.start_method} | options
     return cseq.MPSequence(worker, SAMPLES, batch_size=BATCH, **options)
@@ -80,12 +82,12 @@ def digest(batches):
 
 
 def reference(epochs=1):
-    """What test mode gives."""
+    """Return what test mode gives."""
     with manager().start_test() as m:
         return [d for _ in range(epochs) for d in digest(m)]
 
 
 def converted():
-    """What test mode gives on the CPU."""
+    """Return what test mode gives on the CPU."""
     with manager(out_type="cuda", num_converters=1).start_test("cpu") as m:
         return digest(m)

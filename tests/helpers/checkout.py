@@ -1,4 +1,4 @@
-"""Where the cseq is that is being tested."""
+"""Where the tested cseq is."""
 
 import os
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ __all__ = ["import_path"]
 
 
 def import_path():
-    """PYTHONPATH under which a script finds the cseq that is being tested."""
+    """Return the PYTHONPATH under which a script finds the tested cseq."""
     spec = find_spec("cseq")
     folders = [Path(spec.origin).resolve().parents[1]] if spec and spec.origin else []
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""Pages in headless Chromium, which is told by its debugging protocol, through two pipes."""
+"""Pages in headless Chromium, driven by its debugging protocol through two pipes."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class Browser:
         self._session = {"sessionId": attached["sessionId"]}
 
     def listen(self):
-        """Note what the page asks for from now on."""
+        """Record what the page asks for from now on."""
         self.call("Network.enable")
 
     def show(self, width, scheme):
-        """Give the page a width and light or dark colours."""
+        """Set the page's width, and light or dark colours."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
         dark = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=dark)
 
     def evaluate(self, expression):
-        """Evaluate JavaScript, and wait for its promise."""
+        """Evaluate JavaScript, and await its promise."""
         done = self.call(
             "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
         )
@@ -66,7 +66,6 @@ class Browser:
         return done["result"].get("value")
 
     def call(self, method, **params):
-        """Call a method of the protocol."""
         self._number += 1
         call = {"id": self._number, "method": method, "params": params, **self._session}
         os.write(self._write, json.dumps(call).encode() + b"\0")
@@ -79,7 +78,6 @@ class Browser:
         raise AssertionError("Chromium has ended")
 
     def _answers(self):
-        """Read messages."""
         while True:
             message, found, rest = self._buffer.partition(b"\0")
             if found:

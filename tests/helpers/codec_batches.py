@@ -1,4 +1,4 @@
-"""Batches that the codec carries, and what tells whether they came as they were."""
+"""Batches that the codec carries, and the comparisons that tell whether they arrived unchanged."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Marked(collections.namedtuple("Marked", "x y")):  # noqa: PYI024 - has a _
 
 @dataclass
 class Sample:
-    """A dataclass, which counts how often it was made."""
+    """A dataclass that counts how often it was made."""
 
     image: Any
     label: Any = None
@@ -61,15 +61,13 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
-    """A dataclass without a dictionary."""
-
     image: Any
     label: Any = None
 
 
 @dataclass(slots=True)
 class Loose:
-    """A dataclass without a dictionary, and without defaults."""
+    """A dataclass without a dictionary and without defaults."""
 
     image: Any
     label: Any
@@ -77,14 +75,14 @@ class Loose:
 
 @dataclass
 class Keyed(dict[str, Any]):
-    """A dataclass that is a dict as well."""
+    """A dataclass that is also a dict."""
 
     image: Any = None
 
 
 @dataclass
 class Secretive:
-    """A dataclass that says itself how it is pickled."""
+    """A dataclass that defines its own pickling."""
 
     image: Any
     secret: Any = None
@@ -100,20 +98,18 @@ class Colour(Enum):
 
 
 class StrKey(str):
-    """A text that is more than a text."""
+    """A subclass of `str`."""
 
     __slots__ = ()
 
 
 class Plain:
-    """Any object with an array."""
-
     def __init__(self, array):
         self.array = array
 
 
 def forgetting(batch, encoder):
-    """Survey a batch; its plan is not remembered."""
+    """Survey a batch, and forget its plan."""
     surveyed = plan_for(batch, encoder)
     encoder.plans.clear()
     return surveyed
@@ -121,7 +117,7 @@ def forgetting(batch, encoder):
 
 @pytest.fixture(scope="module", params=["known", "surveyed"], autouse=True)
 def way(request):
-    """Every test with structures that the writer knows, and with none."""
+    """Run every test both with structures that the writer knows and with new ones."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "surveyed":
             patch.setattr(_codec, "plan_for", forgetting)
@@ -129,7 +125,7 @@ def way(request):
 
 
 def encode(batch, writer, cast=None):
-    """Write a batch, cast; a writer that casts to something else forgets its plans."""
+    """Write a batch, cast; a writer whose cast changes forgets its plans."""
     if writer.encoder.cast is not cast:
         writer.encoder.cast = cast
         writer.encoder.plans.clear()
@@ -137,13 +133,14 @@ def encode(batch, writer, cast=None):
 
 
 def copied(batch, cast=None):
-    """Send a batch through a slot of its own: what a second one of this structure becomes."""
+    """Send a batch through a slot of its own, as the second one of its structure."""
     arena = Arena()
     writer = writer_of(arena)
     try:
         encode(batch, writer, cast)
+        # The first write may give the writer another memory.
         writer.room.used = 0
-        record = encode(batch, writer, cast)  # first: it may get the writer another memory
+        record = encode(batch, writer, cast)
         return decode(writer.room.memory, record)
     finally:
         writer.room.close()
@@ -151,7 +148,7 @@ def copied(batch, cast=None):
 
 
 def sent(writer, batch, cast=None):
-    """Send a batch through the slot at hand, from its beginning."""
+    """Send a batch through the slot at hand, from the slot's beginning."""
     writer.room.used = 0
     record = encode(batch, writer, cast)
     assert sum(record) == writer.room.used
@@ -160,7 +157,7 @@ def sent(writer, batch, cast=None):
 
 
 def reread(writer, batch, cast=None):
-    """Send a batch through the slot at hand, behind what lies there."""
+    """Send a batch through the slot at hand, behind what the slot already holds."""
     record = encode(batch, writer, cast)
     return decode(writer.room.memory, record)
 
@@ -172,7 +169,8 @@ def assert_same(a, b):
         assert_same_arrays(a, b)
     elif isinstance(a, np.generic):
         assert a.dtype == b.dtype
-        assert repr(a) == repr(b)  # not the bytes: a long double has some that mean nothing
+        # A long double has bytes without meaning, so the bytes are not compared.
+        assert repr(a) == repr(b)
     elif isinstance(a, dict):
         assert_same(list(a), list(b))
         assert_same(list(a.values()), list(b.values()))
@@ -187,18 +185,20 @@ def assert_same(a, b):
         for name in [f.name for f in dataclasses.fields(a)]:
             assert_same(getattr(a, name), getattr(b, name))
     else:
-        assert repr(a) == repr(b)  # tells -0.0 from 0.0, and takes NaN for equal
+        # `repr` tells -0.0 from 0.0 and takes NaN as equal to NaN.
+        assert repr(a) == repr(b)
 
 
 def assert_same_arrays(a, b, cast=None):
-    """Compare type, shape, strides and bits with those of an array, which may have been cast."""
+    """Compare type, shape, strides and bits with an original array, which may have been cast."""
     axes = axes_behind(a)
     if cast is not None and castable(a.dtype):
         a = a.astype(cast)
     laid = np.empty([a.shape[axis] for axis in axes], a.dtype).transpose(np.argsort(axes))
     assert all_of(a.dtype) == all_of(b.dtype)
     assert a.shape == b.shape
-    if a.dtype.names:  # there may be anything in the gaps between fields
+    if a.dtype.names:
+        # The gaps between fields may hold anything.
         assert repr(a.tolist()) == repr(b.tolist())
     else:
         assert a.tobytes() == b.tobytes()
@@ -208,7 +208,7 @@ def assert_same_arrays(a, b, cast=None):
 
 
 def all_of(dtype):
-    """List what a type is, also that which `==` does not look at."""
+    """List everything that makes up a type, including what `==` ignores."""
     fields = [
         (name, *map(repr, rest), all_of(of)) for name, (of, *rest) in (dtype.fields or {}).items()
     ]
@@ -218,7 +218,7 @@ def all_of(dtype):
 
 
 def axes_behind(array):
-    """Say in which order the axes of an array lie in a slot: its own if it has no gaps, or rows."""
+    """Return the order of an array's axes in a slot: its own if it has no gaps, or rows."""
     for axes in itertools.permutations(range(array.ndim)):
         turned = array.transpose(axes)
         rows = np.empty(turned.shape, array.dtype)
@@ -228,14 +228,14 @@ def axes_behind(array):
 
 
 def long_axes(shape, strides):
-    """List the strides of the axes of more than one element; the other strides say nothing."""
+    """List the strides of the axes with more than one element; other strides have no meaning."""
     return [stride for size, stride in zip(shape, strides, strict=True) if size > 1]
 
 
-# -- what batches there are ---------------------------------------------------------------------
+# -- the batches --------------------------------------------------------------------------------
 
 MARKED = np.dtype("i4", metadata={"enum": {"cat": 1}})
-# Types that numpy holds equal to another one of these, or to a usual one.
+# Types that numpy takes as equal to one another, or to a common type.
 RESEMBLING = [
     np.dtype(kind)
     for kind in (
@@ -263,11 +263,12 @@ dtypes = st.one_of(
 
 @st.composite
 def arrays(draw):
-    """Arrays of all types, shapes and orders."""
+    """Return arrays of all types, shapes and orders."""
     shape = draw(npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
     dtype = draw(dtypes)
     data = os.urandom(dtype.itemsize * int(np.prod(shape)))
-    if dtype.kind in "bU":  # not all bytes are such values
+    if dtype.kind in "bU":
+        # Not every byte string is a value of these types.
         data = b"\1" * len(data) if dtype.kind == "b" else bytes(len(data))
     array = (
         np.frombuffer(data, np.uint8).view(dtype).reshape(shape) if data else np.zeros(shape, dtype)
@@ -311,7 +312,7 @@ keys = st.one_of(
 
 
 def containers(inner):
-    """Containers of batches."""
+    """Return containers of batches."""
     few = st.lists(inner, max_size=4)
     mapping = st.dictionaries(st.text(max_size=3), inner, max_size=4)
     return st.one_of(
@@ -329,4 +330,4 @@ batches = st.recursive(leaves, containers, max_leaves=12)
 
 
 class Feature(collections.UserDict[str, Any]):
-    """An object of a class, with anything in it."""
+    """An object with any content."""

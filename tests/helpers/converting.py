@@ -1,4 +1,4 @@
-"""Batches for the tests of conversion, and a device that takes its time."""
+"""Batches for the tests of conversion, and a slow device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLOAT = parse("cpu", "float32")
 
 
 def same_bits(left, right):
-    """Compare tensors or arrays in type, shape, strides and every bit."""
+    """Return whether tensors or arrays have the same type, shape, strides and bits."""
     assert type(left) is type(right)
     if isinstance(left, torch.Tensor):
         strides = [long_axes(each.shape, each.stride()) for each in (left, right)]
@@ -37,7 +37,7 @@ def same_bits(left, right):
 
 
 def lone(output):
-    """Make the function that converts one batch."""
+    """Return the function that converts one batch."""
     return Converter(resolve(output)).convert
 
 
@@ -89,24 +89,23 @@ UNTOUCHED: dict[str, Any] = {
 
 
 class Mark:
-    """An event of which the test says when it is passed."""
+    """An event that the test passes."""
 
     def __init__(self, journal):
         self.passed = False
         self.journal = journal
 
     def query(self):
-        """Tell what the test said."""
         return self.passed
 
     def synchronize(self):
-        """Note the wait, and pass."""
+        """Record the wait, and pass."""
         self.journal.append("wait on the host")
         self.passed = True
 
 
 class SlowLane(rehearsal.CpuLane):
-    """A device that takes its time, and writes down what it is asked to do."""
+    """A slow device that records what it is asked to do."""
 
     def __init__(self):
         super().__init__()
@@ -116,35 +115,31 @@ class SlowLane(rehearsal.CpuLane):
 
     @contextmanager
     def active(self):
-        """Note who is inside."""
         self.inside = True
         yield
         self.inside = False
 
     def send(self, tensor):
-        """Copy."""
         assert self.inside
         self.journal.append(tensor.data_ptr())
         return super().send(tensor)
 
     def event(self):
-        """Make a mark that is not passed."""
+        """Make a mark that has not passed."""
         assert self.inside
         self.marks.append(Mark(self.journal))
         return self.marks[-1]
 
     def join(self, event, tensors):
-        """Note it."""
         assert not self.inside
         self.journal.append(("join", event, tensors))
 
     def collect(self):
-        """Note it."""
         self.journal.append("collect")
 
 
 def converter(output=FLOAT, lane=None):
-    """Make a converter to the CPU, on a lane."""
+    """Make a converter to the CPU that uses a lane."""
     with rehearsal.on(lane or rehearsal.CpuLane()):
         return CudaConverter(rehearsal.rehearse(output))
 
@@ -154,6 +149,6 @@ class Source(np.ndarray):
 
 
 def watched(size):
-    """Make an array in page-locked memory, so to speak, and watch it."""
+    """Make an array in memory that plays page-locked memory, and watch it."""
     array = np.arange(size, dtype=np.float32).view(Source)
     return array, weakref.ref(array)

@@ -1,4 +1,4 @@
-"""Producers of numbers, and what their streams should give."""
+"""Producers of numbers, and the streams that they should give."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ METHODS = start_methods()
 
 
 class Numbers:
-    """Its assignment is how many items there are: its number, the item's, and some data."""
+    """Its assignment is the number of items; each has the worker's number, its own and data."""
 
     def __init__(self, number, num_workers):
         self.number = number
@@ -48,7 +48,7 @@ class Numbers:
 
 
 def streams(producer=Numbers, num_workers=2, **options):
-    """Make streams of workers that are started in the quickest way."""
+    """Make streams of workers that start in the quickest way."""
     return Streams(producer, num_workers, **({"start_method": QUICKEST.start_method} | options))
 
 
@@ -60,7 +60,7 @@ def plain(items):
 
 
 def in_process(lengths, producer=Numbers):
-    """What goes round when the producers run here, one after the other."""
+    """Return the stream of the producers, which run here one after the other."""
     made = [producer(number, len(lengths)) for number in range(len(lengths))]
     for one, length in zip(made, lengths, strict=True):
         one.begin(length)
@@ -69,7 +69,7 @@ def in_process(lengths, producer=Numbers):
 
 
 class Gated(Numbers):
-    """Makes an item for every byte that comes through a pipe; item k in work leaves a file `.k`."""
+    """Makes one item for each byte from a pipe; item k leaves a file `.k` when its work begins."""
 
     def __init__(self, gate, number, num_workers):
         super().__init__(number, num_workers)
@@ -83,7 +83,7 @@ class Gated(Numbers):
 
 
 class Broken(Numbers):
-    """Raises what it is told, where it is told."""
+    """Raises a given exception at a given place."""
 
     def begin(self, assignment):
         self.where, length = assignment
@@ -114,7 +114,7 @@ class TwoArguments(Exception):
 
 
 def one_alone(number, num_workers, length, kind):
-    """All items of one producer, made here."""
+    """Return all items of one producer that runs here."""
     producer = kind(number, num_workers)
     producer.begin(length)
     return list(producer.items(0))

@@ -1,8 +1,8 @@
-"""Tensors that converter processes export, with the CPU in the part of the device.
+"""Tensors that converter processes export, with the CPU in the role of the device.
 
-What `rehearsal` leaves out is played here: a tensor lies in memory that goes with its process (a
-memfd that is opened through its /proc), and there is a file of reference counts in /dev/shm, as
-torch makes it. Workers must be started by fork, which takes along what is changed here.
+This module stands in for what `rehearsal` leaves out: a tensor lies in memory that goes with its
+process (a memfd that is opened through its /proc), and /dev/shm has a file of reference counts, as
+torch makes it. Workers must be started by fork, which inherits the patches.
 """
 
 import os
@@ -22,7 +22,7 @@ from cseq.encoding.pickling import dumps
 
 
 class Receiver(Imports):
-    """The trainer's end without slots: in the place of a cell is what a converter has pickled."""
+    """The trainer's end without slots: the converter's pickle stands for the cell."""
 
     def __init__(self, output):
         none = None
@@ -34,7 +34,6 @@ class Receiver(Imports):
         return self._fetch(packed, 0, 0, ())
 
     def drop(self, packed):
-        """Give up a batch."""
         with self._lane.active():
             self._open(packed)
 
@@ -43,7 +42,7 @@ class Receiver(Imports):
 
 
 class Theirs:
-    """Pickles as what opens memory of this process in another one."""
+    """Pickles as a call that opens memory of this process in another one."""
 
     def __init__(self, rebuild, *place):
         self.reduced = opened, (rebuild, place)
@@ -58,28 +57,30 @@ def open_theirs(folder, pid, fd, dtype, shape):
 
     with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
         values = np.frombuffer(file.read(), dtype).reshape(shape).copy()
-    Path(folder, f"{pid}-{fd}").unlink()  # a second time, this raises: see `twice`
+    # A second call raises here; see `open_once`.
+    Path(folder, f"{pid}-{fd}").unlink()
     return torch.from_numpy(values)
 
 
 def open_once(folder, pid, fd, *rest):
-    """Open, and note down if it was opened before."""
+    """Open the memory, and record whether it was opened before."""
     if Path(f"/proc/{pid}/fd/{fd}").exists() and not Path(folder, f"{pid}-{fd}").exists():
         Path(folder, f"twice-{pid}-{fd}").touch()
     return open_theirs(folder, pid, fd, *rest)
 
 
 class Exports:
-    """What all converter processes have exported.
+    """The exports of all converter processes.
 
     Parameters
     ----------
     folder : Path
         Where each exported tensor has a file until it is opened.
     die_at : int
-        The first process to make its so manieth batch is killed before it is published; 0: none.
+        The first process to make its batch of this number is killed before it is published; 0:
+        none.
     tell_at : int
-        When a process has made so many batches, or dies, its number can be read from `heard`.
+        After this many batches, or when it dies, a process sends its number to `heard`.
     """
 
     def __init__(self, folder, die_at=0, tell_at=0):
@@ -93,12 +94,12 @@ class Exports:
         self.ear, self.mouth = os.pipe()
 
     def install(self, monkeypatch):
-        """Let converters of this process and its children export like this."""
+        """Make the converters of this process and its children export like this."""
         rehearsal.install(monkeypatch.setattr)
         monkeypatch.setattr(cuda, "pack", self.pack)
 
     def heard(self):
-        """Wait for the process that has something to tell."""
+        """Wait for the next process that reports; return its number."""
         return int(os.read(self.ear, 16))
 
     def close(self):
@@ -109,7 +110,7 @@ class Exports:
         os.close(self.mouth)
 
     def left(self):
-        """Name the exported tensors that were never opened."""
+        """Return the names of exported tensors that were never opened."""
         return sorted(os.listdir(self.folder))
 
     def pack(self, batch):
@@ -130,7 +131,7 @@ class Exports:
         return packed
 
     def export(self, leaf):
-        """Put a tensor into memory of this process."""
+        """Put a tensor into this process's memory."""
         import torch
 
         if not isinstance(leaf, torch.Tensor):

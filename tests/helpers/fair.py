@@ -1,4 +1,4 @@
-"""Whether an order is as fair as chance, in standard deviations: five are too many."""
+"""Scores of an order's fairness, in standard deviations: five are too many."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,10 +7,11 @@ import numpy as np
 if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
-ENOUGH = 20  # that are expected: fewer are not nearly normal
+# Fewer expected samples are not nearly normal.
+ENOUGH = 20
 
 
-# Lengths that are sorted, of a period that divides nothing, with one long sample, all equal.
+# Sorted lengths, lengths of a period that divides nothing, one long sample, equal lengths.
 LENGTHS = {
     "sorted": np.repeat([10, 20, 30, 45], [30, 15, 10, 5]),
     "periodic": np.arange(60) % 7 * 9 + 3,
@@ -20,7 +21,7 @@ LENGTHS = {
 
 
 def epochs(order, count, seeds=3):
-    """Read epochs of an order, of some seeds in turn."""
+    """Yield the samples of epochs of an order; the seeds alternate."""
     readers = [order.reader(seed) for seed in range(seeds)]
     for epoch in range(count):
         yield readers[epoch % seeds].samples(epoch, 0, order.units)[0]
@@ -36,7 +37,7 @@ def labels_of(n):
 
 
 def scores(labels, picked):
-    """Score each label's count among picked samples, as if these were drawn without replacement."""
+    """Score each label's count among picked samples, as if they were drawn without replacement."""
     n, m, there = len(labels), len(picked), np.bincount(labels)
     mean = m * there / n
     enough = np.minimum(mean, m - mean) >= ENOUGH
@@ -46,10 +47,10 @@ def scores(labels, picked):
 
 
 def worst(rows):
-    """Return how unlikely scores are, with a row for each epoch, of any number of them.
+    """Return how unlikely scores are, given one row for each epoch.
 
-    It is the largest of: the mean of a column, which is 0; the mean square of all, which is 1.
-    Scores of one epoch may depend on each other.
+    The result is the larger deviation of two: a column's mean, which should be 0, and the mean
+    square of all scores, which should be 1. Scores of one epoch may depend on each other.
     """
     z = np.array(rows)
     squares = np.square(z).mean(axis=1)
@@ -59,7 +60,7 @@ def worst(rows):
 
 
 def chi(counts, expected, free=None):
-    """Score a chi-square of independent counts that have the same expectation."""
+    """Score the chi-square of independent counts that have the same expectation."""
     counts = np.asarray(counts, np.float64)
     free = counts.size - 1 if free is None else free
     return float((np.square(counts - expected).sum() / expected - free) / np.sqrt(2 * free))

@@ -1,7 +1,7 @@
-"""Golden files: what the definitions give, always. `make golden` completes new records.
+"""Golden files: the lasting results of the definitions. `make golden` completes new records.
 
 A file in tests/golden has lists of records, each with arguments and results. A record without
-results gets them; one that has them is compared, and never changed. So a new order has a line in
+results gets them; one that has them is compared, and never changed. A new order has a line in
 `ORDERS` here, and a file with the name of its definition and the arguments of each record::
 
     {
@@ -11,7 +11,7 @@ results gets them; one that has them is compared, and never changed. So a new or
       ]
     }
 
-A definition that is to change is a new one: it has a new name, and records without results.
+A definition that must change becomes a new one, with a new name and records without results.
 """
 
 from __future__ import annotations
@@ -34,24 +34,27 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     Record: TypeAlias = "dict[str, Any]"
-    Kind: TypeAlias = "Callable[[str, Record], Record]"  # what computes the results of records
+    # A kind computes the results of records.
+    Kind: TypeAlias = "Callable[[str, Record], Record]"
     Case: TypeAlias = "tuple[Kind, str, Record]"
 
-MOST_HASHED = 1 << 17  # samples of an order without a table
+# Samples of an order without a table.
+MOST_HASHED = 1 << 17
 FOLDER = Path(__file__).parents[1] / "golden"
 
 
 def lengths(n, shortest, spread):
-    """Return lengths that anybody can compute: few long ones."""
+    """Return lengths that any program can compute, with few long ones."""
     return [shortest + mix(k) % spread * (mix(k) % 97) // 97 for k in range(n)]
 
 
 def labels(n, count):
-    """Return labels that anybody can compute: uneven classes."""
+    """Return labels that any program can compute, in uneven classes."""
     return [min(mix(k) % count, mix(n + k) % count) for k in range(n)]
 
 
-WEIGHTS: dict[str, Callable[[int], float]] = {  # of a sample, by name
+# Weights of a sample, by name.
+WEIGHTS: dict[str, Callable[[int], float]] = {
     "equal": lambda i: 0.1,
     "falling": lambda i: 1 / (i + 2),
     "some": lambda i: (i + 1) % 7 / 3,
@@ -61,19 +64,19 @@ WEIGHTS: dict[str, Callable[[int], float]] = {  # of a sample, by name
 
 
 def weights(given):
-    """Return weights, of which a record may have the name and the number."""
+    """Return weights; a record may have their name and number instead."""
     name, *count = given
     return [WEIGHTS[name](i) for i in range(*count)] if isinstance(name, str) else given
 
 
 def mixture(sources, weights, block, epoch_size=3000):
-    """Make a mixture of shuffled sources, whose weights are in the order of the sources."""
+    """Make a mixture of shuffled sources; the weights are in the order of the sources."""
     orders = {name: cseq.Shuffled(samples) for name, samples in sources.items()}
     return cseq.Mixture(orders, named(sources, weights), block=block, epoch_size=epoch_size)
 
 
 def named(sources, weights):
-    """Return weights by source."""
+    """Return the weights by source."""
     return [(unit, dict(zip(sources, each, strict=True))) for unit, each in weights]
 
 
@@ -88,11 +91,11 @@ def rows(kind, lengths, row):
 
 
 def balanced(kind, lengths, row, **options):
-    """Make rows of documents that are dealt by their work."""
+    """Make rows of documents that are balanced by their work."""
     return cseq.Balanced(rows(kind, lengths, row), **options)
 
 
-# By the definition's name: what makes an order of a record's arguments.
+# What makes an order of a record's arguments, by the definition's name.
 ORDERS: dict[str, Callable[..., cseq.Order]] = {
     "balanced-v1": balanced,
     "blocks-v2": lambda n, rows, window, lanes: cseq.Blocks(rows, window, lanes, samples=n),
@@ -106,17 +109,18 @@ ORDERS: dict[str, Callable[..., cseq.Order]] = {
     "resized-v1": lambda n, size: cseq.Resized(cseq.Shuffled(n), size),
     "weighted-v2": cseq.Weighted,
 }
+# Their files have no units.
 OF_SAMPLES = (
     "blocks-v2",
     "mixture-v2",
     "unequal-blocks-v1",
     "weighted-v2",
-)  # their files have no units
+)
 VALUES = {"lengths": lengths, "labels": labels, "weights": lambda *given: weights([*given])}
 
 
 def arguments_of(record, kind=None):
-    """Return what a record has beside its results; of an order, if the kind is not given."""
+    """Return a record's items other than its results, which are an order's by default."""
     return {key: value for key, value in record.items() if key not in RESULTS[kind or order]}
 
 
@@ -126,19 +130,20 @@ def made(name, record):
         raise ValueError(f"{name!r} is not in ORDERS of {__file__}: write what makes its orders")
     given = arguments_of(record)
     del given["seed"], given["epoch"]
-    if name != "mixture-v2":  # whose weights are by source
+    if name != "mixture-v2":
+        # The weights of mixture-v2 are by source, not by sample.
         given |= {key: VALUES[key](*given[key]) for key in VALUES.keys() & given.keys()}
     return ORDERS[name](**given)
 
 
 def of_samples(samples):
-    """Return the results of an order of samples: the first ones, the last one, and the hash."""
+    """Return the results of an order of samples: the first samples, the last one, and the hash."""
     first, last = samples[:10].tolist(), int(samples[-1])
     return {"first": first, "last": last, "sha256": sha256(samples)}
 
 
 def of_units(units):
-    """Return the results of an order: units, the first and the last one, and the hash of all."""
+    """Return the results of an order: the number of units, the first, the last, and the hash."""
     digest = sha256([*map(len, units), *itertools.chain(*units)])
     return {"units": len(units), "first": units[0][:12], "last": units[-1][:12], "sha256": digest}
 
@@ -159,7 +164,7 @@ def order(name, record):
 
 
 def positions(name, record):
-    """Compute the samples at the positions of a record, and the hash of all if these are few."""
+    """Compute the samples at the positions of a record, and the hash of all if they are few."""
     n, where = record["n"], (record["seed"], record["epoch"])
     reader = cseq.Shuffled(n).reader(where[0])
     read = [int(reader.samples(where[1], at, 1)[0][0]) for at in record["positions"]]
@@ -181,7 +186,7 @@ def words(_, record):
     return {"words": [f"{word:016x}" for word in made]}
 
 
-# The names of the results, in their order.
+# The names of the results, in order.
 RESULTS: dict[Kind, tuple[str, ...]] = {
     order: ("units", "first", "last", "sha256"),
     positions: ("samples", "sha256"),
@@ -191,7 +196,7 @@ RESULTS: dict[Kind, tuple[str, ...]] = {
 
 
 def kind_of(path, part):
-    """Return what computes the results of a part of a file, if this module knows it."""
+    """Return the function that computes the results of a part of a file, or None."""
     others = {
         ("feistel", "orders"): positions,
         ("shuffle", "permutation"): permutation,
@@ -202,7 +207,7 @@ def kind_of(path, part):
 
 
 def cases(path):
-    """List the records of a file, each with what computes its results, and the definition."""
+    """List the records of a file, each with its definition and the function for its results."""
     file = json.loads(path.read_text(encoding="ascii"))
     parts = file.items() if isinstance(file, dict) else ()
     kinds = [(kind_of(path, part), records) for part, records in parts]
@@ -252,7 +257,8 @@ def main():
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # what orders say of their arguments
+    # Orders warn of their arguments.
+    warnings.simplefilter("ignore")
     try:
         main()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What the workers of a running manager, loader or `Streams` hold, and which of them are ready."""
+"""The slots that a running manager, loader or `Streams` uses, and its ready workers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from cseq.testing import supervisor_of
 
 
 class Slots(NamedTuple):
-    """Slots of shared memory, at one moment: with data that the loop holds, of the trainer, of all.
+    """The counts of slots of shared memory at one moment.
 
-    Those that are taken hold batches that wait for the loop, or requests to workers; those that are
-    owned, batches that are being made and arrays that an indexer keeps.
+    The loop holds the data of leased slots. Taken slots hold batches that wait for the loop, or
+    requests to workers. Owned slots hold batches that are being made, and arrays that an indexer
+    keeps.
     """
 
     leased: int
@@ -22,12 +23,13 @@ class Slots(NamedTuple):
 
 
 def slots(running):
-    """Count the slots of shared memory; those that occupy none are not in the total."""
+    """Count the slots of shared memory; the total excludes slots without memory."""
     shared = supervisor_of(running).shared
     made = shared.slots
     published = set().union(*(ring.slots() for ring in shared.rings))
     free = leased = taken = owned = 0
-    for slot, owner in [*enumerate(made.owners())][1:]:  # the first one is that of the table
+    # The first slot is the table's.
+    for slot, owner in [*enumerate(made.owners())][1:]:
         if not owner:
             free += made.nbytes(slot) > 0
         elif made.is_leased(slot):
@@ -40,6 +42,6 @@ def slots(running):
 
 
 def ready(running):
-    """Tell which workers are ready: their indexers are made, and they have not ended."""
+    """Return, for each worker, whether it is ready: its indexer is made, and it has not ended."""
     supervisor = supervisor_of(running)
     return [supervisor.is_ready(owner) for owner in supervisor.wanted()]

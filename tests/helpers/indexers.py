@@ -1,7 +1,7 @@
-"""Indexers for the tests: importable by worker processes, and with them nothing but numpy.
+"""Indexers for the tests; worker processes can import them, and need only numpy for that.
 
-Each makes what it returns a function of its indices (and of `cseq.rng`), so that a test can say
-what a batch must be, whoever made it.
+The batch of each is a function of its indices (and of `cseq.rng`), so a test can say what a batch
+must be, no matter who made it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Indices1:
 
 
 class Slow:
-    """Returns its indices after a pause, without computing."""
+    """Returns its indices after a pause without computation."""
 
     def __init__(self, seconds=0.01):
         self.seconds = seconds
@@ -41,7 +41,7 @@ class Slow:
 
 
 class Units:
-    """Returns its indices, unit by unit, and a number of the batch's own generator."""
+    """Returns its indices, unit by unit, and a number from the batch's own generator."""
 
     def __getitem__(self, indices):
         ends = np.cumsum(cseq.parts())[:-1]
@@ -59,7 +59,7 @@ class Rows:
 
 
 class Augmented:
-    """Rows with noise from the batch's own generator, and who made them is not to be seen."""
+    """Rows with noise from the batch's own generator, and without a trace of who made them."""
 
     def __getitem__(self, indices):
         noise = cseq.rng().random((len(indices), 3))
@@ -79,7 +79,7 @@ class Sample:
 
 
 def nested(indices):
-    """One batch with everything in it that a batch can be made of."""
+    """Return one batch that has everything a batch can have."""
     data = indices.astype(np.float32)
     return {
         "pair": Pair(data[:, None] * np.ones(3, np.float32), indices),
@@ -98,7 +98,7 @@ def nested(indices):
 
 
 class Labelled:
-    """Images with a mask that is expanded, and labels."""
+    """Images with an expanded mask, and labels."""
 
     def __getitem__(self, indices):
         images = np.ones((len(indices), 64, 64, 8), np.float32)
@@ -111,7 +111,7 @@ class Nested:
         return nested(indices)
 
 
-# Bytes of the batches that `Sizes` returns, one after the other: small, none, large, and back.
+# Bytes of the batches that `Sizes` returns, in order: small, none, large, and small again.
 SIZES = (0, 1, 100, 70_000, 3_000_001, 24, 20_000_000, 0, 5_000, 41_000_000, 8, 300_000)
 
 
@@ -126,14 +126,14 @@ class Sizes:
 
 
 class Large:
-    """Batches that lie in shared memory and are handed out there: 64 KiB for each index."""
+    """Batches that lie in shared memory and are leased there: 64 KiB for each index."""
 
     def __getitem__(self, indices):
         return np.repeat(indices, 8192).reshape(len(indices), 8192)
 
 
 class InPlace:
-    """Batches made where they are going to lie."""
+    """Batches made in their final place."""
 
     def __getitem__(self, indices):
         whole = cseq.empty((len(indices), 5000), np.int64)
@@ -146,7 +146,7 @@ class InPlace:
 
 
 class Spoiler:
-    """Changes the indices it was given, as it may."""
+    """Changes the indices that it was given, as it may."""
 
     def __getitem__(self, indices):
         assert indices.dtype == np.int64
@@ -159,7 +159,7 @@ class Spoiler:
 
 
 class Where:
-    """Tells who made the batch: the process, the thread and the running number of the indexer."""
+    """Returns who made the batch: the process, the thread and the running number of the indexer."""
 
     made = 0
     lock = threading.Lock()
@@ -174,7 +174,7 @@ class Where:
 
 
 class Info:
-    """Tells what `cseq.worker_info` says, in a batch and while the indexer is made."""
+    """Returns the `cseq.worker_info` of a batch and of the time when the indexer is made."""
 
     def __init__(self):
         self.made = cseq.worker_info()
@@ -184,7 +184,7 @@ class Info:
 
 
 class Closing:
-    """Leaves files in a folder: one when an indexer is made, one when it is closed."""
+    """Leaves files in a folder: one when an indexer is made, and one when it is closed."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -198,12 +198,11 @@ class Closing:
         return indices
 
     def close(self):
-        """Note the call down."""
         self.note("closed")
 
 
 class Raising:
-    """Raises what a function makes, at one index."""
+    """Raises, at one index, the exception that a function makes."""
 
     def __init__(self, make, at):
         self.make = make
@@ -216,7 +215,7 @@ class Raising:
 
 
 class Lasting:
-    """An object that is an indexer itself; it counts what it was asked."""
+    """An object that is itself an indexer; it counts its calls."""
 
     def __init__(self, n):
         self.data = np.arange(n) * 3
@@ -228,19 +227,16 @@ class Lasting:
         return self.data[indices]
 
     def close(self):
-        """Note the call down."""
         self.closed = True
 
 
 class Broken:
-    """Cannot be made."""
-
     def __init__(self):
         raise LookupError("no such data set")
 
 
 class Quitting:
-    """Ends its process while it is made."""
+    """Ends its process in its constructor."""
 
     def __init__(self):
         os._exit(7)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any chosen place of the package, as a signal handler would raise it."""
+"""Ctrl-C at any chosen place of the package, as a signal handler raises it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ import cseq
 
 PACKAGE = os.path.join(Path(cseq.__file__).parent, "")
 LIBRARY = os.path.join(Path(threading.__file__).parent, "")
-FINALIZERS = ("__del__", "_remove", "remove")  # and weak references' callbacks
+# Weak references' callbacks count as finalizers here.
+FINALIZERS = ("__del__", "_remove", "remove")
 
 
 def is_mine(lock):
-    """Whether this thread has a lock."""
+    """Return whether this thread holds a lock."""
     return lock.is_mine
 
 
 class Signal(int):
     """A signal's number; getting its attribute `send` sends the signal to this process.
 
-    No handler runs before the interpreter's next call, and getting an attribute is none.
+    No handler runs before the interpreter's next call, and getting an attribute is no call.
     """
 
     send = property(_thread.interrupt_main)
@@ -42,30 +43,31 @@ SIGINT = Signal(signal.SIGINT)
 class Interrupting:
     """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
 
-    Or calls what a handler does there.
+    With `handler`, it calls that function there instead.
 
     The interpreter runs signal handlers after a call, at the beginning of a function and where a
-    loop turns back. From Python 3.14 on, a ``with`` begins by a call: an exception there comes when
-    a lock is taken, and the ``with`` not entered. A trace function can raise only where that is
-    entered, so there the signal itself is sent. Nothing is raised after a call that has raised: an
-    exception there would make the interpreter take the raised one for one that is being handled,
-    and keep it, with all that its frames hold, for ever.
-    Places where the signal is blocked, and finalizers, which no exception leaves, do not count.
+    loop turns back. From Python 3.14 on, a ``with`` begins with a call: an exception there comes
+    when the lock is taken but the ``with`` is not entered. A trace function can raise only where
+    the ``with`` is entered, so the signal itself is sent there. Nothing is raised after a call that
+    has raised: the interpreter would then take the first exception as one that is being handled,
+    and keep it forever, with all that its frames hold. Places where the signal is blocked, and
+    finalizers, which no exception leaves, do not count.
 
     Parameters
     ----------
     countdown : int
-        Which of the places, from 1.
+        Number of the place, from 1.
     files : tuple of str
-        Where in the package; empty: all of it.
+        Files of the package that count; empty for all files.
     anywhere : bool
-        In the standard library, too, where the package calls it.
+        Whether the standard library counts, too, where the package calls it.
     handler : callable, optional
-        What is called.
+        Called instead of raising.
     """
 
     PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-    NO_CALLS = "CALL_INTRINSIC"  # done by the interpreter, as at the end of a closed generator
+    # The interpreter does these itself, for example at the end of a closed generator.
+    NO_CALLS = "CALL_INTRINSIC"
 
     def __init__(self, countdown, files, *, anywhere, handler=None):
         self.countdown, self.handler = countdown, handler
@@ -75,14 +77,16 @@ class Interrupting:
             else tuple(PACKAGE + name.replace("/", os.sep) for name in files)
         )
         self.struck = threading.Event()
-        self.before = ""  # the instruction that was done last
+        # The last instruction.
+        self.before = ""
 
     def __call__(self, frame, event, argument):
         code = frame.f_code
         if not code.co_filename.startswith(self.files or PACKAGE) or code.co_name in FINALIZERS:
             return None
         if code.co_filename.startswith(LIBRARY) and not ours(frame.f_back):
-            return None  # a test has called it
+            # A test has called it.
+            return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             before, self.before = self.before, dis.opname[code.co_code[frame.f_lasti]]
@@ -101,28 +105,27 @@ class Interrupting:
         return self
 
     def handle(self):
-        """Do what a signal handler does."""
         if self.handler is None:
             signal.default_int_handler(signal.SIGINT, None)
         self.handler()
 
 
 def ours(frame):
-    """Tell whether a frame is of the package, or of what it may have called."""
+    """Return whether a frame is of the package, or of a function that it may have called."""
     return frame is not None and frame.f_code.co_filename.startswith((LIBRARY, PACKAGE))
 
 
 def blocked():
-    """Tell whether this thread does not get the signal now."""
+    """Return whether the signal is blocked in this thread."""
     mask = getattr(signal, "pthread_sigmask", None)
     return mask is not None and signal.SIGINT in mask(signal.SIG_BLOCK, ())
 
 
 class Strike:
-    """Interrupts once what is done in its `with`, and catches that.
+    """Interrupts the body of its `with` once, and catches the exception.
 
-    No generator: from Python 3.13 on, what `contextlib` makes of one keeps the exception in a
-    circle, and with it the batches that its frames had.
+    It is no generator: from Python 3.13 on, `contextlib`'s wrapper of a generator keeps the
+    exception in a cycle, and with it the batches that its frames held.
     """
 
     def __init__(self, trace):
@@ -131,7 +134,7 @@ class Strike:
 
     def __enter__(self):
         self.before = sys.gettrace()
-        # CPython 3.12 tells of opcodes only if a frame has asked for them before `settrace`.
+        # CPython 3.12 reports opcodes only if a frame has asked for them before `settrace`.
         inspect.currentframe().f_trace_opcodes = True
         sys.settrace(self.trace)
         return self.trace.struck
@@ -143,32 +146,33 @@ class Strike:
 
 
 def interrupted(countdown, *files, anywhere=False):
-    """Strike once at a place of what is done meanwhile; the event tells whether it was there."""
+    """Strike once at a place of the body; the event tells whether the body reached it."""
     return Strike(Interrupting(countdown, files, anywhere=anywhere))
 
 
 def handled(countdown, *files, by):
-    """Call a signal handler at a place of what is done meanwhile; see `interrupted`."""
+    """Call a signal handler at a place of the body; see `interrupted`."""
     return Strike(Interrupting(countdown, files, anywhere=False, handler=by))
 
 
-SHARES = 7  # an odd number: what a test does at each second place, it does in each share
-# `make test` has one of the shares of a test's places, `make check-nightly` the others.
+# An odd number, so that what a test does at every second place happens in each share.
+SHARES = 7
+# `make test` runs one of the shares of a test's places, `make check-nightly` the others.
 in_shares = pytest.mark.parametrize(
     "share", [0, *(pytest.param(k, marks=pytest.mark.nightly) for k in range(1, SHARES))]
 )
 
 
 def places(share, stride=1):
-    """Count the places of a share of those that are `stride` apart."""
+    """Yield the numbers of a share's places, which are `stride` apart in the whole."""
     return itertools.count(1 + share * stride, SHARES * stride)
 
 
 def first_hits(step, stride=1, share=None):
-    """Do something once for every place in it where a handler can raise, or every so many.
+    """Call `step` at every place where a handler can raise, or every `stride`-th; count the hits.
 
-    `step` is told which place, and returns whether there was one. Returns how many times there was,
-    or with a share, about how many times there is in all of them.
+    `step` gets the number of the place, and returns whether there was one. With a share, the count
+    is an estimate for all shares.
     """
     numbers = itertools.count(1, stride) if share is None else places(share, stride)
     hits = sum(1 for _ in itertools.takewhile(step, numbers))

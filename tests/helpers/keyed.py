@@ -1,4 +1,4 @@
-"""Streams whose items are named by keys, and what draws the keys."""
+"""Streams of keyed items, and iterators that draw the keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kinds import QUICKEST
 
 from cseq.stream import Streams
 
-PAUSE = 0.0005  # seconds between two looks at what nothing signals
+# Seconds between two looks at a state that nothing signals.
+PAUSE = 0.0005
 
 
 class Makes:
@@ -50,28 +51,28 @@ class Makes:
 
 
 def streams(producer=Makes, num_workers=2, **options):
-    """Make streams of workers that are started in the quickest way."""
+    """Make streams of workers that start in the quickest way."""
     options = {"start_method": QUICKEST.start_method, "prefetch": 2} | options
     return Streams(producer, num_workers, **options)
 
 
 def begin(s, keys, **options):
-    """Begin an epoch of keys; the assignments are of no account."""
+    """Begin an epoch of keys; the assignments do not matter."""
     assert s.begin([0] * s.num_workers, iter(keys), **options) == []
 
 
 def lists(count):
-    """Keys as a batch sampler's."""
+    """Return keys like a batch sampler's."""
     return [[k, -k] for k in range(count)]
 
 
 def keys_of(items):
-    """The keys of some items."""
+    """Return the keys of some items."""
     return [item[1] for item in items]
 
 
 class Counting:
-    """An iterator that knows how many keys were drawn, and in which thread."""
+    """An iterator that records how many keys were drawn, and in which threads."""
 
     def __init__(self, keys):
         self.keys = iter(keys)

@@ -1,4 +1,4 @@
-"""How a test kills a process, and what its exit code is then, on every system."""
+"""How a test kills a process, and the exit code that follows, on every system."""
 
 import contextlib
 import errno
@@ -14,20 +14,21 @@ from cseq.runs import await_closings
 __all__ = ["CODE", "KILLED", "WORDS", "await_closings", "is_alive", "kill", "kill_agent"]
 
 
-# What becomes of a process that `kill` has ended; on Windows its exit code is the signal's number.
+# The exit code of a process that `kill` has ended; on Windows it is the signal's number.
 CODE = KILL if os.name == "nt" else -KILL
 WORDS = describe_exit(CODE)
 
-PATIENCE = 60.0  # seconds
-# What `os.kill` answers for a process that has ended: on Windows as an argument that is wrong, or,
-# while a handle of it is open, as a process that is not to be touched.
+PATIENCE = 60.0
+# What `os.kill` reports for a process that has ended. On Windows that is a wrong argument, or,
+# while a handle of the process is open, a process without access.
 GONE = (errno.EINVAL, errno.EACCES) if os.name == "nt" else (errno.ESRCH,)
 
-SYNCHRONIZE = 0x100000  # Windows' right to wait for a process
+# The access right that Windows requires to wait for a process.
+SYNCHRONIZE = 0x100000
 
 
 def kill(pid):
-    """Kill a process, perhaps this one, unless it has ended already."""
+    """Kill a process, perhaps this one, unless it has already ended."""
     try:
         os.kill(pid, KILL)
     except OSError as error:
@@ -36,7 +37,7 @@ def kill(pid):
 
 
 def kill_agent(fleet, agent, number=KILL):
-    """Send a worker process of Ray's a signal; None: end it as ``ray.kill`` does.
+    """Send a signal to a worker process of Ray; without a signal, end it as ``ray.kill`` does.
 
     Return its id, on its node; Ray starts it again.
     """
@@ -52,22 +53,23 @@ def kill_agent(fleet, agent, number=KILL):
 
 
 def await_death(pid):
-    """Wait until a process, which its supervisor reaps, is gone."""
+    """Wait until a process is gone; its supervisor reaps it."""
     assert _ended(pid), f"process {pid} still runs"
 
 
 def is_alive(pid):
-    """Whether a process has not ended."""
+    """Return whether a process is running."""
     return not _ended(pid, 0.0)
 
 
 def _ended(pid, patience=PATIENCE):
-    """Wait for the end of a process, in the way that the system has."""
+    """Wait for the end of a process with the system's means; return whether it came."""
     if os.name == "nt":
         winapi = importlib.import_module("_winapi")
         try:
             handle = winapi.OpenProcess(SYNCHRONIZE, False, pid)
-        except OSError:  # it is gone
+        except OSError:
+            # The process is gone.
             return True
         try:
             waited = winapi.WaitForSingleObject(handle, int(patience * 1000))

@@ -1,4 +1,4 @@
-"""The kinds of pool that the contract holds for, and when two batches are the same."""
+"""The kinds of pool that the contract holds for, and the comparison of batches."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ class Kind:
 
     @property
     def processes(self):
-        """Whether its workers are processes."""
         return self.start_method is not None
 
     @property
     def parallel(self):
-        """Whether it has workers at all."""
         return self.name != "inline"
 
     def make(self, worker, dset_size, num_workers=2, **options):
-        """Make a manager, for this kind of pool if it is started by `start`."""
+        """Make a manager, which is of this kind of pool if `start` starts it."""
         options = {"out_type": "null", "seed": 42, "num_workers": num_workers} | options
         if self.processes:
             options["start_method"] = self.start_method
@@ -39,45 +37,45 @@ class Kind:
         return cseq.MTSequence(worker, dset_size, **options)
 
     def begin(self, manager):
-        """Start a manager."""
         return manager.start() if self.parallel else manager.start_test()
 
     def start(self, worker, dset_size, num_workers=2, **options):
-        """Make and start a manager."""
         return self.begin(self.make(worker, dset_size, num_workers, **options))
 
 
-CHOSEN = os.environ.get("CSEQ_TESTS_START")  # takes the place of the quickest start method
+# Replaces the quickest start method.
+CHOSEN = os.environ.get("CSEQ_TESTS_START")
 INLINE, THREAD = Kind("inline"), Kind("thread")
 PROCESSES = [Kind(method, method) for method in start_methods()]
 FIRST_PROCESS = PROCESSES[0]
 PARALLEL = [THREAD, *PROCESSES]
 KINDS = [INLINE, *PARALLEL]
-FEW = [INLINE, THREAD, FIRST_PROCESS]  # where it does not matter how processes are started
-# The kind of processes that costs least to start: a tenth of what spawned ones cost. What begins
-# when workers are there (order, rings, slots, leases) is the same code for all start methods.
+# Kinds for tests in which the start method does not matter.
+FEW = [INLINE, THREAD, FIRST_PROCESS]
+# The cheapest kind of processes: they cost a tenth of spawned ones. What happens once workers run
+# (order, rings, slots, leases) is the same code for all start methods.
 QUICKEST = next(kind for kind in PROCESSES[::-1] if CHOSEN in (kind.name, None))
 QUICK = [INLINE, THREAD, QUICKEST]
 
 
 def by_name(kind):
-    """Name a kind in the name of a test."""
+    """Return the kind's name, for the name of a test."""
     return kind.name
 
 
 def stream(kind, worker, dset_size, *, epochs=1, **options):
-    """Give all batches of some epochs."""
+    """Return all batches of some epochs."""
     with kind.start(worker, dset_size, **options) as manager:
         return [batch for _ in range(epochs) for batch in manager]
 
 
 def expected(worker, dset_size, *, epochs=1, **options):
-    """Give what test mode makes of the same arguments."""
+    """Return what test mode makes of the same arguments."""
     return stream(INLINE, worker, dset_size, epochs=epochs, **options)
 
 
 def bits_of(array):
-    """Give an array's bytes, so that two that are not a number compare, too."""
+    """Return an array's bytes, so that NaN equals NaN."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
@@ -112,5 +110,5 @@ every_class = pytest.mark.parametrize("make", [cseq.MSequence, cseq.MPSequence, 
 
 
 def make_small(**options):
-    """Make a manager that can be started at no cost."""
+    """Make a manager that costs nothing to start."""
     return cseq.MTSequence(Indices1, 10, **({"out_type": "null", "num_workers": 1} | options))

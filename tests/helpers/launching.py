@@ -7,9 +7,10 @@ import pytest
 
 from cseq.processes.launcher import make_launcher, start_methods
 
-PATIENCE = 60.0  # seconds: only a test that fails waits so long
+# Only a failing test waits this long.
+PATIENCE = 60.0
 
-# What workers run: they evaluate what they are asked. It is a file, as they import it by name.
+# The workers' code, which evaluates what it is asked. Workers import it by name, so it is a file.
 ENTRIES = """
 import os, signal, socket, sys, threading
 
@@ -41,7 +42,7 @@ def entries(tmp_path, monkeypatch):
 
 @pytest.fixture(params=start_methods())
 def method(request):
-    """Each start method of this system."""
+    """Return each start method of this system."""
     return str(request.param)
 
 
@@ -63,7 +64,7 @@ def served():
 
 @contextlib.contextmanager
 def closing():
-    """Close whatever launchers are made."""
+    """Close the launchers that are made."""
     made = []
 
     def make_any(method, entry="entries:answer", **options):
@@ -76,7 +77,7 @@ def closing():
 
 
 def ask(child, question):
-    """Have a worker evaluate an expression."""
+    """Make a worker evaluate an expression."""
     child.sock.settimeout(PATIENCE)
     child.sock.sendall(question.encode())
     answer = child.sock.recv(1 << 16).decode()

@@ -1,8 +1,8 @@
-"""Scripts in processes that are forked from an interpreter which has imported what they need.
+"""Scripts in processes forked from an interpreter that has imported what they need.
 
 An import of torch, or of numpy, costs more than most scripts that use it. `Prepared` starts an
-interpreter that imports it once; for each script it forks a process, whose `__main__` the script
-becomes.
+interpreter that imports it once, and forks a process for each script; the script becomes its
+`__main__`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import ClassVar
 
 
 class Prepared:
-    """An interpreter with modules imported, warnings being errors, that runs scripts.
+    """An interpreter that has imported modules, and runs scripts; warnings are errors.
 
     Parameters
     ----------
     *modules : str
-        What it imports.
+        The imports.
     environment : dict
         Its variables; each script has its own.
     """
@@ -43,7 +43,6 @@ class Prepared:
         self.running.append(self)
 
     def begin(self):
-        """Start the interpreter."""
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             self.command, env=self.environment, stdin=pipe, stdout=pipe, text=True
@@ -51,7 +50,7 @@ class Prepared:
 
     @classmethod
     def replace_ended(cls):
-        """Start those that have ended again: of want of memory, say."""
+        """Restart the interpreters that have ended, for want of memory, for example."""
         for one in cls.running:
             if one.process.poll() is not None:
                 one.end()
@@ -59,7 +58,7 @@ class Prepared:
 
     @classmethod
     def cpu_seconds(cls):
-        """CPU time of those that run, and of their scripts that have ended; 0 without /proc."""
+        """Return the CPU time of interpreters that run and their ended scripts; 0 without /proc."""
         total = 0
         for one in cls.running:
             with contextlib.suppress(FileNotFoundError):
@@ -70,7 +69,7 @@ class Prepared:
     def run(self, command, folder, environment, patience):
         """Run a script, with arguments, until no process has its output; see `conftest.run_anew`.
 
-        `-m` and a name are a module. What hangs shows its stacks, and fails.
+        A module is `-m` and its name. A script that hangs shows its stacks, and fails.
         """
         names = [folder / ".output", folder / ".errors"]
         for name in names:
@@ -87,11 +86,13 @@ class Prepared:
             texts = [bytearray() for _ in ends]
             hangs = not read(ends, texts, patience)
             if hangs:
-                os.kill(pid, signal.SIGABRT)  # faulthandler answers
+                # faulthandler prints the stacks.
+                os.kill(pid, signal.SIGABRT)
                 read(ends, texts, 10.0)
             code = self._answer()
         except BaseException:
-            self.process.kill()  # its next answer is not one to the next request
+            # The interpreter's next answer would not belong to the next request.
+            self.process.kill()
             raise
         finally:
             for end, name in zip(ends, names, strict=True):
@@ -104,7 +105,8 @@ class Prepared:
     def _ask(self, request):
         """Send a line; return the number that comes back."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `_answer` says so
+        with contextlib.suppress(BrokenPipeError):
+            # `_answer` reports this.
             self.process.stdin.write(request + "\n")
             self.process.stdin.flush()
         return self._answer()
@@ -120,18 +122,17 @@ class Prepared:
         return int(line)
 
     def close(self):
-        """End the interpreter for good."""
         self.running.remove(self)
         self.end()
 
     def end(self):
-        """End the interpreter."""
-        with contextlib.suppress(BrokenPipeError):  # of a line that it has not read
+        # A line that the interpreter has not read may be left.
+        with contextlib.suppress(BrokenPipeError):
             self.process.communicate()
 
 
 def read(ends, texts, patience):
-    """Read each until no process has it for writing; return whether that came to pass."""
+    """Read each pipe until no process can write to it; return whether that point came in time."""
     deadline = time.monotonic() + patience
     with selectors.DefaultSelector() as left:
         for end, text in zip(ends, texts, strict=True):
@@ -146,10 +147,10 @@ def read(ends, texts, patience):
 
 
 def serve():
-    """Fork a process for each request; return the request in that process, and in no other."""
+    """Fork a process for each request; return the request in the forked process only."""
     for line in sys.stdin:
         with warnings.catch_warnings():
-            # numpy's threads are there: they compute nothing yet, and OpenBLAS knows of forks.
+            # numpy's threads are idle, and OpenBLAS supports forks.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if not pid:
@@ -160,7 +161,7 @@ def serve():
 
 
 def become(request):
-    """Take on a script's streams, folder, variables, arguments and path; return its command."""
+    """Take over a script's streams, folder, variables, arguments and path; return its command."""
     command = request["command"]
     for fd, file in enumerate([os.devnull, *request["streams"]]):
         opened = os.open(file, os.O_WRONLY if fd else os.O_RDONLY)
@@ -177,23 +178,22 @@ def become(request):
 
 
 def python_path():
-    """Folders that PYTHONPATH names."""
+    """Return the folders in PYTHONPATH."""
     return list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
 
 
 def main():
-    """Import what is to be ready; in each process that is forked, run the script."""
+    """Import the modules; in each forked process, run the script."""
     for name in sys.argv[1:]:
         importlib.import_module(name)
-    # A script's end neither goes through what is ready nor takes it apart, which would copy it.
+    # At its end, a script must not visit or destroy these objects: that would copy their pages.
     kept = [value for each in [*sys.modules.values()] for value in vars(each).values()]
     kept.append(kept)
     gc.collect()
     gc.freeze()
     libc = sys.modules["ctypes"].CDLL(None) if "ctypes" in sys.modules else None
-    if hasattr(
-        libc, "on_exit"
-    ):  # glibc's: torch takes its libraries apart when a process has ended
+    # glibc's `on_exit` ends the process before torch takes its libraries apart.
+    if hasattr(libc, "on_exit"):
         libc.on_exit(libc._exit, None)
     first, *others = become(serve())
     names = globals()

@@ -1,11 +1,12 @@
-"""Global batches of an order, as its ranks get them."""
+"""The global batches of an order, and each rank's part."""
 
 import numpy as np
 
 import cseq
 from cseq.order.sampler import Sampler
 
-Batch = tuple[list[int], list[int]]  # samples, and the sizes of the units
+# Samples, and the sizes of the units.
+Batch = tuple[list[int], list[int]]
 
 
 class Rows(cseq.Order):
@@ -23,7 +24,7 @@ class Rows(cseq.Order):
         self.sizes, self.units = np.array(sizes), len(sizes)
 
     def read(self, seed, epoch, start, count):
-        """Return the rows in an order that is drawn from the seed."""
+        """Return the rows, in an order drawn from the seed."""
         order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(self.units)
         firsts = np.cumsum(self.sizes) - self.sizes
         chosen = order[start : start + count]
@@ -32,14 +33,14 @@ class Rows(cseq.Order):
 
 
 def sampler(order, size, rank=0, ranks=1, seed=1):
-    """Make what cuts an order into batches."""
+    """Make the sampler that cuts an order into batches."""
     assert order.samples is not None
     shard = {"rank": rank, "world_size": ranks, "pad": False}
     return Sampler(order.samples, order, batch_size=size, seed=seed, drop_last=False, **shard)
 
 
 def batches(cut, epoch=0, consumed=0):
-    """Read the batches of an epoch, from a place on."""
+    """Read the batches of an epoch from a given position."""
     source = cut.source(epoch, consumed)
     for k in range(len(source)):
         samples, sizes = source.samples(k)
@@ -47,13 +48,13 @@ def batches(cut, epoch=0, consumed=0):
 
 
 def united(order, size, ranks, epoch=0, consumed=0):
-    """Read the parts of all ranks: those of a global batch together."""
+    """Read the parts of all ranks, and join those that make a global batch."""
     cuts = [batches(sampler(order, size, k, ranks), epoch, consumed) for k in range(ranks)]
     while parts := [part for part in (next(cut, None) for cut in cuts) if part is not None]:
         yield parts
 
 
 def units(order, seed, epoch):
-    """Read the units of an epoch, by one call."""
+    """Read the units of an epoch in one call."""
     samples, sizes = order.reader(seed).samples(epoch, 0, order.units)
     return [part.tolist() for part in np.split(samples, sizes.cumsum()[:-1])]

@@ -4,7 +4,8 @@ WORD = 2**64 - 1
 IV = int.from_bytes(b"cseq-v1\0", "big")
 GOLDEN = 0x9E3779B97F4A7C15
 SHUFFLE = 1
-LEAST = 65536  # samples that feistel-v1 has an order of its own for
+# The least number of samples for which feistel-v1 has an order of its own.
+LEAST = 65536
 
 
 def mix(v):
@@ -39,7 +40,8 @@ def bounded(stream, limit):
 
 def order(n, seed, epoch):
     stream = words(derive(seed, epoch, SHUFFLE, 4))
-    moved = {}  # what is not at its own position
+    # Samples that are not at their own position.
+    moved = {}
     for i in range(n):
         j = i + bounded(stream, n - i)
         here = moved.pop(i, i)

@@ -90,7 +90,7 @@ def unequal_blocks(sizes, window, seed, epoch):
 
 
 def batches(classes, sizes, together, seed, epoch, *, longest_first=False):
-    """Return an epoch of buckets-v2: of samples by class, and the size of a batch of each."""
+    """Return an epoch of buckets-v2: samples by class, and each class's batch size."""
     units, longest = [], 0
     for c, (samples, size) in enumerate(zip(classes, sizes, strict=True)):
         order = perm(len(samples), stream(seed, epoch, 10, c))
@@ -113,7 +113,7 @@ def batches(classes, sizes, together, seed, epoch, *, longest_first=False):
 
 
 def nodes_over(entries, level):
-    """Children of the nodes of a level of weighted-v2; None: there is none."""
+    """Return the children of a level's nodes in weighted-v2, or None for a missing one."""
     rows = min(16, entries)
     starts = [j * entries // rows for j in range(rows)]
     sizes = [(j + 1) * entries // rows - start for j, start in enumerate(starts)]
@@ -127,7 +127,7 @@ def nodes_over(entries, level):
 
 
 def weighted(masses, size, seed, epoch):
-    """An epoch of weighted-v2."""
+    """Return an epoch of weighted-v2."""
     levels = [nodes_over(len(masses), 1)]
     while len(levels[-1]) > 1:
         levels.append(nodes_over(len(levels[-1]), len(levels) + 1))
@@ -169,7 +169,7 @@ def concatenated(lengths, row, seed, epoch):
 
 
 def balanced(works, step, over, together, seed, epoch):
-    """Return an epoch of balanced-v1: the numbers of units of the other order with these works."""
+    """Return an epoch of balanced-v1: unit numbers of the inner order, whose units have `works`."""
     steps = {"step": 1, "window": 16, "epoch": max(1, len(works) // step)}[over]
     groups, numbers = step // together, []
     for w, first in enumerate(range(0, len(works), step * steps)):

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 MIXTURE, SOURCE = 11, 12
 Unit = list[int]
-Source = tuple[int, "Callable[[int, int], list[Unit]]"]  # samples; units of (seed, pass)
+# The number of samples, and the function from (seed, pass) to units.
+Source = tuple[int, "Callable[[int, int], list[Unit]]"]
 
 
 def rounded(value):
@@ -21,7 +22,7 @@ def rounded(value):
 
 
 def counts(weights, block, number):
-    """Return how often each source comes before block `number`."""
+    """Return how often each source occurs before block `number`."""
     exact = [Fraction(weight) for weight in weights]
     total, result = sum(exact), [0] * len(exact)
     used = [(weight, s, None) for s, weight in enumerate(exact) if weight]
@@ -58,7 +59,7 @@ def source_seed(seed, name):
 
 
 def mixture(sources, phases, block, seed, upto, *, since=0, taken=None):
-    """Return the units from `since` up to a place of all epochs, and what was drawn by then."""
+    """Return the units of all epochs from `since` to a place, and the counts drawn by then."""
     names, drawn = list(sources), dict.fromkeys(sources, 0) | (taken or {})
     firsts = [0, *itertools.accumulate(samples for samples, _ in sources.values())]
     result = []

@@ -1,6 +1,6 @@
-"""The CPU in the part of a CUDA device: the whole path to the device, where there is none.
+"""The CPU in the role of a CUDA device: the whole path to the device, on machines without one.
 
-Workers must be started by fork, which takes along what is changed here.
+Workers must be started by fork, which inherits the patches.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ class Passed:
     """The event of a lane whose copies are synchronous."""
 
     def query(self):
-        """Return whether the copies are done: always."""
+        """Return True: the copies are always done."""
         return True
 
     def synchronize(self):
@@ -21,7 +21,7 @@ class Passed:
 
 
 class CpuLane(lane.Lane):
-    """A lane of which every copy is synchronous."""
+    """A lane whose copies are all synchronous."""
 
     pins = False
 
@@ -30,11 +30,11 @@ class CpuLane(lane.Lane):
         self._read = deque()
 
     def active(self):
-        """Be active anyway."""
+        """Do nothing: the lane is always active."""
         return contextlib.nullcontext()
 
     def can_fetch(self, tensor):
-        """Fetch all."""
+        """Accept every tensor."""
         return True
 
     def send(self, tensor):
@@ -42,14 +42,14 @@ class CpuLane(lane.Lane):
         return tensor.clone()
 
     def record(self, read):
-        """Keep what was read until the event is passed."""
+        """Keep the tensors that were read until the event has passed."""
         event = self.event()
         if read:
             self._read.append((event, read))
         return event
 
     def event(self):
-        """Make an event that is passed."""
+        """Make an event that has passed."""
         return Passed()
 
     def join(self, event, tensors):
@@ -60,7 +60,7 @@ class CpuLane(lane.Lane):
 
 
 class Locks:
-    """Page-locks nothing."""
+    """Locks no pages."""
 
     def __init__(self, device):
         self.register = self.unregister = lambda memory: True
@@ -68,12 +68,12 @@ class Locks:
 
 
 def rehearse(asked):
-    """Return an output that takes the CUDA path to the CPU."""
+    """Return an output that sends batches along the CUDA path to the CPU."""
     return asked._replace(kind="cuda", device="cpu", function=None)
 
 
 def install(put=setattr, make=CpuLane):
-    """Rehearse, here and in processes that are forked from now on; `make` makes the lanes."""
+    """Rehearse here and in processes forked from now on; `make` makes the lanes."""
     put(output, "resolve", rehearse)
     put(cuda, "Lane", make)
     put(export, "Lane", make)

@@ -1,12 +1,12 @@
-"""Change the size of a running manager, as 'auto' does, and at once: no result depends on it."""
+"""A change of a running manager's size, as 'auto' makes it, and at once."""
 
 __all__ = ["resize"]
 
 
 def resize(manager, num_workers=None, buffer=None):
-    """Set how many workers it has, and its buffer: at most what it was made with. None: as it is.
+    """Set the number of workers and the buffer, at most to their first values; or leave it (None).
 
-    For the thread that takes its batches.
+    Only the thread that takes the batches may call this.
     """
     batches = manager._run.pool.tickets
     size = batches.size

@@ -23,7 +23,7 @@ TASK = {"class": "Task12AXDataset", "num_seqs": 23, "seq_ordering": "random"}
 
 
 def pids(dataset):
-    """List the processes of the workers that have started."""
+    """Return the process ids of the workers that have started."""
     try:
         return [pid for pid in testing.pids(dataset) if pid is not None]
     except RuntimeError:
@@ -49,14 +49,14 @@ class Numbers(MapDatasetBase):
         return {"data": data, "name": np.array([f"number {index}"])}
 
     def load(self, index):
-        """What else happens."""
+        """Do what a subclass adds to loading."""
 
     def get_seq_len(self, index):
         return index % 4 + 1
 
 
 class Gated(Numbers):
-    """Loads sequence `at` only when its first attempt is over, or a gate has been opened."""
+    """Loads sequence `at` only after its first attempt, or after a gate has opened."""
 
     def __init__(self, folder, at):
         super().__init__()
@@ -67,7 +67,8 @@ class Gated(Numbers):
         if index != self.at or (self.folder / "again").exists():
             return
         (self.folder / "again").touch()
-        with open(self.folder / "gate", "rb") as gate:  # a fifo: opens when somebody writes
+        # The fifo opens when a test writes to it.
+        with open(self.folder / "gate", "rb") as gate:
             gate.read()
 
 
@@ -80,14 +81,14 @@ class Broken(Numbers):
 
 
 class BrokenFromTheStart(Numbers):
-    """Raises when it is made."""
+    """Raises in its constructor."""
 
     def __init__(self):
         raise LookupError("nothing is there")
 
 
 class Random(Numbers):
-    """Sequences of what the global generators draw, and cseq's own."""
+    """Sequences of what the global generators and cseq's own draw."""
 
     def __getitem__(self, index):
         drawn = [random.random(), np.random.random(), cseq.rng().random()]
@@ -95,7 +96,7 @@ class Random(Numbers):
 
 
 class Shares(CachedDataset2):
-    """Shard k has `sizes[k]` sequences, and knows that or not."""
+    """Shard k has `sizes[k]` sequences, whose number is known if `known`."""
 
     def __init__(self, sizes, *, known, **kwargs):
         super().__init__(**kwargs)
@@ -123,7 +124,7 @@ class Shares(CachedDataset2):
 
 
 class Breaking(Shares):
-    """Shard 1 raises in the place of its third sequence."""
+    """Shard 1 raises instead of returning its third sequence."""
 
     def _collect_single_seq(self, seq_idx):
         if (self._shard_index, seq_idx) == (1, 2):
@@ -132,26 +133,26 @@ class Breaking(Shares):
 
 
 def add_noise(data, *, rng, **_):
-    """Augment, as a user of `PostprocessingDataset` does."""
+    """Augment, as a user of `PostprocessingDataset` would."""
     array = data.data["data"].raw_tensor
     data.data["data"].raw_tensor = array + rng.normal(size=array.shape).astype(array.dtype)
     return data
 
 
 def numbers(kind=Numbers, *args, **options):
-    """Return the plan of a dataset around a map of one's own."""
+    """Return the plan of a dataset around a user's map."""
     made = functools.partial(kind, *args) if args else kind
     return {"class": "MapDatasetWrapper", "map_dataset": made, **options}
 
 
-# ── what tests do with them ────────────────────────────────────────────────────────────────
+# ── the tests' actions ────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def make():
-    """Return what makes and initialises datasets, and ends their workers afterwards.
+    """Return a function that makes and initialises datasets; their workers end after the test.
 
-    Workers are started in the quickest way where nothing else is said.
+    Workers start in the quickest way unless a test says otherwise.
     """
     made = []
 
@@ -167,7 +168,7 @@ def make():
 
 
 def sequences(dataset, epoch=1):
-    """Read an epoch, or the one that is under way (None)."""
+    """Read an epoch, or the current one for None."""
     if epoch is not None:
         dataset.init_seq_order(epoch=epoch)
     keys = dataset.get_data_keys()
@@ -182,7 +183,7 @@ def sequences(dataset, epoch=1):
 
 
 def tags(dataset, epoch=1):
-    """Read an epoch's tags."""
+    """Read the tags of an epoch."""
     return [tag for tag, _ in sequences(dataset, epoch)]
 
 

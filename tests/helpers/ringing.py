@@ -1,4 +1,4 @@
-"""The trainer's end of a ring, for tests of what the runners do."""
+"""The trainer's end of a ring, for tests of the runners."""
 
 from cseq._core import RangeReader, Ring, ring_bytes
 from cseq._lock import RunState
@@ -29,28 +29,28 @@ def claim(ring, owner=1, stage=0, *, last=True):
 
 
 class Asked:
-    """What a feed asks of its pool, where that is nothing."""
+    """A feed's pool that does nothing."""
 
     make_next = None
     on_cancel = None
 
     def await_next(self):
-        """Be called for nothing."""
+        """Fail: no test waits for a batch."""
         raise AssertionError("the next batch is not ready")
 
     def describe(self, ring, cell, error):
-        """Leave an exception as it is."""
+        """Return the exception unchanged."""
         return error, None
 
     def look(self):
-        """Look at nothing."""
+        """Do nothing."""
 
 
 class Trainer(Asked):
-    """Posts the tickets of batches 0, 1, … of epoch 9, and takes what the runners have answered.
+    """Posts the tickets of batches 0, 1, … of epoch 9, and takes the runners' answers.
 
-    Each is of one sample, the batch's number. So many tickets are posted as the ring has cells; one
-    more with each that is taken.
+    Each batch has one sample: the batch's number. The first tickets fill the ring's cells; each
+    ticket that is taken is followed by a new one.
     """
 
     def __init__(
@@ -68,11 +68,10 @@ class Trainer(Asked):
         self._batches = FeedIterator(self.feed, 0)
 
     def decode(self, ring, cell, status, slot, capacity, record):
-        """Decode nothing."""
         return (cell, self.ring.ticket(cell)[1], status, slot, capacity, record), None
 
     def await_next(self):
-        """Sleep until the next ticket is ready, or say that it is not."""
+        """Sleep until the next ticket is ready; return whether it is."""
         while True:
             seen = self.feed.notices()
             ready = self.feed.advance()
@@ -84,22 +83,22 @@ class Trainer(Asked):
             self.feed.wait(seen)
 
     def take(self):
-        """Take the next ticket: cell, batch, status, slot, capacity, record; None: not ready."""
+        """Take the next ticket: cell, batch, status, slot, capacity, record; None if not ready."""
         self._awaits = False
         return next(self._batches, None)
 
     def batch(self):
-        """Take the next ticket: the number of its batch."""
+        """Take the next ticket; return its batch number."""
         taken = self.take()
         return None if taken is None else taken[1]
 
     def await_batch(self):
-        """Take the next ticket, sleeping as long as it is not ready."""
+        """Take the next ticket; sleep until it is ready."""
         self._awaits = True
         return next(self._batches)[1]
 
 
 def stamps():
-    """List when each ticket that a recorded trainer has taken was claimed and published (ns)."""
+    """Return when each ticket that a recorded trainer took was claimed and published, in ns."""
     taken, _ = end_log()
     return list(zip(taken["started"].tolist(), taken["indexed"].tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""A subset of S3 on loopback, in a process of its own, that can be slow and can fail.
+"""A subset of S3 on loopback, in a process of its own, that can be slow or fail.
 
 It knows GET with Range and If-Match, HEAD, PUT of one part, DELETE and ListObjectsV2, in buckets of
-any name. `S3Server` starts it, and tells it what is to go wrong::
+any name. `S3Server` starts it, and tells it how to fail::
 
     with S3Server({"train/0.tar": data}, delay=0.2) as server:
         store = S3Store("any", **server.options)
@@ -32,11 +32,12 @@ from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from urllib.request import Request, urlopen
 
-PATIENCE = 60.0  # seconds
-# Requests of this bucket are orders to the server itself; they are neither delayed nor counted.
+PATIENCE = 60.0
+# Requests to this bucket control the server; they are neither delayed nor counted.
 CONTROL = "-control-"
-PART = 1 << 20  # bytes that are written at a time
-# What can go wrong with an answer, beside a status such as "503".
+# Bytes per write.
+PART = 1 << 20
+# The faults of an answer, other than a status such as "503".
 FAULTS = {
     "refuse": "the connection is reset before a byte of the answer",
     "hang": "no byte of the answer comes",
@@ -49,15 +50,19 @@ FAULTS = {
 
 
 class Seen(NamedTuple):
-    """A request that the server has answered, or failed to."""
+    """A request that the server has answered or failed to answer.
+
+    `span` is the header Range, or ""; `status` is 0 if none was sent; `fault` is the fault, or "";
+    `sent` counts the bytes of the body; `began` is in seconds on the server's clock.
+    """
 
     method: str
     key: str
-    span: str  # the header Range, or ""
-    status: int  # 0 if none was sent
-    fault: str  # what was made to go wrong, or ""
-    sent: int  # bytes of the body
-    began: float  # seconds, on the server's clock
+    span: str
+    status: int
+    fault: str
+    sent: int
+    began: float
 
 
 class S3Server:
@@ -66,15 +71,14 @@ class S3Server:
     Parameters
     ----------
     objects : dict[str, bytes] or path, optional
-        Keys and what they hold, in memory; or a folder, whose files are read when they are asked
-        for.
+        Keys and their contents, in memory; or a folder, whose files are read on request.
     delay : float, default: 0
-        Seconds that pass before each answer.
+        Seconds before each answer.
     seed : int, default: 0
-        Of the faults that come by chance. They depend on the key and on how often it was asked
-        for, not on which request came first.
+        Seed of the random faults, which depend on the key and on the number of its requests, not on
+        the order of the requests.
     page : int, default: 1000
-        The most keys in one answer of a listing.
+        The maximum number of keys in one page of a listing.
     """
 
     def __init__(self, objects=(), *, delay=0.0, seed=0, page=1000):
@@ -103,7 +107,7 @@ class S3Server:
         self.close()
 
     def close(self):
-        """End the process. It ends with its standard input, so it outlives no test that dies."""
+        """End the process, which also ends with its standard input and so outlives no dead test."""
         self.process.stdin.close()
         try:
             self.process.wait(PATIENCE)
@@ -114,7 +118,7 @@ class S3Server:
 
     @property
     def options(self):
-        """What `obstore.store.S3Store` is to be given, after the bucket's name."""
+        """The arguments of `obstore.store.S3Store` after the bucket's name."""
         return {
             "endpoint": self.endpoint,
             "region": "us-east-1",
@@ -124,36 +128,35 @@ class S3Server:
         }
 
     def put(self, key, data):
-        """Make an object, or replace what the key holds: its ETag is another one then."""
+        """Make an object, or replace a key's object, whose ETag then changes."""
         self._ask("put", key=key, body=bytes(data))
 
     def remove(self, key):
-        """Remove an object."""
         self._ask("remove", key=key)
 
     def fail(self, kind, *, key="*", method="GET", **options):
-        """Let requests go wrong, from now on.
+        """Let requests fail from now on.
 
         Parameters
         ----------
         kind : str
             A status, such as "503", or one of `FAULTS`.
         key : str, default: "*"
-            Which keys: a pattern of `fnmatch`. A listing has the key of its prefix.
+            The keys: an `fnmatch` pattern. The key of a listing is its prefix.
         method : str, default: "GET"
-            Of which requests: also "HEAD", "LIST", "PUT", "*".
+            The requests: "GET", "HEAD", "LIST", "PUT" or "*".
         after : int, default: 0
-            As many requests of a key as this are answered first.
+            The number of a key's requests that are answered first.
         times : int, optional
-            At most as many requests of a key are failed.
+            The maximum number of a key's requests that fail.
         chance : float, default: 1
-            The share of all others that fail.
+            The probability that one of the others fails.
         at : float, default: 0.5
-            The part of the body that is sent.
+            The fraction of the body that is sent.
         seconds : float, optional
-            How long an answer hangs or stalls; without it, until the client is gone.
+            How long an answer hangs or stalls; by default, until the client leaves.
         retry_after : int, optional
-            Seconds that a 503 asks the client to wait.
+            The seconds that a 503 asks the client to wait.
         """
         if not (kind in FAULTS or kind.isdecimal()):
             raise ValueError(f"kind={kind!r} is neither a status nor one of {', '.join(FAULTS)}")
@@ -163,28 +166,28 @@ class S3Server:
         self._ask("fail", body={"kind": kind, "key": key, "method": method, **options})
 
     def heal(self):
-        """Let nothing go wrong from now on."""
+        """Let no request fail from now on."""
         self._ask("heal")
 
     def log(self, key="*", method="*"):
-        """Return the requests of these keys since `forget`, as they ended."""
+        """Return the requests for these keys since `forget`, in the order in which they ended."""
         seen = [Seen(*one) for one in json.loads(self._ask("log"))]
         return [one for one in seen if fits(one.key, key) and method in ("*", one.method)]
 
     def count(self, key="*", method="GET"):
-        """Return how many requests of these keys there were since `forget`."""
+        """Return the number of requests for these keys since `forget`."""
         return len(self.log(key, method))
 
     def peak(self):
-        """Return how many requests there were at the same time, at most, since `forget`."""
+        """Return the maximum number of simultaneous requests since `forget`."""
         return int(self._ask("peak"))
 
     def forget(self):
-        """Empty the log, and count from 0 what fails."""
+        """Empty the log, and restart the counts of the faults."""
         self._ask("forget")
 
     def slow(self, delay):
-        """Change the delay, in seconds."""
+        """Set the delay, in seconds."""
         self._ask("slow", body=delay)
 
     def _ask(self, verb, key="", body=None):
@@ -195,12 +198,12 @@ class S3Server:
 
 
 def fits(key, pattern):
-    """Whether a key is meant by a pattern."""
+    """Return whether a pattern matches a key."""
     return fnmatch.fnmatchcase(key, pattern)
 
 
 class Stored(NamedTuple):
-    """An object: what it holds or where that lies, its size, and what tells its versions apart."""
+    """An object: its content or the place where it lies, its size, and the tag of its version."""
 
     data: bytes | str
     size: int
@@ -208,7 +211,6 @@ class Stored(NamedTuple):
     changed: float
 
     def part(self, first, stop):
-        """Return some of its bytes."""
         if isinstance(self.data, bytes):
             return memoryview(self.data)[first:stop]
         with open(self.data, "rb") as file:
@@ -217,7 +219,7 @@ class Stored(NamedTuple):
 
 
 class Objects:
-    """What is stored: objects in memory, and the files of a folder."""
+    """The stored objects: in memory, and in the files of a folder."""
 
     def __init__(self, folder):
         self.folder = folder and Path(folder)
@@ -241,7 +243,7 @@ class Objects:
         return Stored(str(path), stat.st_size, etag, stat.st_mtime)
 
     def keys(self, prefix):
-        """Return all keys that begin so, in S3's order."""
+        """Return all keys with a prefix, in S3's order."""
         found = set(self.kept)
         if self.folder:
             files = (path for path in self.folder.rglob("*") if path.is_file())
@@ -250,7 +252,7 @@ class Objects:
 
 
 class Rules:
-    """Which requests fail, and how."""
+    """The rules of which requests fail, and how."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -259,7 +261,7 @@ class Rules:
         self.failed = {}
 
     def pick(self, method, key):
-        """Return the rule by which this request fails, or None."""
+        """Return the rule that makes this request fail, or None."""
         nth = self.asked[method, key] = self.asked.get((method, key), -1) + 1
         for number, rule in enumerate(self.rules):
             failed = self.failed.get((number, key), 0)
@@ -277,7 +279,7 @@ class Rules:
 
 
 class Asked(NamedTuple):
-    """A request as it came."""
+    """A request as it arrived."""
 
     method: str
     bucket: str
@@ -288,7 +290,7 @@ class Asked(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer: its status, headers and body, which may be a part of an object."""
+    """An answer: its status, headers and body, which may be part of an object."""
 
     status: str
     headers: dict[str, object]
@@ -296,7 +298,7 @@ class Reply(NamedTuple):
 
 
 def error_reply(status, code, headers=()):
-    """Return an answer as S3 reports an error."""
+    """Return an error as S3 reports it."""
     body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code></Error>'
     return Reply(
         f"{status} {code}", {"Content-Type": "application/xml", **dict(headers)}, body.encode()
@@ -304,7 +306,7 @@ def error_reply(status, code, headers=()):
 
 
 def span_of(header, size):
-    """Return where a range begins and stops in an object, or None if it has no byte of it."""
+    """Return the begin and end of a range in an object, or None if there is no such byte."""
     first, _, last = header.partition("=")[2].partition("-")
     if not first:
         length = min(int(last), size)
@@ -315,7 +317,7 @@ def span_of(header, size):
 
 
 class Served:
-    """The server as it runs: what it has, and what it has seen."""
+    """The running server: its objects, rules and log."""
 
     def __init__(self, settings):
         self.objects = Objects(settings["folder"])
@@ -327,7 +329,7 @@ class Served:
         self.most = 0
 
     async def serve(self, reader, writer):
-        """Answer the requests of one connection."""
+        """Answer the requests of a connection."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while asked := await self.read(reader):
                 if asked.bucket == CONTROL:
@@ -337,7 +339,6 @@ class Served:
         writer.close()
 
     async def read(self, reader):
-        """Read a request."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = head.rstrip().split("\r\n")
         method, target, _ = first.split(" ", 2)
@@ -350,7 +351,7 @@ class Served:
         return Asked(method, bucket, unquote(key), query, headers, body)
 
     def obey(self, asked):
-        """Do what the test says."""
+        """Obey a request from the test."""
         key = asked.query["key"]
         match asked.key:
             case "put":
@@ -373,7 +374,7 @@ class Served:
         return Reply("200 OK", {}, told.get(asked.key, "").encode())
 
     async def answer(self, asked, reader, writer):
-        """Answer a request, or fail to; return whether the connection goes on."""
+        """Answer a request, or fail to; return whether the connection stays open."""
         lists = not asked.key and asked.method == "GET"
         method = "LIST" if lists else asked.method
         key = asked.query.get("prefix", "") if lists else asked.key
@@ -389,7 +390,7 @@ class Served:
             self.seen.append(seen)
 
     async def fail_or_send(self, asked, reader, writer, rule, seen):
-        """Send what a rule has left of an answer; write into the log what that was."""
+        """Send the part of an answer that a rule allows, and log the fault."""
         kind = rule["kind"]
         if kind == "refuse":
             reset(writer)
@@ -422,7 +423,7 @@ class Served:
         return kind not in ("cut", "half")
 
     def reply(self, asked):
-        """Return what a sound server answers."""
+        """Return a healthy server's answer."""
         if not asked.key:
             return self.listing(asked.query)
         if asked.method == "PUT":
@@ -450,7 +451,7 @@ class Served:
         return Reply("206 Partial Content", headers, found.part(*span))
 
     def listing(self, query):
-        """Return a page of a bucket's keys, as ListObjectsV2 has them."""
+        """Return a page of a bucket's keys in ListObjectsV2's format."""
         prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
         after = query.get("continuation-token", query.get("start-after", ""))
         room = min(int(query.get("max-keys", self.page)), self.page)
@@ -491,7 +492,7 @@ class Served:
         return Reply("200 OK", {"Content-Type": "application/xml"}, body.encode())
 
     async def send(self, writer, asked, reply, stop=None):
-        """Write an answer, or its body up to `stop`; return how many bytes of the body that was."""
+        """Write an answer, with its body up to `stop`; return the number of bytes of the body."""
         headers = {"Content-Length": len(reply.body), **reply.headers}
         lines = [f"HTTP/1.1 {reply.status}", *(f"{name}: {headers[name]}" for name in headers)]
         writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
@@ -504,7 +505,7 @@ class Served:
 
 
 async def passed(reader, seconds):
-    """Wait, until the client is gone at the longest; return whether it is still there."""
+    """Wait, at most until the client leaves; return whether it is still there."""
     try:
         # A client sends nothing while it waits for an answer.
         await asyncio.wait_for(reader.read(1), seconds)
@@ -514,7 +515,7 @@ async def passed(reader, seconds):
 
 
 def reset(writer):
-    """Close a connection so that the client sees an error, not an end."""
+    """Close a connection so that the client sees an error instead of an end."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(
         socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
@@ -523,12 +524,12 @@ def reset(writer):
 
 
 async def main():
-    """Serve until the standard input ends."""
+    """Serve until standard input ends."""
     served = Served(json.loads(sys.argv[1]))
     server = await asyncio.start_server(served.serve, "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    # Connections that are open, and answers that hang, end with the process.
+    # Open connections, and answers that hang, end with the process.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Runs checks of tests/c: programs in C of the core's headers alone."""
+"""Checks of tests/c, which are C programs of the core's headers alone."""
 
 import shutil
 import subprocess
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parents[1]
-CANNOT_RUN = 77  # what run.sh says where the compiler lacks something
+# run.sh exits with this where the compiler lacks a feature.
+CANNOT_RUN = 77
 
 needed = [
     pytest.mark.needs("Linux"),
@@ -19,7 +20,7 @@ needed = [
 
 
 def passed(check):
-    """Run a check for two seconds; return what it prints, or skip where it cannot run."""
+    """Run a check for two seconds; return its output, or skip where it cannot run."""
     command = ["sh", str(HERE / "c" / "run.sh"), "2", check]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     if done.returncode == CANNOT_RUN:

@@ -1,4 +1,4 @@
-"""Shards in a store or a folder, with each sample's number in it, and what tests ask about them."""
+"""Shards in a store or a folder, whose samples hold their numbers, and queries about them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SEED = 3
 
 
 def npy(first, rows, width=150):
-    """Give the bytes of an .npy file whose rows have their numbers, from `first` on."""
+    """Return the bytes of an .npy file whose rows hold their numbers, from `first` on."""
     file = io.BytesIO()
     numbers = np.arange(first, first + rows)
     np.save(file, np.repeat(numbers[:, None], width, 1).astype(np.int32))
@@ -26,7 +26,7 @@ def npy(first, rows, width=150):
 
 
 def npy_shards(sizes, width=150):
-    """Give the .npy shards of some sizes, by name."""
+    """Return .npy shards of given sizes, by name."""
     firsts = np.cumsum(sizes) - sizes
     return {
         f"train/{number:03}.npy": npy(int(first), size, width)
@@ -35,7 +35,7 @@ def npy_shards(sizes, width=150):
 
 
 def tar_of(members):
-    """Give the bytes of a tar file with some members: names, and what they hold."""
+    """Return the bytes of a tar file with the given members."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for name, data in members:
@@ -46,7 +46,7 @@ def tar_of(members):
 
 
 def tar_shards(sizes):
-    """Give tar shards of some sizes, by name: each sample has two members with its number."""
+    """Return tar shards of given sizes, by name; each sample has two members with its number."""
     shards, first = {}, 0
     for number, size in enumerate(sizes):
         pairs = [
@@ -59,7 +59,7 @@ def tar_shards(sizes):
 
 
 def parquet_shards(sizes, rows=10, **options):
-    """Give Parquet files of some sizes, by name; a row group has `rows` rows."""
+    """Return Parquet files of given sizes, by name; a row group has `rows` rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -80,7 +80,7 @@ def parquet_shards(sizes, rows=10, **options):
 
 
 def written(objects, folder):
-    """Write objects to a folder; return it."""
+    """Write objects to a folder; return the folder."""
     for name, data in objects.items():
         path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,13 +89,13 @@ def written(objects, folder):
 
 
 def whole(server, key="*"):
-    """Count the requests for whole objects that a server has answered well."""
+    """Count the successful requests for whole objects."""
     seen = server.log(key, "GET")
     return len([one for one in seen if not one.span and one.status == 200 and not one.fault])
 
 
 def s3(server, **options):
-    """Return an obstore store for a server."""
+    """Return an obstore store of a server."""
     stores = pytest.importorskip("obstore.store")
     return stores.S3Store("any", **server.options, **options)
 
@@ -106,7 +106,7 @@ def flat(order, *args, **options):
 
 
 def stream(sizes, window, batch_size, epochs=1):
-    """Return the samples that a reader's order names, over several epochs."""
+    """Return the samples of a reader's order over several epochs."""
     order = cseq.Blocks(sizes, window)
     return [k for epoch in range(epochs) for k in flat(order, batch_size, seed=SEED, epoch=epoch)]
 
@@ -119,7 +119,7 @@ def loop(kind, indexer, reader, window, batch_size, epochs=1):
 
 
 def fetching(cache):
-    """Give the number of the process that fetches into a folder, or None if there is none."""
+    """Return the id of the process that fetches into a folder, or None."""
     wanted = Path(cache, "fetcher").stat().st_ino
     for line in Path("/proc/locks").read_text().splitlines():
         words = line.split()
@@ -129,7 +129,7 @@ def fetching(cache):
 
 
 def kill_fetching(cache):
-    """Kill the process that fetches into a folder, and wait for its end."""
+    """Kill the process that fetches into a folder, and wait for it to end."""
     number = fetching(cache)
     descriptor = os.pidfd_open(number)
     os.kill(number, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Batches that go through slots: written by a worker's end, leased by the trainer's."""
+"""Batches that travel through slots: a worker's end writes them, the trainer leases them."""
 
 from contextlib import contextmanager
 
@@ -12,12 +12,13 @@ from cseq.memory._slots import SlotTable
 from cseq.memory.descriptors import sparse_file
 
 WIDTH, MOST = 1 << 20, 4096
-PAGE = 65536  # a multiple of every system's page size
+# A multiple of every system's page size.
+PAGE = 65536
 
 
 @contextmanager
 def file_of(nbytes):
-    """Make a file without a name, all of it committed."""
+    """Make a file without a name; all of it is committed."""
     file = sparse_file(nbytes)
     commit(file.fd, 0, nbytes)
     yield file.fd
@@ -25,7 +26,7 @@ def file_of(nbytes):
 
 
 class Scratch:
-    """A room of a mebibyte, and what encodes into it."""
+    """A room of a mebibyte, and the encoder that writes into it."""
 
     def __init__(self):
         with file_of(WIDTH) as fd:
@@ -34,12 +35,12 @@ class Scratch:
         self.encoder = Encoder(self.room)
 
     def clear(self):
-        """Drop what was written."""
+        """Drop the content."""
         self.room.used = 0
 
 
 def writer_of(arena):
-    """Make a writer that has begun with a new slot."""
+    """Make a writer that has begun a new slot."""
     writer = TicketWriter(arena.fd, arena.width)
     slot = acquire(arena)
     writer.room.select(slot, arena.slots.nbytes(slot))
@@ -60,7 +61,7 @@ def shared(most=MOST):
 
 
 def commit_ticket(slots, slot, used):
-    """Commit a ticket that lies in a slot, which is then free, or leased."""
+    """Commit a ticket in a slot, which is then free or leased."""
     ring = make_ring(cells=1, runners=1)
     trainer = Trainer(ring, 1, slots=slots)
     claim(ring).publish(0, (used,), slot=slot)
@@ -68,7 +69,7 @@ def commit_ticket(slots, slot, used):
 
 
 def lease(slots, slot, mapping):
-    """Lease a taken slot, and commit its ticket: the lease frees it."""
+    """Lease a taken slot, and commit its ticket; the lease frees the slot."""
     leased = slots.lease(slot, mapping)
     slots.resize(slot, mapping.nbytes)
     commit_ticket(slots, slot, mapping.nbytes)
@@ -94,5 +95,5 @@ def take(arena, slot, used, capacity):
 
 
 def whole(memory, nbytes):
-    """Make an array of the beginning of a memory."""
+    """Make an array of the start of a memory."""
     return memory.view(0, np.dtype(np.uint8), (nbytes,))

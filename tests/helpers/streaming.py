@@ -1,13 +1,14 @@
-"""What tests of streams look at."""
+"""State of streams that their tests inspect."""
 
 from cseq.engine._streams import Request
 from cseq.memory._slots import TRAINER
 
 
 def lost_slots(s):
-    """Slots that are in use for nothing; all of them if any is leased."""
+    """Return the slots in use without a purpose, or all slots if any is leased."""
     pool = s._run.pool
-    if pool.supervisor is None:  # threads have none
+    if pool.supervisor is None:
+        # Threads have no supervisor.
         return set()
     slots = pool.supervisor.shared.slots
     if slots.leased:

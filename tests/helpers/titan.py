@@ -1,4 +1,4 @@
-"""What torchtitan asks of a dataloader, as its release 0.3.0 and its newer sources have it."""
+"""The interface that torchtitan requires of a dataloader, in release 0.3.0 and in newer sources."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ MODULES = {
 
 
 class Configurable:
-    """Has a `Config`, whose `build` makes it."""
+    """Has a `Config` that builds it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Of nothing."""
-
         owner: ClassVar[Any] = None
 
         def build(self, **arguments):
-            """Make what it configures."""
+            """Make what the config describes."""
             return self.owner(config=replace(self), **arguments)
 
     def __init_subclass__(cls):
@@ -36,7 +34,7 @@ class Older(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """Of a data set of torchtitan's."""
+        """The base of a config with torchtitan's data set."""
 
         dataset: str = ""
         dataset_path: str | None = None
@@ -47,14 +45,14 @@ class Newer(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        """Of nothing more."""
+        """A config without fields of its own."""
 
 
 BASES = {"0.3.0": Older, "newer": Newer}
 
 
 def adapter(monkeypatch, contract):
-    """Import the adapter where torchtitan is one of the two; call it no more after the test."""
+    """Import the adapter against a contract of torchtitan; the import ends with the test."""
     for name in [name for name in sys.modules if name.partition(".")[0] in ("torchtitan", "tyro")]:
         monkeypatch.delitem(sys.modules, name)
     parts = MODULES[contract].split(".")
@@ -75,7 +73,7 @@ def adapter(monkeypatch, contract):
 
 
 def build(config, contract, row, rows, rank=0, ranks=1):
-    """Make a loader as the trainer does."""
+    """Make a loader as the trainer makes it."""
     sizes = {
         "0.3.0": {"seq_len": row, "local_batch_size": rows, "snapshot_every_n_steps": None},
         "newer": {"max_context_length": row, "num_tokens_per_batch": row * rows},
@@ -85,7 +83,7 @@ def build(config, contract, row, rows, rank=0, ranks=1):
 
 
 def rows_of(loader, row, steps=None):
-    """Go through a loader: the rows of each batch, as triples of tokens, positions and labels."""
+    """Yield the rows of each batch, as triples of tokens, positions and labels."""
     iterator = iter(loader)
     while steps is None or steps > 0:
         found = next(iterator, None)

@@ -1,4 +1,4 @@
-"""Corpora of tokens, as Megatron and others write them, and the batches that they make."""
+"""Corpora of tokens in the formats of Megatron and others, and the batches that they make."""
 
 import json
 import os
@@ -14,7 +14,7 @@ CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def random_documents(rng, number, row):
-    """Return documents of any length: some empty, some of one token, some as long as a row."""
+    """Return documents of all lengths: some empty, some of one token, some as long as a row."""
     odd = np.array([0, 1, 2, row - 1, row, row + 1, 2 * row, 3 * row + 1])
     drawn = rng.geometric(2 / row, number)
     lengths = np.where(rng.random(number) < 0.4, rng.choice(odd, number), drawn)
@@ -22,7 +22,7 @@ def random_documents(rng, number, row):
 
 
 def write_flat(path, documents, dtype="uint16"):
-    """Write an array of all tokens; return where documents begin, and the number of tokens."""
+    """Write an array of all tokens; return the documents' starts, and the number of tokens."""
     tokens = np.array([token for document in documents for token in document], dtype)
     if path.suffix == ".npy":
         np.save(path, tokens)
@@ -32,7 +32,7 @@ def write_flat(path, documents, dtype="uint16"):
 
 
 def write_megatron(prefix, documents, dtype="uint16", bounds=None):
-    """Write a pair; each document is one sequence, or `bounds` says which sequences it has."""
+    """Write a pair of files; each document is one sequence unless `bounds` gives the sequences."""
     write_flat(prefix.with_suffix(".bin"), documents, dtype)
     lengths = np.array([*map(len, documents)], "<i4")
     starts = (lengths.cumsum(dtype="<i8") - lengths) * np.dtype(dtype).itemsize
@@ -43,7 +43,7 @@ def write_megatron(prefix, documents, dtype="uint16", bounds=None):
 
 
 def in_another_process(source, *args):
-    """Run a script that leaves threads or files behind; return the JSON that it prints last."""
+    """Run a script that leaves threads or files behind; return the JSON on its last line."""
     command = [sys.executable, "-W", "ignore", "-c", source, *map(str, args)]
     environment = os.environ | {"PYTHONPATH": import_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -52,7 +52,7 @@ def in_another_process(source, *args):
 
 
 class Listed:
-    """An object of the user's that is a source: documents in lists, and perhaps masks."""
+    """A user's object as a source: documents in lists, and masks if given."""
 
     def __init__(self, documents, masks=None):
         self.documents = documents

@@ -1,4 +1,4 @@
-"""Data sets, samplers and functions for the tests of `cseq.DataLoader`; and comparison."""
+"""Data sets, samplers, functions and comparisons for the tests of `cseq.DataLoader`."""
 
 import random
 from typing import Any
@@ -16,12 +16,12 @@ def seed_all(seed=3):
 
 
 def drawn():
-    """Draw from each of them."""
+    """Draw from each generator."""
     return random.random(), float(np.random.rand()), torch.rand(()).item()
 
 
 def same(one, other):
-    """Whether two batches, or lists of them, are of the same types and bits."""
+    """Return whether two batches, or lists of batches, have the same types and bits."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -36,7 +36,7 @@ def same(one, other):
 
 
 class Augmented(Dataset[Any]):
-    """Draws from all generators, and tells what a worker can know."""
+    """Draws from all generators, and reports what a worker can know."""
 
     def __init__(self, length=23):
         self.length = length
@@ -58,7 +58,7 @@ class Augmented(Dataset[Any]):
 
 
 def without_told(batches):
-    """Drop what depends on the worker, which is any that is free where rng="batch"."""
+    """Drop what depends on the worker: where rng="batch", any free worker may make a batch."""
     return [{**batch, "told": None} for batch in batches]
 
 
@@ -76,7 +76,7 @@ class Plain(Dataset[Any]):
 
 
 class Sharded(IterableDataset[Any]):
-    """As many samples in each worker as it is told."""
+    """Each worker has the number of samples that the data set names for it."""
 
     def __init__(self, *sizes):
         self.sizes = sizes
@@ -89,7 +89,7 @@ class Sharded(IterableDataset[Any]):
 
 
 class Counting(Sampler[Any]):
-    """Counts the keys that were drawn."""
+    """Counts the keys that are drawn."""
 
     def __init__(self, keys):
         self.keys = keys

@@ -22,19 +22,20 @@ from torch_data import (  # noqa: E402
 
 import cseq.testing  # noqa: E402
 
-QUICK = QUICKEST.start_method  # forked, where the system can
+# Forked, where the system can fork.
+QUICK = QUICKEST.start_method
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 
 forked = pytest.mark.skipif(QUICK != "fork", reason="what a forked worker inherits")
 
 
 def loader(dataset, **options):
-    """Make a loader of ours with two workers."""
+    """Make a cseq loader with two workers."""
     return cseq.DataLoader(dataset, **(FORK | options))
 
 
 def run(kind, dataset, epochs, options):
-    """Iterate from the same seeds; return the batches, and what the trainer draws next."""
+    """Iterate from the same seeds; return the batches, and the trainer's next draw."""
     seed_all()
     made = kind(dataset, **options)
     batches = [list(made) for _ in range(epochs)]
@@ -42,7 +43,7 @@ def run(kind, dataset, epochs, options):
 
 
 def check(dataset, epochs=2, **options):
-    """Compare ours with torch's; return the batches."""
+    """Compare cseq's batches with torch's; return them."""
     options = FORK | options
     if not options["num_workers"]:
         del options["multiprocessing_context"]
@@ -63,7 +64,7 @@ class Failing(Sharded):
 
 
 class Failures:
-    """An iterator that goes on behind an error."""
+    """An iterator that continues after an error."""
 
     def __init__(self, size):
         self.size, self.at = size, 0
@@ -81,7 +82,7 @@ class Failures:
 
 
 class Told(Plain):
-    """Returns which worker it is; one index ends that."""
+    """Returns its worker's number; one index ends the worker."""
 
     def __init__(self, length, deadly=-1):
         super().__init__(length)

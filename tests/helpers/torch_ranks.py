@@ -1,4 +1,4 @@
-"""Ranks of a gloo group on the loopback, forked from a script that has imported torch."""
+"""Ranks of a gloo group on loopback, forked from a script that has imported torch."""
 
 import json
 import os
@@ -10,14 +10,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-PATIENCE = 60.0  # seconds: only a test that fails waits so long
+# Only a failing test waits this long.
+PATIENCE = 60.0
 LOOPBACK = "lo" if "lo" in dict(map(reversed, socket.if_nameindex())) else "lo0"
 
 
 def on_ranks(number, function, patience=PATIENCE):
-    """Call a function with its rank on each of several ranks; return what JSON holds of it.
+    """Call a function on each of several ranks, with the rank; return the results through JSON.
 
-    `patience`: the timeout of the store, in seconds.
+    `patience` is the timeout of the store, in seconds.
     """
     answers = []
     with tempfile.TemporaryDirectory() as folder:
@@ -31,7 +32,7 @@ def on_ranks(number, function, patience=PATIENCE):
 
 
 def fork(number, rank, function, path, patience):
-    """Fork a rank; return its process, and where its answer comes."""
+    """Fork a rank; return its process, and the pipe of its answer."""
     ours, theirs = os.pipe()
     pid = os.fork()
     if pid:

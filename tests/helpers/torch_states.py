@@ -1,4 +1,4 @@
-"""Data sets and samplers with states, and loaders that are left and resumed."""
+"""Data sets and samplers with states, and loaders that stop and resume."""
 
 import pickle
 
@@ -17,7 +17,7 @@ import cseq  # noqa: E402
 
 
 def loader(dataset, num_workers=2, **options):
-    """Make a loader of ours, which keeps the states of data sets."""
+    """Make a cseq loader that keeps the states of data sets."""
     context = QUICKEST.start_method if num_workers else None
     return cseq.StatefulDataLoader(
         dataset, num_workers=num_workers, multiprocessing_context=context, **options
@@ -25,19 +25,20 @@ def loader(dataset, num_workers=2, **options):
 
 
 def taken(iterator, count):
-    """Take so many batches."""
+    """Take the given number of batches."""
     return [next(iterator) for _ in range(count)]
 
 
 def left_and_resumed(make, count, again=None):
-    """Return an epoch's rest, the rest in a new loader, and the state between them."""
+    """Return an epoch's rest, the same rest from a new loader, and the state in between."""
     seed_all()
     made = make()
     iterator = iter(made)
     taken(iterator, count)
     state = pickle.loads(pickle.dumps(made.state_dict()))
     rest = list(iterator)
-    seed_all(99)  # resumed elsewhere
+    # The second loader resumes with other seeds.
+    seed_all(99)
     made = (again or make)()
     made.load_state_dict(state)
     assert same(made.state_dict(), state)
@@ -45,7 +46,7 @@ def left_and_resumed(make, count, again=None):
 
 
 class Cycle(data.Sampler[int]):
-    """A sampler that has a state."""
+    """A sampler with a state."""
 
     def __init__(self, length):
         self.length = length

@@ -1,4 +1,4 @@
-"""Graphs of datapipes, and loaders of them."""
+"""Graphs of datapipes, and their loaders."""
 
 import os
 import random
@@ -24,27 +24,27 @@ QUICK = QUICKEST.start_method
 
 
 def service(num_workers=2, context=QUICK, **options):
-    """Make a reading service that starts its processes fast."""
+    """Make a reading service with processes that start fast."""
     return MultiProcessingReadingService(num_workers, context, **options)
 
 
 def loader(pipe, num_workers=2, context=QUICK, **options):
-    """Make a DataLoader2 with it."""
+    """Make a DataLoader2 with this service."""
     return DataLoader2(pipe, reading_service=service(num_workers, context, **options))
 
 
 def numbers(count=10):
-    """A pipe of numbers, of which every worker gets its share."""
+    """A pipe of numbers that the workers share."""
     return IterableWrapper(range(count)).sharding_filter()
 
 
 def shuffled(count=20):
-    """The same, in random order."""
+    """Return the same pipe in random order."""
     return IterableWrapper(range(count)).shuffle().sharding_filter()
 
 
 def dispatched(count=10):
-    """A pipe of numbers, made in the dispatching process."""
+    """A pipe of numbers that the dispatching process makes."""
     return IterableWrapper(range(count)).sharding_round_robin_dispatch(MULTI)
 
 
@@ -62,7 +62,7 @@ class Stays(IterDataPipe):
 
 
 class Uneven(IterDataPipe):
-    """A pipe that has as many items as its worker's number says."""
+    """A pipe whose number of items is its worker's number."""
 
     def __init__(self, counts):
         self.counts = counts
@@ -73,11 +73,11 @@ class Uneven(IterDataPipe):
 
 
 class Oops(Exception):
-    """What a test's pipe raises."""
+    """The exception of a test's pipe."""
 
 
 class Raising(IterDataPipe):
-    """A pipe that raises in the place of an item."""
+    """A pipe that raises instead of returning an item."""
 
     def __init__(self, source, place, error):
         self.source, self.place, self.error = source, place, error

@@ -18,7 +18,7 @@ WIDTH = 1 << 30
 
 
 class Indexer:
-    """Something with data."""
+    """An object with data."""
 
     def __init__(self, data=None, **more):
         self.data = data
@@ -30,7 +30,7 @@ class Indexer:
 
 
 class Slotted:
-    """Something whose attributes have no dictionary."""
+    """An object whose attributes have no dictionary."""
 
     __slots__ = ("inner",)
 
@@ -39,7 +39,7 @@ class Slotted:
 
 
 class Stateful:
-    """Something that says itself what of it is pickled."""
+    """An object that defines its pickled state."""
 
     def __init__(self, lock):
         self._lock = lock
@@ -63,7 +63,7 @@ class Record:
 
 
 def make(*args, **options):
-    """Make an indexer, as a factory does."""
+    """Make an indexer, like a factory."""
     return Indexer((args, options))
 
 
@@ -78,23 +78,23 @@ def write_batch(obj):
 
 
 def read(file, record):
-    """Read it, as a worker does."""
+    """Read an object, as a worker does."""
     return codec.decode(Mapping(file.fd, 0, sum(record), own=True), record)
 
 
 def travel(obj):
-    """Send an object through a file, as it goes to a worker."""
+    """Send an object through a file, as it travels to a worker."""
     return read(*write_batch(obj))
 
 
 def nbytes(obj):
-    """Return how many bytes of an object travel."""
+    """Return the number of bytes that travel for an object."""
     made = dump(obj)
     return len(made.data) + sum(view.nbytes for view in made.buffers)
 
 
 def goes_by_value(obj):
-    """Whether reading it needs cloudpickle."""
+    """Return whether reading the object requires cloudpickle."""
     return b"cloudpickle" in dump(obj).data
 
 

@@ -1,9 +1,9 @@
-"""Waiting until something is so, and for threads."""
+"""Waiting for a condition, and for threads."""
 
 import threading
 import time
 
-PATIENCE = 60.0  # seconds
+PATIENCE = 60.0
 
 
 def until(condition):
@@ -15,7 +15,7 @@ def until(condition):
 
 
 def together(*functions):
-    """Run functions at once, in threads of their own; raise the first exception of any of them."""
+    """Run functions at once, each in a thread of its own; raise the first exception."""
     raised = []
     line = threading.Barrier(len(functions))
 

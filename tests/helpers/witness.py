@@ -1,7 +1,7 @@
-"""Who made a name in /dev/shm: a process looks on, since its maker may have ended with the test.
+"""A process that watches who makes names in /dev/shm, since the maker may end with the test.
 
-A file keeps its owner, not the process that made it. Other programs of the same user make names,
-too, and so do other processes of pytest.
+A file stores its owner, not the process that made it, and other programs of the same user, such as
+other pytest processes, make names, too.
 """
 
 import ctypes
@@ -16,34 +16,35 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 IN_CREATE, IN_MOVED_TO = 0x100, 0x80
-EVENT = struct.Struct("iIII")  # of inotify: watch, mask, cookie, length of the name that follows
+# inotify's event: watch, mask, cookie, length of the name that follows.
+EVENT = struct.Struct("iIII")
 NUMBER = re.compile(r"(?<![0-9a-zA-Z])\d+(?![0-9a-zA-Z])")
-# Semaphores, and what CUDA's driver has there for each process that uses it.
+# Semaphores, and the files of CUDA's driver for each process that uses it.
 UNCOUNTED = ("sem.", "cuda.shm.")
 ANSWERS = {"True": True, "False": False, "None": None}
 
 
 class Witness:
-    """A process that looks on while names are made in a folder.
+    """A process that watches the names made in a folder.
 
     Parameters
     ----------
     folder : Path
-        Where names are made.
+        The folder.
     mark : str
-        The variable that processes which this one starts have in their environment.
+        The environment variable of the processes that this one starts.
     """
 
     def __init__(self, folder, mark):
         command = [sys.executable, "-I", "-S", __file__, str(folder), str(os.getpid()), mark]
         pipe = subprocess.PIPE
-        # Without the variables of this process, by which a test may find its own processes.
+        # A test may find its own processes by their variables, so the witness has none of these.
         needed = {name: os.environ[name] for name in {"LD_LIBRARY_PATH"} & os.environ.keys()}
         self._process = subprocess.Popen(command, env=needed, stdin=pipe, stdout=pipe, text=True)
         self._answer()
 
     def saw_us(self, name):
-        """Whether this process, or one that it has started, made a name; None: nobody was seen."""
+        """Return whether this process or one it started made a name; None if no maker was seen."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{name}\n")
         self._process.stdin.flush()
@@ -54,26 +55,26 @@ class Witness:
         return ANSWERS[self._process.stdout.readline().strip()]
 
     def close(self):
-        """End the process."""
         self._process.communicate()
 
 
 def descends(pid, ancestor, mark):
-    """Whether a process is another one, descends from it, or has a variable that it has set."""
+    """Return whether a process is another one, descends from it, or has its variable."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         parent = int(stat.rpartition(")")[2].split()[1])
         if ancestor in (pid, parent) or (parent > 1 and descends(parent, ancestor, mark)):
             return True
         return f"{mark}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # gone meanwhile, or another user's
+    except OSError:
+        # It is gone, or another user's.
         return False
 
 
 def is_of(path, ancestor, mark):
-    """Whether a file is of a process that descends from another one; None: nobody was seen.
+    """Return whether a file is of a process that descends from another one; None if unknown.
 
-    It is of the process whose number its name bears, or of those that have it open.
+    A file is of the process whose number is in its name, or else of those that have it open.
     """
     for number in NUMBER.findall(path.name):
         if os.path.exists(f"/proc/{number}"):
@@ -83,18 +84,19 @@ def is_of(path, ancestor, mark):
 
 
 def has(pid, path):
-    """Whether a process has a file mapped or open."""
+    """Return whether a process has a file mapped or open."""
     try:
         if f" {path}\n" in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
             return True
         files = os.listdir(f"/proc/{pid}/fd")
         return any(os.readlink(f"/proc/{pid}/fd/{file}") == str(path) for file in files)
-    except OSError:  # gone meanwhile, or another user's
+    except OSError:
+        # It is gone, or another user's.
         return False
 
 
 def names_of(events):
-    """Read which names were made since the last call."""
+    """Return the names made since the last call."""
     try:
         data = os.read(events, 1 << 16)
     except BlockingIOError:
@@ -108,15 +110,16 @@ def names_of(events):
 
 
 def main(folder, ancestor, mark):
-    """Look on, and answer questions, until there come no more."""
+    """Watch, and answer questions, until no more come."""
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # what it has forked may hold the pipe
+    # Processes that the tests forked may hold the pipe open, so its end alone is not enough.
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     events = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
     libc.inotify_add_watch(events, os.fsencode(folder), IN_CREATE | IN_MOVED_TO)
     seen = {}
     print(None, flush=True)
     while True:
-        # Without inotify (a user may have so many of them), nobody is seen.
+        # Without inotify, whose instances are limited for each user, no maker is seen.
         ready, _, _ = select.select([0] if events < 0 else [0, events], [], [])
         for name in names_of(events) if events >= 0 else []:
             if not name.startswith(UNCOUNTED):
