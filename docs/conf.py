@@ -188,7 +188,7 @@ MOVED = {
     "how-to/trace": "how-to/tools.html#trace",
     "how-to/bench": "how-to/tools.html#bench",
     "how-to/doctor": "how-to/tools.html#doctor",
-    "how-to/top": "how-to/watch.html#a-run-under-way",
+    "how-to/top": "how-to/watch.html#a-running-job",
     "how-to/dashboards": "how-to/watch.html#your-dashboard",
 }
 
