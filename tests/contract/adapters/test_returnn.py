@@ -1,4 +1,4 @@
-"""RETURNN's `MultiProcDataset` on cseq: what it promises, row by row."""
+"""RETURNN's `MultiProcDataset` on cseq: its promises, row by row."""
 
 import copy
 import gc
@@ -53,7 +53,7 @@ class Logged(Numbers):
 
 
 class Who(Numbers):
-    """Tags tell the process, data whether the array that came with the dataset was copied."""
+    """The tags tell the process; the data tell whether the dataset's array was copied."""
 
     def __init__(self, array):
         super().__init__()
@@ -74,7 +74,7 @@ class Who(Numbers):
 
 
 def test_it_is_a_dataset_with_the_original_s_arguments():
-    """Arguments that may be given by position have the original's names, order and defaults."""
+    """Arguments that may be positional have the original's names, order and defaults."""
     assert issubclass(MultiProcDataset, CachedDataset2)
     assert not issubclass(MultiProcDataset, multi_proc.MultiProcDataset)
     theirs = inspect.signature(multi_proc.MultiProcDataset).parameters.values()
@@ -84,7 +84,7 @@ def test_it_is_a_dataset_with_the_original_s_arguments():
 
 
 def test_arguments_are_handed_down():
-    """What every dataset takes is handed down to the wrapped one, whose own entries prevail."""
+    """The wrapped dataset gets the arguments of every dataset; its own entries take precedence."""
     plan = {**TASK, "partition_epoch": 2}
     dataset = MultiProcDataset(plan, 1, 1, partition_epoch=5, fixed_random_seed=7, _num_shards=3)
     assert dataset.dataset == {
@@ -107,7 +107,7 @@ def test_arguments_are_handed_down():
     ],
 )
 def test_wrong_arguments_are_refused(error, arguments):
-    """A constructor that fails raises, and nothing else: no warning when the rest is collected."""
+    """A constructor that fails raises; collecting the remains warns of nothing."""
     with pytest.raises(error):
         MultiProcDataset(**{"dataset": TASK, "num_workers": 1, "buffer_size": 1, **arguments})
     gc.collect()
@@ -135,7 +135,7 @@ install()
 
 
 def test_without_returnn(run_script):
-    """Without RETURNN, the import says what to install."""
+    """Without RETURNN, the import names what to install."""
     script = """
 import sys
 class Without:
@@ -152,9 +152,9 @@ import cseq.adapters.returnn
 
 
 def test_workers_start_when_they_are_needed_and_have_names(make):
-    """There are no processes before the first question; then there are N, not daemonic, named.
+    """No process runs before the first question; then N run, not daemonic, and with names.
 
-    A large array in the plan is in memory once, whatever the number of workers.
+    A large array in the plan is in memory once for any number of workers.
     """
     plan = numbers(Who, np.zeros(100_000))
     lazy = MultiProcDataset(plan, 2, 1, name="it")
@@ -187,7 +187,7 @@ class Mine(MapDatasetBase):
 
 @pytest.mark.parametrize("start_method", start_methods())
 def test_the_configuration_is_there_first(make, start_method):
-    """A class of the global configuration is found in workers, which have that configuration."""
+    """Workers find a class of the global configuration, as they have that configuration."""
     config = Config()
     config.load_file(io.StringIO(CONFIG))
     with global_config_ctx(config):
@@ -195,12 +195,12 @@ def test_the_configuration_is_there_first(make, start_method):
         assert [data["data"].item() for _, data in sequences(dataset)] == [42, 42, 42]
 
 
-# ── 4: what is known of the wrapped dataset ────────────────────────────────────────────────
+# ── 4: answers about the wrapped dataset ───────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("plan", [TASK, numbers()])
 def test_answers_are_the_wrapped_dataset_s(make, plan):
-    """Keys, types, dimensions, labels, totals and tags are those of the wrapped dataset."""
+    """Keys, types, dimensions, labels, totals and tags equal the wrapped dataset's."""
     plain, dataset = init_dataset(plan), make(plan)
     assert dataset.num_outputs == plain.num_outputs
     assert dataset.num_inputs == plain.num_inputs
@@ -220,7 +220,8 @@ def test_answers_are_the_wrapped_dataset_s(make, plan):
     try:
         expected = plain.get_all_tags()
     except NotImplementedError:
-        for _ in range(2):  # the answer is remembered
+        # The second call checks that the answer is remembered.
+        for _ in range(2):
             with pytest.raises(NotImplementedError):
                 dataset.get_all_tags()
     else:
@@ -234,9 +235,9 @@ def test_answers_are_the_wrapped_dataset_s(make, plan):
     ("num_workers", "kind"), [(1, QUICKEST), (2, FIRST_PROCESS), (5, QUICKEST)]
 )
 def test_the_order_is_the_wrapped_dataset_s(make, num_workers, kind):
-    """Tags, types and values of every epoch are the wrapped dataset's, for any number of workers.
+    """For any number of workers, every epoch has the wrapped dataset's tags, types and values.
 
-    Also with parts of epochs, with more workers than sequences, and begun anew in the middle.
+    The same holds for parts of epochs, more workers than sequences, and restarts in the middle.
     """
     plan = {**TASK, "partition_epoch": 6, "window": 3}
     plain, dataset = init_dataset(plan), make(plan, num_workers, start_method=kind.start_method)
@@ -250,7 +251,7 @@ def test_the_order_is_the_wrapped_dataset_s(make, num_workers, kind):
 
 
 def test_repeated_and_nested(make):
-    """A wrapped dataset may repeat itself, and may be one of this class in either method."""
+    """A wrapped dataset may repeat itself, and may itself be of this class, in either method."""
     plan = {**TASK, "num_seqs": 3, "repeat_epoch": 3}
     expected = sequences(init_dataset(plan))
     assert len(expected) == 9
@@ -261,7 +262,7 @@ def test_repeated_and_nested(make):
 
 
 def test_without_an_epoch_nothing_begins(make):
-    """`init_seq_order()` leaves a dataset of no sequences."""
+    """`init_seq_order()` makes a dataset without sequences."""
     dataset = make(TASK)
     assert dataset.num_seqs == 0
     assert not dataset.is_less_than_num_seqs(0)
@@ -287,7 +288,7 @@ def test_given_orders(make):
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_dedicated_covers_the_same_set(make, num_workers):
-    """Each worker is a shard: the same sequences, and the order that was announced."""
+    """Each worker is a shard; the sequences are the same, in the announced order."""
     dataset = make(TASK, num_workers, sharding_method="dedicated")
     found = dict(sequences(dataset))
     plain = dict(sequences(init_dataset(TASK)))
@@ -299,7 +300,7 @@ def test_dedicated_covers_the_same_set(make, num_workers):
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("sizes", [[5, 7], [7, 5], [0, 3], [1, 0], [0, 0]])
 def test_shards_may_be_of_any_size(make, sizes, known):
-    """Shards that end first are left out of the round, also if their sizes are not known."""
+    """Rounds skip shards that have ended, even if the sizes are unknown."""
     plan = {"class": Shares, "sizes": sizes, "known": known}
     dataset = make(plan, sharding_method="dedicated")
     rounds = range(max(sizes))
@@ -318,7 +319,7 @@ def test_shards_may_be_of_any_size(make, sizes, known):
 
 
 def test_unknown_lengths_have_no_complete_frac(make):
-    """Where a part of the epoch cannot be told, `complete_frac` is None where it must be exact."""
+    """If an epoch's length is unknown, `complete_frac` is None where it must be exact."""
     plan = {"class": Shares, "sizes": [2, 2], "known": False}
     dataset = make(plan, sharding_method="dedicated")
     dataset.init_seq_order(epoch=1)
@@ -328,7 +329,7 @@ def test_unknown_lengths_have_no_complete_frac(make):
 
 
 def test_a_dataset_without_an_order_needs_dedicated(make):
-    """Where the order cannot be told, the error names the other method."""
+    """If the order is unknown, the error names the other method."""
     dataset = make({"class": Shares, "sizes": [3], "known": True})
     with pytest.raises(NotImplementedError, match="sharding_method='dedicated'"):
         dataset.init_seq_order(epoch=1)
@@ -340,7 +341,7 @@ def test_a_dataset_without_an_order_needs_dedicated(make):
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
 @pytest.mark.parametrize("when", ["given", "before", "after", "copied"])
 def test_sharding(make, method, when):
-    """Shards are disjoint and cover everything, whenever they are set."""
+    """Shards are disjoint and cover everything, no matter when they are set."""
     found = []
     for shard in range(2):
         options = {"_num_shards": 2, "_shard_index": shard} if when == "given" else {}
@@ -359,23 +360,24 @@ def test_sharding(make, method, when):
 
 
 def test_a_dataset_that_cannot_be_sharded_is_not(make):
-    """Sharding what does not support it is an AssertionError."""
+    """Sharding a dataset without support for it raises an AssertionError."""
     dataset = make(numbers())
     assert not dataset.supports_sharding()
     with pytest.raises(AssertionError):
         dataset.set_sharding(num_shards=2, shard_index=0)
 
 
-# ── 10: ahead ──────────────────────────────────────────────────────────────────────────────
+# ── 10: read-ahead ─────────────────────────────────────────────────────────────────────────
 
 
 def test_the_buffer_is_bounded(make, tmp_path):
-    """While nothing is taken, workers load `buffer_size` sequences each, and no more."""
+    """Until sequences are taken, each worker loads `buffer_size` of them, and no more."""
     dataset = make(numbers(Logged, str(tmp_path)), 2, 2)
     dataset.init_seq_order(epoch=1)
     dataset.load_seqs(0, 1)
     dataset.load_seqs(1, 2)
-    dataset.load_seqs(2, 3)  # both have been asked for two beyond what was taken of them
+    # Both workers may be two sequences ahead of what was taken.
+    dataset.load_seqs(2, 3)
     dataset.load_seqs(3, 4)
     assert {int(path.name) for path in tmp_path.iterdir()} <= set(range(8))
     assert tags(dataset) == [f"seq-{n}" for n in range(12)]
@@ -383,7 +385,7 @@ def test_the_buffer_is_bounded(make, tmp_path):
 
 @pytest.mark.needs("POSIX")
 def test_what_is_loaded_is_served_while_the_next_is_loading(make, tmp_path):
-    """A sequence that is ready does not wait for one that is being loaded."""
+    """A loaded sequence does not wait for one that is still loading."""
     os.mkfifo(tmp_path / "gate")
     dataset = make(numbers(Gated, str(tmp_path), 2), 1, 3)
     dataset.init_seq_order(epoch=1)
@@ -394,11 +396,11 @@ def test_what_is_loaded_is_served_while_the_next_is_loading(make, tmp_path):
     assert dataset.get_tag(2) == "seq-2"
 
 
-# ── 11, 17: what RETURNN asks of a dataset ─────────────────────────────────────────────────
+# ── 11, 17: the interface that RETURNN requires of a dataset ───────────────────────────────
 
 
 def test_complete_frac_never_falls(make):
-    """The completed part of the epoch grows, up to 1."""
+    """The completed part of the epoch grows to 1."""
     dataset = make(TASK, 3)
     dataset.init_seq_order(epoch=1)
     dataset.load_seqs(0, 23)
@@ -409,7 +411,7 @@ def test_complete_frac_never_falls(make):
 
 
 def test_loading(make):
-    """`load_seqs` goes forward only, may leave out any number of sequences, and past the end."""
+    """`load_seqs` only moves forward; it may skip sequences, and go past the end."""
     expected = sequences(init_dataset(TASK))
     dataset = make(TASK, 2, 2)
     dataset.init_seq_order(epoch=1)
@@ -418,14 +420,15 @@ def test_loading(make):
     dataset.load_seqs(3, 3)
     with pytest.raises(AssertionError):
         dataset.load_seqs(2, 3)
-    dataset.load_seqs(20, 30)  # by far more than the workers have ahead
+    # The workers are not nearly this far ahead.
+    dataset.load_seqs(20, 30)
     assert [seq.seq_tag for seq in dataset.added_data] == [tag for tag, _ in expected[20:]]
     assert not dataset.is_less_than_num_seqs(23)
     assert dataset.get_seq_length(22)["data"] == len(expected[22][1]["data"])
 
 
 def test_arrays_can_be_written_to_and_stay(make):
-    """What was handed out belongs to the user, after the workers' end too."""
+    """Returned arrays belong to the user, even after the workers' end."""
     dataset = make(TASK)
     found = sequences(dataset)
     dataset.close()
@@ -440,7 +443,7 @@ def test_arrays_can_be_written_to_and_stay(make):
 @pytest.mark.parametrize("state", ["new", "finished", "freed", "copied", "closed"])
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
 def test_answers_at_any_time(make, state, method):
-    """Tags, totals and the order can be asked for without workers, and without datasets in them."""
+    """Tags, totals and the order need no workers, and no datasets in workers."""
     dataset = make(numbers(Numbers, 7), 1, sharding_method=method)
     if state == "new":
         dataset.close()
@@ -466,7 +469,7 @@ def test_answers_at_any_time(make, state, method):
 
 
 def test_finish_epoch(make):
-    """After an epoch's end there are no sequences until the next; the processes stay."""
+    """After an epoch's end, the dataset is empty until the next one; the processes stay."""
     dataset = make(TASK)
     expected, workers = sequences(dataset), pids(dataset)
     for free in (False, True):
@@ -483,9 +486,9 @@ def test_finish_epoch(make):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_copies(make, copied):
-    """A copy knows what the original has learnt, starts no workers for it, and goes its own way.
+    """A copy has the original's answers without workers of its own, and iterates independently.
 
-    Nothing is added to the wrapped dataset's plan, however often it is copied.
+    Repeated copies add nothing to the wrapped dataset's plan.
     """
     dataset = make(TASK, timeout=60.0)
     expected, total = sequences(dataset), dataset.get_total_num_seqs()
@@ -501,7 +504,6 @@ def test_copies(make, copied):
 
 
 def test_fast_answers_start_no_workers():
-    """`get_total_num_seqs(fast=True)` does not start workers for the answer."""
     dataset = MultiProcDataset(TASK, 1, 1)
     with pytest.raises(NotImplementedError):
         dataset.get_total_num_seqs(fast=True)

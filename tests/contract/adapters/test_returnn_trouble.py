@@ -45,7 +45,7 @@ from returnn_data import (
 
 
 def test_an_exception_of_a_sequence(make):
-    """It arrives as itself, with the worker's traceback and number; the next epoch is fine."""
+    """The exception keeps its type, with the worker's traceback and number; a new epoch works."""
     dataset = make(numbers(Broken))
     dataset.init_seq_order(epoch=1)
     with pytest.raises(LookupError, match="five is missing") as caught:
@@ -59,7 +59,7 @@ def test_an_exception_of_a_sequence(make):
 
 
 def test_an_exception_at_the_start():
-    """A wrapped dataset that cannot be made raises what it raises, at every attempt."""
+    """If a wrapped dataset cannot be made, every attempt raises its exception."""
     dataset = MultiProcDataset(numbers(BrokenFromTheStart), 2, 1)
     for _ in range(2):
         with pytest.raises(LookupError, match="nothing is there") as caught:
@@ -69,7 +69,7 @@ def test_an_exception_at_the_start():
 
 
 def test_an_empty_dataset(make):
-    """RETURNN refuses to order no sequences; its AssertionError arrives."""
+    """RETURNN refuses to order no sequences; the caller gets its AssertionError."""
     dataset = make(numbers(Numbers, 0))
     with pytest.raises(AssertionError):
         dataset.init_seq_order(epoch=1)
@@ -77,7 +77,7 @@ def test_an_empty_dataset(make):
 
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
 def test_a_killed_worker_is_replaced(make, method):
-    """Its sequences are loaded again: the stream does not show it."""
+    """The replacement loads the sequences again, so the stream is unchanged."""
     plan = TASK if method == "seq_order" else {"class": Shares, "sizes": [9, 14], "known": False}
     dataset = make(plan, sharding_method=method)
     expected = sequences(dataset)
@@ -95,7 +95,7 @@ def test_a_killed_worker_is_replaced(make, method):
 
 
 def test_cseq_testing_knows_its_workers(make):
-    """They can be killed by their numbers, as long as they run."""
+    """`cseq.testing` can kill running workers by number."""
     dataset = make(TASK)
     expected = sequences(dataset)
     testing.await_workers(dataset)
@@ -109,7 +109,7 @@ def test_cseq_testing_knows_its_workers(make):
 
 
 def test_deaths_can_be_errors(make):
-    """With `max_restarts=0`, a killed worker is a WorkerDied that names it; then all is well."""
+    """With `max_restarts=0`, a killed worker raises WorkerDied with its name; a new epoch works."""
     dataset = make(TASK, 2, 1, max_restarts=0)
     dataset.init_seq_order(epoch=1)
     kill(pids(dataset)[1])
@@ -121,7 +121,7 @@ def test_deaths_can_be_errors(make):
 
 @pytest.mark.needs("POSIX")
 def test_a_worker_that_hangs(make, tmp_path):
-    """`timeout` bounds a sequence: an error that shows where the worker is, or another attempt."""
+    """`timeout` bounds a sequence: an error shows where the worker is, or it gets a new attempt."""
     os.mkfifo(tmp_path / "gate")
     dataset = make(numbers(Gated, str(tmp_path), 2), timeout=0.3)
     with pytest.raises(cseq.WorkerTimeout, match="is here"):
@@ -149,7 +149,7 @@ STEPS = (
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("buffer_size", "start"), [(1, 2), (8, 2), (1, 4)])
 def test_ctrl_c_anywhere_in_loading(make, buffer_size, start, known, share):
-    """Wherever in `load_seqs` a signal handler raises: the epoch is over, or all of it is there."""
+    """Ctrl-C at any point of `load_seqs` ends the epoch, or loses no sequence."""
     plan = {"class": Shares, "sizes": [3, 4], "known": known}
     dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
     expected = tags(dataset)
@@ -180,7 +180,7 @@ def test_ctrl_c_anywhere_in_loading(make, buffer_size, start, known, share):
 @in_shares
 @pytest.mark.parametrize("buffer_size", [1, 8])
 def test_ctrl_c_does_not_hide_an_exception(make, buffer_size, share):
-    """Wherever it comes: after an exception there are no more sequences in the epoch."""
+    """After an exception, the epoch has no more sequences, no matter where Ctrl-C comes."""
     plan = {"class": Breaking, "sizes": [9, 9], "known": False}
     dataset = make(plan, 2, buffer_size, sharding_method="dedicated")
 
@@ -198,7 +198,7 @@ def test_ctrl_c_does_not_hide_an_exception(make, buffer_size, share):
 
 
 def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make):
-    """Wherever in `init_seq_order` it comes: no epoch is under way, or the new one."""
+    """Ctrl-C at any point of `init_seq_order` leaves no epoch, or the new one."""
     dataset = make(TASK, 2, 2)
     expected = [None, tags(dataset, 1), tags(dataset, 2)]
 
@@ -239,7 +239,7 @@ POSTPROCESSED = {
     ],
 )
 def test_augmentation_does_not_depend_on_the_number_of_workers(make, plan):
-    """It differs between sequences and epochs; any workers draw the same, also after a death."""
+    """It differs between sequences and epochs; all workers draw the same, even after a death."""
     if plan["class"] == "MetaDataset":
         data = {key: ("inner", key) for key in ("data", "classes")}
         plan = {"class": "MetaDataset", "datasets": {"inner": plan["inner"]}, "data_map": data}
@@ -259,7 +259,7 @@ def test_augmentation_does_not_depend_on_the_number_of_workers(make, plan):
 
 @pytest.mark.needs("fork")
 def test_in_a_worker_of_a_data_loader(make):
-    """A dataset works in torch's workers, which are daemonic: as a copy, or forked with them."""
+    """A dataset works in torch's daemonic workers, both as a copy and forked with them."""
     data = pytest.importorskip("torch.utils.data")
     expected = tags(init_dataset(TASK))
 
@@ -272,7 +272,8 @@ def test_in_a_worker_of_a_data_loader(make):
             self.dataset.close()
 
     dataset = make(TASK)
-    assert tags(dataset) == expected  # its workers run, and stay this process's own
+    # The workers are running; they must stay this process's own.
+    assert tags(dataset) == expected
     options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork"}
     assert list(data.DataLoader(Tags(dataset), **options)) == expected
     assert tags(dataset) == expected
@@ -282,7 +283,7 @@ def test_in_a_worker_of_a_data_loader(make):
 
 
 def test_closing(make):
-    """`close` ends the workers at once, twice is fine, and a later use starts new ones."""
+    """`close` ends the workers at once, may be called twice, and later use starts new ones."""
     dataset = make(TASK)
     expected = tags(dataset)
     dataset.init_seq_order(epoch=1)
@@ -296,7 +297,7 @@ def test_closing(make):
 
 
 def test_a_dataset_that_is_dropped_ends_its_workers():
-    """The workers go with the last reference, without a garbage collection."""
+    """The workers end with the last reference, without a garbage collection."""
     dataset = init_dataset(
         {"class": MultiProcDataset, "dataset": TASK, "num_workers": 2, "buffer_size": 1}
     )
@@ -304,13 +305,14 @@ def test_a_dataset_that_is_dropped_ends_its_workers():
     dataset.load_seqs(0, 3)
     workers = pids(dataset)
     del dataset
-    for pid in workers:  # another thread sees to it
+    # Another thread ends them.
+    for pid in workers:
         await_death(pid)
 
 
 @pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), KILL)", "os._exit(0)"])
 def test_no_process_outlives_the_trainer(run_prepared, end):
-    """At a normal end, at `os._exit` and at SIGKILL alike: who holds its output has gone."""
+    """Processes end after a normal exit, `os._exit` and SIGKILL; none holds the output open."""
     script = f"""
 import os
 from cseq.processes.launcher.base import KILL

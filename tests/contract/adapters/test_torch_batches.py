@@ -1,4 +1,4 @@
-"""Orders of cseq in a DataLoader: the batches, epochs, ranks, states."""
+"""Orders of cseq in a DataLoader: batches, epochs, ranks and states."""
 
 import copy
 import sys
@@ -13,7 +13,7 @@ from cseq.adapters.torch import BatchSampler, DataLoader  # noqa: E402
 
 
 class Pairs(cseq.Order):
-    """Batches of two samples each, in an order that is drawn."""
+    """Batches of two samples each, in a drawn order."""
 
     name = "pairs-v1"
     room = 2
@@ -29,18 +29,17 @@ class Pairs(cseq.Order):
 
 
 def batches(loader):
-    """Take an epoch."""
     return [batch.tolist() for batch in loader]
 
 
 def expected(order, size, seed, epoch):
-    """Say what an epoch has."""
+    """Return the expected batches of an epoch."""
     return order.batches(size, seed=seed, epoch=epoch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_and_epochs(workers):
-    """Each `iter` is the next epoch, with the batches that the order says."""
+    """Each `iter` begins the next epoch, with the order's batches."""
     data, order = list(range(11)), Pairs(11)
     generator = torch.Generator().manual_seed(7)
     loader = DataLoader(data, batch_sampler=order, num_workers=workers, generator=generator)
@@ -55,7 +54,7 @@ def test_batches_and_epochs(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_order_of_samples(workers):
-    """It is cut into batches of batch_size, also by position of the arguments."""
+    """batch_size, positional or by keyword, cuts the order into batches."""
     data = list(range(11))
     torch.manual_seed(5)
     loader = DataLoader(data, 4, None, cseq.Shuffled(), num_workers=workers)
@@ -68,7 +67,7 @@ def test_an_order_of_samples(workers):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_resume_after_every_batch(workers, persistent):
-    """In the middle of an epoch, at its end, and after it."""
+    """The state may come from the middle of an epoch, from its end, or from later."""
 
     def make():
         options = {"num_workers": workers, "persistent_workers": persistent and workers > 0}
@@ -97,7 +96,7 @@ def test_a_resume_after_every_batch(workers, persistent):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("done", [1, 2, 4])
 def test_a_seed_that_was_drawn_goes_with_the_state(workers, done):
-    """A process that resumes draws another one, which its state replaces."""
+    """A process that resumes draws another seed, which the state replaces."""
 
     def make(seed):
         torch.manual_seed(seed)
@@ -114,7 +113,7 @@ def test_a_seed_that_was_drawn_goes_with_the_state(workers, done):
 
 
 def test_a_state_before_the_first_epoch_is_of_the_seed_that_is_drawn():
-    """So it can be loaded by the sampler that it is of."""
+    """The sampler that wrote the state can therefore load it."""
     torch.manual_seed(6)
     one = BatchSampler(Pairs(12))
     state = one.state_dict()
@@ -124,7 +123,7 @@ def test_a_state_before_the_first_epoch_is_of_the_seed_that_is_drawn():
 
 
 def test_an_epoch_that_is_set_while_another_one_goes_on():
-    """The state stays that of the present one; the next one is the one that was set."""
+    """The state describes the current epoch; the next epoch is the one that was set."""
     sampler, epochs = (
         BatchSampler(Pairs(8), seed=3),
         [expected(Pairs(8), 1, 3, e) for e in range(7)],
@@ -134,7 +133,8 @@ def test_an_epoch_that_is_set_while_another_one_goes_on():
     sampler.set_epoch(5)
     again = BatchSampler(Pairs(8), seed=3)
     again.load_state_dict(sampler.state_dict())
-    again.set_epoch(0)  # a loop that sets each epoch sets that of the state
+    # A loop that sets each epoch sets the state's.
+    again.set_epoch(0)
     assert got + list(again) == got + list(iterator) == epochs[0]
     assert list(sampler) == epochs[5]
     begun = iter(sampler)
@@ -145,14 +145,13 @@ def test_an_epoch_that_is_set_while_another_one_goes_on():
 
 
 def test_ranks_that_shuffle_need_a_seed():
-    """Each would draw another one."""
+    """Without a given seed, each rank would draw its own."""
     with pytest.raises(ValueError, match=r"rank 1 of 2 .* needs a seed"):
         iter(BatchSampler(cseq.Shuffled(8), 2, shard=(1, 2)))
     assert list(BatchSampler(cseq.Sequential(4), 1, shard=(1, 2))) == [[1], [3]]
 
 
 def test_ranks_have_parts_of_global_batches():
-    """Each batch once over all ranks."""
     order = Pairs(12)
     parts = [list(BatchSampler(order, seed=2, shard=(rank, 2))) for rank in range(2)]
     assert [b for pair in zip(*parts, strict=True) for b in pair] == expected(order, 1, 2, 0)
@@ -162,14 +161,14 @@ def test_ranks_have_parts_of_global_batches():
 
 
 def test_what_frameworks_ask_of_a_batch_sampler():
-    """The size of batches is None where it varies, as accelerate has it."""
+    """If the size of batches varies, it is None, as in accelerate."""
     order = BatchSampler(cseq.Shuffled(9), 4, seed=1, drop_last=True)
     assert (order.batch_size, order.drop_last) == (4, True)
     assert (BatchSampler(Pairs(9)).batch_size, BatchSampler(Pairs(9)).drop_last) == (None, False)
 
 
 class BatchSamplerShard:
-    """Every second batch, as accelerate divides them among two ranks."""
+    """Every second batch, as accelerate divides batches between two ranks."""
 
     num_processes, split_batches = 2, False
 
@@ -189,7 +188,7 @@ class BatchSamplerShard:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_resume_of_batches_that_accelerate_divides(monkeypatch, rank):
-    """The state has the order's seed and epoch: the rest is the same, and so is the next epoch."""
+    """The state has the order's seed and epoch, so the rest and the next epoch are the same."""
     shards = types.SimpleNamespace(BatchSamplerShard=BatchSamplerShard)
     monkeypatch.setitem(sys.modules, "accelerate.data_loader", shards)
 
@@ -213,7 +212,7 @@ def test_a_resume_of_batches_that_accelerate_divides(monkeypatch, rank):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_state_from_which_accelerate_takes_batches_back(workers):
-    """It lowers the counts by what it has not passed on: that comes again, also at the end."""
+    """It lowers the counts by the batches that it holds back; these come again, even at the end."""
 
     def make():
         generator = torch.Generator().manual_seed(3)
@@ -234,7 +233,7 @@ def test_a_state_from_which_accelerate_takes_batches_back(workers):
 
 
 def test_a_state_of_another_order():
-    """It names both; a seed that was not given is taken over."""
+    """The error names both orders; the state's seed replaces one that was not given."""
     state = BatchSampler(Pairs(12), seed=2).state_dict()
     with pytest.raises(ValueError, match=r"samples=12.*samples=10"):
         BatchSampler(Pairs(10), seed=2).load_state_dict(state)
@@ -259,7 +258,6 @@ def test_a_state_of_another_order():
     ],
 )
 def test_what_is_refused(options, text):
-    """With the argument, its value, and what to do."""
     with pytest.raises(ValueError, match=text):
         DataLoader(list(range(9)), **options)
     with pytest.raises(TypeError, match=r"argument 'order': pass it as sampler="):
@@ -275,7 +273,7 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("name", ["sampler", "batch_sampler"])
 def test_an_order_of_no_data_set(name):
-    """The error says what is missing, also of one that has no indices."""
+    """The error names what is missing, even for a data set without indices."""
     options = {name: cseq.Sequential(4)}
     with pytest.raises(TypeError, match=f"{name}=.* beside no data set: an order needs"):
         DataLoader(**options)
@@ -285,14 +283,14 @@ def test_an_order_of_no_data_set(name):
 
 @pytest.mark.parametrize(("name", "hint"), [("seed", "generator="), ("device", "pin_memory=")])
 def test_names_that_managers_have(name, hint):
-    """An argument of a manager says what it is here."""
+    """An argument of a manager gets an error with the loader's equivalent."""
     options = {name: 3}
     with pytest.raises(TypeError, match=rf"^DataLoader\(\) got an .*argument '{name}': .*{hint}"):
         DataLoader([1, 2], **options)
 
 
 def test_a_state_with_another_seed():
-    """It is refused when it is loaded; the text is not of managers."""
+    """Loading the state raises, with a text that does not mention managers."""
 
     def make(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -305,7 +303,6 @@ def test_a_state_with_another_seed():
 
 
 def test_what_a_batch_sampler_refuses():
-    """What is no order, and an order that has no size."""
     with pytest.raises(TypeError, match=r"order=\[1\] is not a cseq.Order"):
         BatchSampler([1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="over no number of samples"):

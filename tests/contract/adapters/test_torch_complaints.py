@@ -1,4 +1,4 @@
-"""What users of torch's DataLoader complain about most, and what shows that it is otherwise."""
+"""The most common complaints about torch's DataLoader, and the proof that cseq does better."""
 
 import mmap
 import multiprocessing
@@ -23,14 +23,15 @@ METHODS = multiprocessing.get_all_start_methods()
 
 pytestmark = [
     pytest.mark.skipif("fork" not in METHODS, reason="processes are forked here"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="there is no /proc")
 
 
 def loader(dataset, **options):
-    """Make a loader of ours with two forked workers."""
+    """Make a cseq loader with two forked workers."""
     given = {"num_workers": 2, "multiprocessing_context": "fork"} | options
     return cseq.DataLoader(dataset, **given)
 
@@ -38,7 +39,7 @@ def loader(dataset, **options):
 # ── memory ──────────────────────────────────────────────────────────────────────────────
 
 
-# In a process of its own: what a worker copies of its other objects is then the same for both.
+# A process of its own, so that the copies of a worker's other objects cost both loaders the same.
 COPYING = """\
 import re, torch
 import cseq
@@ -104,18 +105,19 @@ def test_a_thousand_batches_are_kept_with_a_hundred_descriptors(run_prepared):
 
 
 class Begun(Plain):
-    """Tells which sample was begun last."""
+    """Records which sample was begun last."""
 
     def __init__(self, length):
         super().__init__(length)
-        self.latest = mmap.mmap(-1, 1)  # which forked workers share
+        # Forked workers share this memory.
+        self.latest = mmap.mmap(-1, 1)
 
     def __getitem__(self, index):
         self.latest[0] = index
         return super().__getitem__(index)
 
     def wait_for(self, index):
-        """Wait until a sample is begun; those before it are then ready, of one worker."""
+        """Wait until a sample is begun; a single worker's earlier samples are then ready."""
         while self.latest[0] < index:
             time.sleep(0.001)
 
@@ -125,13 +127,13 @@ def pinning_threads():
 
 
 def pinned_by(iterator):
-    """An iterator that pins its batches, as it does where there is an accelerator."""
+    """Return an iterator that pins its batches, as on a machine with an accelerator."""
     iterator._pin_memory = True
     return iterator
 
 
 def test_pinning_overlaps_the_loop(monkeypatch):
-    """A batch that is ready is pinned while the loop has the one before; no key is drawn for it."""
+    """While the loop has a batch, the next one, if ready, is pinned; this draws no key."""
     pinned = []
     changed = threading.Condition()
 
@@ -147,7 +149,8 @@ def test_pinning_overlaps_the_loop(monkeypatch):
     iterator = pinned_by(iter(made))
     drawn = keys.count
     for number in range(12):
-        dataset.wait_for(min(number + 2, 11))  # then the next one is ready
+        # The next batch is then ready.
+        dataset.wait_for(min(number + 2, 11))
         assert next(iterator) == -number
         assert keys.count == min(12, drawn + number + 1)
         assert made.state_dict()["_num_yielded"] == number + 1
@@ -156,7 +159,8 @@ def test_pinning_overlaps_the_loop(monkeypatch):
                 assert changed.wait_for(lambda last=number + 1: last in pinned, 60)
     assert list(iterator) == []
     assert pinned == list(range(12))
-    for thread in pinning_threads():  # it ends with the epoch
+    # The threads end with the epoch.
+    for thread in pinning_threads():
         thread.join(60)
         assert not thread.is_alive()
 
@@ -167,7 +171,7 @@ class Numbers(data.IterableDataset[int]):
 
 
 def test_nothing_is_pinned_ahead_where_the_order_is_not_known(monkeypatch):
-    """There is no thread then, nor where nothing is to be pinned."""
+    """There is no such thread, and none where nothing is to be pinned."""
     monkeypatch.setattr(names, "pin", lambda batch, device: -batch)
     options = {"batch_size": None, "num_workers": 1, "prefetch_factor": 4}
     dataset = Begun(6)
@@ -207,7 +211,7 @@ def test_what_cannot_be_pinned_ahead_is_raised_in_its_place(monkeypatch):
 
 
 class Noting(Plain):
-    """A sample says whether a batch was being pinned when its worker was forked."""
+    """A sample tells whether a batch was being pinned when its worker was forked."""
 
     is_pinning = False
 
@@ -217,7 +221,7 @@ class Noting(Plain):
 
 @pytest.mark.parametrize("whose", ["its own", "another's"])
 def test_no_worker_is_forked_while_a_batch_is_pinned(whose, monkeypatch):
-    """The next epoch waits for that, and gets nothing that was pinned for the one before."""
+    """The next epoch waits for the pinning, and gets no batch of the previous epoch."""
     dataset = Noting(8)
     begun, ended = threading.Event(), threading.Event()
 
@@ -236,12 +240,14 @@ def test_no_worker_is_forked_while_a_batch_is_pinned(whose, monkeypatch):
     iterator = pinned_by(iter(made))
     testing.await_workers(made)
     taken = 0
-    while not begun.wait(0.01):  # until a batch was ready when another one was returned
+    # The loop ends once a batch was ready when another one was returned.
+    while not begun.wait(0.01):
         assert next(iterator) == [taken, False]
         taken += 1
     if whose == "its own":
         testing.kill(made, 0)
-        while held.ready(made)[0]:  # until its death is known
+        # Wait until the death is known.
+        while held.ready(made)[0]:
             time.sleep(0.001)
     else:
         made = loader(dataset, **options)
@@ -275,7 +281,7 @@ threading.Timer(0.2, left.set).start()
 
 
 def test_the_program_ends_while_a_batch_is_pinned(run_prepared):
-    """It waits for that: the device's library must not end in the middle of a call."""
+    """The program waits: the device's library must not end in the middle of a call."""
     done = run_prepared(PINNING_AT_THE_END)
     assert (done.returncode, done.stdout) == (0, "the loop is left\npinned\n"), done.stderr
 
@@ -301,7 +307,7 @@ def test_a_thread_that_pins_has_the_loops_device(monkeypatch):
 
 
 class Gated(Plain):
-    """Indices 0 to 2 wait for a file; the others note which process made them."""
+    """Indices 0 to 2 wait for a file; the others record which process made them."""
 
     def __init__(self, folder):
         super().__init__(16)
@@ -316,14 +322,17 @@ class Gated(Plain):
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path, rng):
-    """In the sampler's order all the same: with rng="batch" the slow worker gets no more keys."""
+    """The sampler's order still holds; with rng="batch", the slow worker gets no more keys."""
     made = loader(Gated(tmp_path), batch_size=None, prefetch_factor=4, rng=rng, shuffle=False)
     iterator = iter(made)
-    (tmp_path / "asked").touch()  # before, index 2 might go to a worker that is quick
-    while not (tmp_path / "7").exists():  # the other worker has made all its own
+    # Before this point, index 2 might go to the quick worker.
+    (tmp_path / "asked").touch()
+    # The loop ends when the other worker has made all of its batches.
+    while not (tmp_path / "7").exists():
         time.sleep(0.01)
     batches = [next(iterator), next(iterator)]
-    if rng == "batch":  # the next two keys are drawn, and the slow worker does not get them
+    if rng == "batch":
+        # The next two keys are drawn, and the slow worker gets neither.
         while not ((tmp_path / "8").exists() and (tmp_path / "9").exists()):
             time.sleep(0.01)
     (tmp_path / "gate").touch()
@@ -336,7 +345,7 @@ def test_a_slow_batch_leaves_the_rest_to_other_workers(tmp_path, rng):
 
 
 class Rows(data.Dataset[int]):
-    """Reads a database, by a connection that was opened before the start, or at first use."""
+    """Reads a database over a connection opened before the start, or at first use."""
 
     def __init__(self, path, *, early):
         self.path = path
@@ -353,7 +362,7 @@ class Rows(data.Dataset[int]):
 
 @pytest.mark.parametrize("method", ["fork", "thread"])
 def test_a_connection_from_before_the_start_is_refused_with_what_to_do(tmp_path, method):
-    """sqlite3 speaks of threads alone; a note says to open it in the workers, which works."""
+    """sqlite3's error mentions threads only; a note says to open it in the workers, which works."""
     given = {"worker_method": "thread", "num_workers": 1, "multiprocessing_context": None}
     given = given if method == "thread" else {}
     with pytest.raises(sqlite3.ProgrammingError) as caught:

@@ -1,4 +1,4 @@
-"""States that earlier versions of cseq wrote are read by this one."""
+"""This version reads the states that earlier versions of cseq wrote."""
 
 import json
 from base64 import b64decode
@@ -19,14 +19,14 @@ GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def read(value):
-    """Return a value of the file with the tensors that a state had."""
+    """Return a value of the file, with the state's tensors restored."""
     if isinstance(value, dict) and value.keys() == {"tensor"}:
         return torch.frombuffer(bytearray(b64decode(value["tensor"])), dtype=torch.uint8)
     return {k: read(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def make(kind):
-    """Make what a state is of, with other generators."""
+    """Make the loader or sampler of a state, with other generators."""
     if kind == "manager":
         return cseq.MTSequence(np.arange(24), batch_size=4, seed=3, out_type="null")
     options = {"shuffle": True}
@@ -41,7 +41,7 @@ def make(kind):
     [(kind, state["version"]) for kind in GOLDEN for state in GOLDEN[kind]["states"]],
 )
 def test_a_state_of_each_version(kind, version):
-    """The rest of the epoch is that of the run that wrote the state."""
+    """The rest of the epoch equals the rest in the run that wrote the state."""
     [state] = [each for each in GOLDEN[kind]["states"] if each["version"] == version]
     made = make(kind)
     made.load_state_dict(read(state))

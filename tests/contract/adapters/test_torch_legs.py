@@ -1,4 +1,4 @@
-"""One state for all ranks: an epoch in legs, with other ranks, batch sizes and workers in each.
+"""One state for all ranks: an epoch in legs, each with other ranks, batch sizes and workers.
 
 For other seeds than the test's: ``python tests/contract/adapters/test_torch_legs.py FIRST COUNT``.
 """
@@ -32,17 +32,15 @@ pytestmark = [
 
 
 def sampler_of(n, ranks, rank, **options):
-    """Return torch's sampler for ranks."""
     samples = range(n)
     return data.DistributedSampler(samples, ranks, rank, **options)
 
 
 def drawn(n, seed):
-    """Return a generator of the loader's own."""
     return {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
 
 
-# What each rank's loader is given: of samples, a seed, a rank and the number of ranks.
+# The arguments of each rank's loader, from the samples, a seed, a rank and the number of ranks.
 ALONE: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "sequential": lambda n, seed: {},
     "shuffle": drawn,
@@ -67,7 +65,7 @@ SHARED: dict[str, Callable[[int, int, int, int], dict[str, Any]]] = {
 
 @dataclass
 class Epoch:
-    """An epoch, as one seed chooses it."""
+    """An epoch that a seed chooses."""
 
     seed: int
     kind: str = field(init=False)
@@ -88,7 +86,6 @@ class Epoch:
         ]
 
     def make(self, leg, rank):
-        """Make the loader of a rank."""
         ranks, size, workers, _ = self.legs[leg]
         of_rank = (rank, ranks) if self.kind in SHARED else ()
         options = {**ALONE, **SHARED}[self.kind](self.length, self.seed, *of_rank)
@@ -104,7 +101,7 @@ class Epoch:
         return loader
 
     def oracle(self):
-        """Return the samples of the epoch, as torch's own loader gives them to one rank."""
+        """Return the samples of the epoch that torch's own loader gives to one rank."""
         of_rank = (0, 1) if self.kind in SHARED else ()
         options = {**ALONE, **SHARED}[self.kind](self.length, self.seed, *of_rank)
         if self.kind in SHARED:
@@ -112,7 +109,7 @@ class Epoch:
         return list(data.DataLoader(Plain(self.length), batch_size=None, **options))
 
     def run(self):
-        """Take batches of all ranks in turn, leg by leg; the last one ends the epoch."""
+        """Take batches of all ranks in turn, leg by leg; the last leg ends the epoch."""
         expected, state, seen = self.oracle(), None, []
         for leg, (ranks, size, _, batches) in enumerate(self.legs):
             loaders = [self.make(leg, rank) for rank in range(ranks)]
@@ -133,7 +130,7 @@ class Epoch:
                 parts.append(rest)
                 states.append(json.loads(json.dumps(loader.state_dict())))
             assert len({len(part) for part in parts}) == 1, self
-            # The ranks' samples, one of each at a time: the order of the epoch.
+            # The order of the epoch: one sample of each rank at a time.
             mine = [[sample for batch in part for sample in batch] for part in parts]
             together = [sample for samples in zip(*mine, strict=True) for sample in samples]
             seen += together
@@ -150,17 +147,17 @@ class Epoch:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_an_epoch_in_legs(seed):
-    """Each sample comes once, in the order of the epoch, whichever rank's state was loaded."""
+    """Each sample comes once, in the order of the epoch, no matter which rank's state is loaded."""
     Epoch(seed).run()
 
 
 def rest_of(loader):
-    """Return the batches that follow."""
+    """Return the remaining batches."""
     return [batch.tolist() for batch in loader]
 
 
 def shuffled(**options):
-    """Make a loader of 64 samples that has a generator."""
+    """Make a loader of 64 samples with a generator."""
     return cseq.DataLoader(Plain(64), 4, **drawn(64, 1), **options)
 
 
@@ -175,7 +172,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 class Counting(Plain):
-    """It has a state, which is empty at first."""
+    """Has a state, which is empty at first."""
 
     made: tuple[int, ...] = ()
 
@@ -193,7 +190,7 @@ class Counting(Plain):
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("count", [0, 5])
 def test_distributed_checkpoints_restore_a_new_loader(kind, count, tmp_path):
-    """All states have the same keys, which torch asks a new loader for."""
+    """All states have the same keys, since torch asks a new loader for them."""
     made = LOADERS[kind]()
     iterator = iter(made)
     for _ in range(count):
@@ -203,14 +200,15 @@ def test_distributed_checkpoints_restore_a_new_loader(kind, count, tmp_path):
     torch.manual_seed(99)
     again = LOADERS[kind]()
     dcp.load({"data": again}, checkpoint_id=tmp_path, no_dist=True)
-    if kind == "global" and not count:  # no key was drawn: the order is the new process's
+    if kind == "global" and not count:
+        # No key was drawn, so the order is the new process's.
         assert len(rest_of(again)) == len(rest)
     else:
         assert rest_of(again) == rest
 
 
 def test_an_epoch_has_a_number():
-    """It is counted, and goes with the state: in mid-epoch, at the end, and behind it."""
+    """The number is counted, and is in the state: in mid-epoch, at the end, and after it."""
     made = shuffled()
     assert made.epoch == made.state_dict()["epoch"] == 0
     for number in range(2):
@@ -220,7 +218,8 @@ def test_an_epoch_has_a_number():
     iterator = iter(made)
     next(iterator)
     assert made.epoch == 2
-    iterator = iter(made)  # which leaves that one
+    # This abandons the first iterator.
+    iterator = iter(made)
     assert made.epoch == 3
     next(iterator)
     again = shuffled()
@@ -233,12 +232,13 @@ def test_an_epoch_has_a_number():
     assert again.epoch == made.epoch == 4
     assert (len(rest_of(again)), again.epoch) == (16, 5)
     next(iter(made))
-    again.load_state_dict({**made.state_dict(), "_iterator_finished": True})  # as accelerate does
+    # accelerate sets this key.
+    again.load_state_dict({**made.state_dict(), "_iterator_finished": True})
     assert (again.epoch, len(rest_of(again)), again.epoch) == (5, 16, 6)
 
 
 class Told(data.Sampler[int]):
-    """Its order depends on its epoch, which it may count itself."""
+    """The order depends on the epoch, which the sampler may count itself."""
 
     epoch = 0
 
@@ -261,7 +261,7 @@ class Told(data.Sampler[int]):
 @pytest.mark.parametrize("taken", [0, 2, 9])
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_epochs_that_are_told_from_0_again(first, taken, counts):
-    """Behind a resume the order is the uninterrupted run's, whichever numbers are told."""
+    """After a resume, the order is the uninterrupted run's, no matter which numbers are told."""
     made = cseq.DataLoader(Plain(9), None, sampler=Told(counts))
     expected = [[(index + epoch) % 9 for index in range(9)] for epoch in range(first + 3)]
     for epoch in range(first):
@@ -273,7 +273,8 @@ def test_epochs_that_are_told_from_0_again(first, taken, counts):
         next(iterator)
     if taken == 9:
         assert list(iterator) == []
-        if not counts:  # nothing says that the next one has another number
+        if not counts:
+            # Nothing tells that the next epoch has another number.
             return
     for told in (0, first + (taken == 9)):
         again = cseq.DataLoader(Plain(9), None, sampler=Told(counts))
@@ -289,7 +290,7 @@ def test_epochs_that_are_told_from_0_again(first, taken, counts):
 
 
 def test_workers_of_ranks_that_have_one_state_draw_apart():
-    """With rng='worker', a rank that goes on from another's state has other seeds."""
+    """With rng='worker', a rank that resumes from another rank's state has other seeds."""
 
     def make(rank):
         sampler = sampler_of(64, 2, rank)
@@ -310,7 +311,7 @@ def test_workers_of_ranks_that_have_one_state_draw_apart():
 
 
 def test_a_sampler_with_another_seed_is_refused():
-    """Its order is another: samples would come twice."""
+    """Its order differs, so samples would come twice."""
     made, other = (
         cseq.DataLoader(Plain(9), sampler=sampler_of(9, 1, 0, seed=seed)) for seed in (3, 4)
     )

@@ -35,7 +35,8 @@ import cseq.testing  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
 METHODS = multiprocessing.get_all_start_methods()
@@ -48,7 +49,7 @@ LEVEL = [0]
 
 
 class Levelled(data.Dataset):  # type: ignore[type-arg]
-    """Its samples show what the sampler has changed in this process."""
+    """The samples show what the sampler changed in this process."""
 
     def __len__(self):
         return 8
@@ -58,7 +59,7 @@ class Levelled(data.Dataset):  # type: ignore[type-arg]
 
 
 class Levelling(data.RandomSampler):
-    """Changes it with each key."""
+    """Changes the level with each key."""
 
     def __iter__(self):
         for key in super().__iter__():
@@ -86,7 +87,8 @@ class Noisy(Levelled):
         return key, torch.rand((), generator=self.generator)
 
 
-@forked  # torch's own loader cannot send a generator
+# torch's own loader cannot send a generator.
+@forked
 def test_a_data_set_that_has_the_loaders_generator():
     def noisy(kind):
         generator = torch.Generator().manual_seed(5)
@@ -113,11 +115,12 @@ def test_a_batch_size_that_is_set_at_the_batch_sampler(options):
 
 KEYS = [3, "text", (1, 2), {"a": 1}, True, np.int64(4), 2**70, None, 1.5, [5, 6], [True, 7]]
 KEYS += [[], [1, 2.0], [np.int64(3)], [0, -1, 2**63 - 1, -(2**63)], [2**63], b"x" * 10_000]
-KEYS += [[*range(512)], [*range(513)], [*range(40_960)]]  # those that no cell has room for
+# No cell has room for these keys.
+KEYS += [[*range(512)], [*range(513)], [*range(40_960)]]
 
 
 class Typed(data.Dataset[Any]):
-    """Tells the type of a key."""
+    """Returns the type of a key."""
 
     def __getitem__(self, key):
         inner = [type(each).__name__ for each in key] if isinstance(key, list) else None
@@ -153,7 +156,7 @@ def test_what_cannot_be_pickled_is_inherited():
     assert [b.tolist() for b in loader(Local(3))] == [[0], [1], [2]]
 
 
-# ── samplers and how far ahead they are asked ──────────────────────────────────────────────
+# ── samplers, and how far ahead they are read ──────────────────────────────────────────────
 
 
 def test_one_key_for_each_batch_delivered():
@@ -166,7 +169,7 @@ def test_one_key_for_each_batch_delivered():
 
 
 class Gated(Plain):
-    """Index 2 waits until a file is there."""
+    """Index 2 waits for a file."""
 
     def __init__(self, path):
         super().__init__(10)
@@ -179,7 +182,7 @@ class Gated(Plain):
 
 
 def test_out_of_order(tmp_path):
-    """One worker waits: of its batches, only one before that comes; those of the other all do."""
+    """One worker waits: one of its batches comes before that, and all of the other worker's."""
     gate = tmp_path / "gate"
     iterator = iter(loader(Gated(gate), batch_size=None, in_order=False))
     first = [next(iterator) for _ in range(8)]
@@ -194,10 +197,12 @@ def test_out_of_order(tmp_path):
 def test_out_of_order_of_an_iterable_data_set(sizes):
     made = loader(Sharded(*sizes), num_workers=len(sizes), batch_size=None, in_order=False)
     iterator = iter(made)
-    assert {worker.pid for worker in iterator._workers}  # not torch's own
+    # The iterator is not torch's own.
+    assert {worker.pid for worker in iterator._workers}
     samples = [(number, sample) for number, sample, *_ in iterator]
     assert sorted(samples) == [(n, k) for n, size in enumerate(sizes) for k in range(size)]
-    for number in range(len(sizes)):  # a worker's own are in order
+    # The samples of each worker are in order.
+    for number in range(len(sizes)):
         assert [k for n, k in samples if n == number] == list(range(sizes[number]))
     state = made.state_dict()
     assert state["counts"] == list(sizes)
@@ -226,7 +231,7 @@ def test_persistent_workers_stay():
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_generators_of_persistent_workers_after_a_break(taken):
-    """What was made ahead has drawn from them, whether or not it is taken."""
+    """The work that was made ahead has drawn from the generators, whether or not it is taken."""
 
     def left(kind, dataset, **more):
         seed_all()
@@ -242,7 +247,8 @@ def test_generators_of_persistent_workers_after_a_break(taken):
 
     for dataset in (Augmented(), Sharded(20, 30)):
         assert same(left(cseq.DataLoader, dataset), left(data.DataLoader, dataset))
-    alone = {"num_workers": 1, "in_order": False}  # which is in order all the same
+    # A single worker is in order nevertheless.
+    alone = {"num_workers": 1, "in_order": False}
     assert same(*(left(kind, Augmented(), **alone) for kind in (cseq.DataLoader, data.DataLoader)))
 
 
@@ -251,7 +257,7 @@ def test_generators_of_persistent_workers_after_a_break(taken):
     "options", [{}, {"in_order": False}, {"persistent_workers": True}, {"rng": "batch"}], ids=str
 )
 def test_the_workers_of_a_dropped_iterator_end(dataset, options):
-    """At once: nothing is left for the garbage collector. One that has not begun is killed."""
+    """They end at once, without garbage collection; a worker that has not begun is killed."""
     gc.disable()
     try:
         iterator = iter(loader(dataset, batch_size=None, **options))
@@ -339,7 +345,7 @@ def test_wrong_arguments(options):
     ],
 )
 def test_unknown_keywords(wrong, told):
-    """They are refused with what to write instead."""
+    """The error says what to write instead."""
     with pytest.raises(TypeError, match=told):
         cseq.DataLoader(Plain(), **wrong)
     with pytest.raises(TypeError, match=r"^StatefulDataLoader\(\)"):
@@ -347,7 +353,7 @@ def test_unknown_keywords(wrong, told):
 
 
 def test_a_class_in_place_of_a_data_set():
-    """It is refused at once, by either way of giving it; one that has samples itself is not."""
+    """A class is refused at once, in either argument; a class that itself has samples is not."""
     told = r"dataset is the class Plain; pass an object, such as Plain\(\)"
     with pytest.raises(TypeError, match=told):
         cseq.DataLoader(Plain, num_workers=1)  # type: ignore[arg-type]
@@ -382,7 +388,7 @@ def test_what_may_be_set_counts_from_the_next_iter():
 
 
 def test_recreated_from_its_attributes():
-    """As Lightning does it."""
+    """Lightning recreates loaders like this."""
     import inspect
 
     class Own(cseq.DataLoader[Any]):
@@ -402,7 +408,7 @@ def test_recreated_from_its_attributes():
 
 
 class Remade(cseq.DataLoader[Any]):
-    """A loader that is made of another one's attributes."""
+    """A loader made from another one's attributes."""
 
     def __init__(self, other):
         self.__dict__.update(vars(other))
@@ -439,7 +445,7 @@ def test_the_default_of_the_process(monkeypatch):
 
 
 def test_large_samples_are_stacked_where_they_stay():
-    """What the worker's default_collate made is the very memory that the trainer reads."""
+    """The trainer reads the very memory that the worker's default_collate wrote."""
 
     class Large(Plain):
         def __getitem__(self, index):
@@ -456,21 +462,21 @@ def test_large_samples_are_stacked_where_they_stay():
 
 
 def damaged():
-    """Give two keys, then an error."""
+    """Yield two keys, then raise."""
     yield from range(2)
     raise ValueError("damaged")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_sampler_that_raises_at_once(method):
-    """Its error is raised, however workers are started: that is no reason for torch's iterator."""
+    """Every start method raises its error, and none switches to torch's iterator for it."""
     made = loader(Plain(9), batch_size=None, sampler=damaged(), multiprocessing_context=method)
     with pytest.raises(ValueError, match="damaged"):
         list(made)
 
 
 def test_workers_that_are_terminated_are_gone():
-    """Who ends the processes of `_workers` can wait for them; others make their batches."""
+    """A caller may end and join the processes of `_workers`; other workers make their batches."""
     iterator = iter(loader(Plain(40), batch_size=None))
     assert next(iterator) == 0
     processes = list(iterator._workers)
@@ -486,7 +492,7 @@ def test_workers_that_are_terminated_are_gone():
 
 
 class Waiting(Plain):
-    """The first sample that is asked for waits."""
+    """The first requested sample waits."""
 
     def __init__(self):
         super().__init__(4)
@@ -500,7 +506,7 @@ class Waiting(Plain):
 
 
 def test_two_threads_in_one_iterator():
-    """None is given to both; where there are workers, torch's hangs."""
+    """No batch reaches both threads; with workers, torch's loader hangs."""
     dataset = Waiting()
     iterator = iter(cseq.DataLoader(dataset))
     first = []
@@ -514,7 +520,7 @@ def test_two_threads_in_one_iterator():
     assert [batch.item() for batch in (*first, *iterator)] == [0, 1, 2, 3]
 
 
-# ── what a loader tells of its workers ─────────────────────────────────────────────────────
+# ── a loader's reports on its workers ──────────────────────────────────────────────────────
 
 
 def test_its_workers_are_known_to_cseqs_testing_and_counted():
@@ -536,12 +542,14 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted():
     assert (stats.batches, stats.samples, stats.step_seconds.count) == (6, 12, 6)
     assert stats.index_seconds.count >= 6
     assert str(made.advice()).startswith(stats.bottleneck)
-    assert made.advice(since=stats).cause == "unknown"  # of no batches
+    # No batch came since then.
+    assert made.advice(since=stats).cause == "unknown"
     with pytest.raises(RuntimeError, match="not running"):
         cseq.testing.pids(made)
     for _ in made:
         break
-    assert made.stats().batches == 1  # also of an epoch that was left
+    # An abandoned epoch counts, too.
+    assert made.stats().batches == 1
     pickle.loads(pickle.dumps(made))
     without = cseq.DataLoader(Plain(2))
     assert len(list(without)) == 2
@@ -551,7 +559,7 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted():
 
 
 class Listed(Plain):
-    """Is asked for whole batches, also by their number."""
+    """Is asked for whole batches, and for how many they are."""
 
     def __getitems__(self, indices):
         return [self[int(index)] for index in np.atleast_1d(np.asarray(indices))]
@@ -564,12 +572,14 @@ class Listed(Plain):
         ({"batch_size": 5, "rng": "batch", "drop_last": True}, 10),
         ({"batch_size": None}, 12),
         ({"batch_sampler": [(1, 2, 3), (4, 5)], "rng": "batch"}, 5),
-        ({"batch_sampler": [list(range(12)) * 400]}, 4800),  # whose indices are in no ticket
-        ({"batch_sampler": torch.arange(3), "collate_fn": as_is}, 3),  # they have no length
+        # No ticket holds this many indices.
+        ({"batch_sampler": [list(range(12)) * 400]}, 4800),
+        # These batches have no length.
+        ({"batch_sampler": torch.arange(3), "collate_fn": as_is}, 3),
     ],
 )
 def test_samples_are_counted(options, samples):
-    """Those of map-style data: the indices of each batch."""
+    """For map-style data, the samples are the indices of each batch."""
     made = loader(Listed(12), **options)
     list(made)
     assert made.stats().samples == samples
@@ -584,8 +594,9 @@ def test_the_log_says_if_numbers_are_drawn_again(rng, caplog):
     got += iterator
     assert len(got) == 12
     again = len({str(batch["drawn"]) for batch in got}) < 12
+    # Another thread writes the log.
     while not any(": replaced" in each.message for each in caplog.records):
-        time.sleep(0.01)  # another thread writes the log
+        time.sleep(0.01)
     [record] = [each for each in caplog.records if ": replaced" in each.message]
     assert again == ("so earlier numbers repeat" in record.message)
     assert again == (rng == "worker")

@@ -1,4 +1,4 @@
-"""`on_error="skip"`: samples and batches that raise are left out, logged, and not made again."""
+"""`on_error="skip"`: samples and batches that raise are skipped, logged, and not retried."""
 
 import logging
 import os
@@ -25,8 +25,6 @@ BROKEN = (2, 3, 7)
 
 
 class Broken(Plain):
-    """Some of its samples raise."""
-
     def __getitem__(self, index):
         if index in BROKEN:
             raise LookupError(f"no sample {index}")
@@ -34,7 +32,7 @@ class Broken(Plain):
 
 
 class BrokenItems(data.IterableDataset[Any]):
-    """Some of its samples raise; it goes on behind them."""
+    """Some of its samples raise; it continues after them."""
 
     def __iter__(self):
         info = data.get_worker_info()
@@ -43,7 +41,7 @@ class BrokenItems(data.IterableDataset[Any]):
 
 
 class Items:
-    """An iterator that goes on behind an error."""
+    """An iterator that continues after an error."""
 
     def __init__(self, first, step):
         self.next, self.step = first, step
@@ -61,7 +59,7 @@ class Items:
 
 
 def loader(dataset, num_workers, **options):
-    """Make a loader that leaves batches out."""
+    """Make a loader that skips batches."""
     if num_workers:
         options = {"multiprocessing_context": QUICK, **options}
     return cseq.DataLoader(
@@ -72,7 +70,7 @@ def loader(dataset, num_workers, **options):
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_broken_samples(num_workers, rng, caplog):
-    """In each of two epochs the same ones are left out."""
+    """Each of two epochs skips the same samples."""
     persistent = num_workers > 0
     made = loader(Broken(), num_workers, rng=rng, persistent_workers=persistent)
     assert made.skipped == []
@@ -96,7 +94,7 @@ def test_broken_items_of_an_iterable_data_set(num_workers):
 
 
 class Announced(BrokenItems):
-    """Says how many items come before the first that raises."""
+    """Tells how many items come before the first one that raises."""
 
     def __len__(self):
         return BROKEN[0]
@@ -105,7 +103,7 @@ class Announced(BrokenItems):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.filterwarnings("error:Length of IterableDataset")
 def test_an_item_that_raises_is_none_of_a_length(num_workers):
-    """An error is none of them: torch warns if more items come than were announced."""
+    """A skipped item does not count: torch warns if more items come than were announced."""
     made = loader(Announced(), num_workers, on_error="raise")
     assert len(made) == 2
     items = iter(made)
@@ -115,7 +113,7 @@ def test_an_item_that_raises_is_none_of_a_length(num_workers):
 
 
 def test_a_whole_batch_is_left_out():
-    """One whose collate function raises, and one of which no sample is left."""
+    """A batch is skipped if its collate function raises, or if it has no sample left."""
 
     def collate(samples):
         if sum(samples) == 9:
@@ -133,7 +131,7 @@ def test_a_whole_batch_is_left_out():
 
 @pytest.mark.parametrize("numbers", [(0, 0), (2, 0), (0, 2), (2, 3)], ids=str)
 def test_a_resume(numbers):
-    """What was left out before is not tried again, and batches are where they were."""
+    """Earlier skipped samples are not retried, and batches keep their positions."""
     first, second = numbers
     made = loader(Broken(), first)
     iterator = iter(made)
@@ -146,12 +144,11 @@ def test_a_resume(numbers):
 
 
 def not_ready(number):
-    """Raise."""
     raise LookupError("not ready")
 
 
 def test_what_is_not_of_a_batch_is_raised():
-    """A worker that cannot be set up would have nothing but errors; nor are a sampler's skipped."""
+    """Errors of a worker's setup are raised, as all its batches would fail; so are a sampler's."""
 
     def sampler():
         yield 0
@@ -169,15 +166,13 @@ def test_what_is_not_of_a_batch_is_raised():
 
 
 class Unsendable(Plain):
-    """Some of its samples cannot be pickled."""
-
     def __getitem__(self, index):
         return threading.Lock() if index in BROKEN else index
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_batch_that_cannot_be_pickled(in_order):
-    """It is left out; a resume begins behind it."""
+    """It is skipped; a resume continues after it."""
     made = loader(Unsendable(), 2, in_order=in_order)
     assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
     assert len(made.skipped) == len(BROKEN)
@@ -191,8 +186,6 @@ def test_a_batch_that_cannot_be_pickled(in_order):
 
 
 class UnsendableItems(data.IterableDataset[Any]):
-    """Some of its samples cannot be pickled."""
-
     def __iter__(self):
         info = data.get_worker_info()
         assert info is not None
@@ -203,7 +196,7 @@ class UnsendableItems(data.IterableDataset[Any]):
 @pytest.mark.parametrize("snapshot_every", [1, 3])
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(in_order, snapshot_every):
-    """It ends nothing: it is raised in its place, or left out; a resume begins behind it."""
+    """The stream continues after the batch, which raises or is skipped; so does a resume."""
     options = {"in_order": in_order, "snapshot_every_n_steps": snapshot_every}
     made = loader(UnsendableItems(), 2, **options)
     assert sorted(made) == [0, 1, 4, 5, 6, 8, 9]
@@ -229,7 +222,7 @@ def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(in_order, snapsh
 
 
 class Deadly(Plain):
-    """A sample ends its worker."""
+    """One sample ends its worker."""
 
     def __getitem__(self, index):
         if index == 4:
@@ -239,7 +232,7 @@ class Deadly(Plain):
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 def test_a_batch_that_ends_three_workers(rng):
-    """It is left out, in each epoch, with all its indices; a resume begins behind it."""
+    """Each epoch skips it, with all its indices; a resume continues after it."""
     made = loader(Deadly(), 2, batch_size=3, rng=rng)
     for _ in range(2):
         iterator = iter(made)
@@ -268,7 +261,7 @@ def test_a_death_names_all_indices():
 
 
 class Drawing(Broken):
-    """Samples that draw, also before they raise; with `__getitems__` and None, if it is told."""
+    """Samples that draw, even before they raise; optionally with `__getitems__` and None."""
 
     def __init__(self, *, together=False):
         super().__init__(10)
@@ -309,7 +302,7 @@ def test_a_sample_is_left_out(together, caplog):
 @pytest.mark.parametrize("kind", [cseq.DataLoader, cseq.StatefulDataLoader])
 @pytest.mark.parametrize("numbers", [(0, 2), (2, 0), (3, 1)], ids=str)
 def test_a_resume_behind_a_sample(kind, numbers):
-    """A batch that lacks samples counts as one."""
+    """A batch with missing samples counts as one."""
 
     def make(number):
         more = {"multiprocessing_context": QUICK} if number else {}
@@ -327,7 +320,7 @@ def test_a_resume_behind_a_sample(kind, numbers):
 
 
 class Forgetful(Plain):
-    """A `return` is missing for one sample."""
+    """One sample lacks a `return`."""
 
     def __getitem__(self, index):
         return None if index == 4 else index
@@ -335,7 +328,7 @@ class Forgetful(Plain):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sample_that_is_none(num_workers):
-    """It is named, or left out; a collate function of one's own may take it."""
+    """The error names it, or it is skipped; a user's collate function may accept it."""
     told = "sample 4 of Forgetful is None; is a `return` missing?"
     with pytest.raises(RuntimeError, match="NoneType") as caught:
         list(loader(Forgetful(), num_workers, batch_size=5, on_error="raise"))
@@ -348,7 +341,7 @@ def test_a_sample_that_is_none(num_workers):
 
 
 def test_the_default_of_the_process(monkeypatch, caplog):
-    """It is for loaders that frameworks make, with and without workers."""
+    """It serves loaders that frameworks make, with and without workers."""
     with pytest.raises(ValueError, match="on_error='skipp'"):
         defaults.on_error = "skipp"
     monkeypatch.setattr(defaults, "on_error", "skip")

@@ -1,4 +1,4 @@
-"""Ranks of torch: which part each of them reads."""
+"""The part that each of torch's ranks reads."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def said(function, **options):
 
 @pytest.fixture
 def run_ranks(run_prepared):
-    """Return a function that runs a script of ranks, and returns the JSON that it prints."""
+    """Return a function that runs a script of ranks, and returns the JSON from its output."""
     path = os.pathsep.join([import_path(), str(HELPERS)])
 
     def run(source, *args):
@@ -94,13 +94,13 @@ OTHERS = {
 
 
 def test_auto_divides_by_all_ranks_of_a_mesh_of_data(run_ranks):
-    """All its dimensions but those of size 1 have names of data: each rank has its own part."""
+    """All dimensions with a size above 1 have names of data, so each rank has its own part."""
     assert run_ranks(MESHES, json.dumps(OF_DATA)) == [[3] * len(OF_DATA)] * 4
 
 
 @pytest.mark.skipif(torch.__version__ < "2.6", reason="it describes no groups of meshes")
 def test_auto_refuses_a_mesh_with_other_dimensions(run_ranks):
-    """While such a mesh has its groups, it is an error that says what to give."""
+    """While such a mesh has its groups, 'auto' raises an error that says what to pass."""
     for answers in run_ranks(MESHES, json.dumps([*OTHERS.values()])):
         for pattern, answer in zip(OTHERS, answers, strict=True):
             assert re.search(re.escape(pattern).replace(r"\.\*", ".*"), answer), answer
@@ -129,7 +129,7 @@ print(json.dumps(on_ranks(4, look)))
 
 
 def test_a_group_or_a_mesh_as_shard(run_ranks):
-    """It is this process's place in it; a rank outside, and several dimensions, are errors."""
+    """The place of this process counts; a rank outside, or several dimensions, is an error."""
     every = cseq.Shuffled(16, algorithm="fisher-yates-v1").batches(2, seed=1)
     got = run_ranks(GIVEN)
     for rank, (half, group, flat, world, alone, none, mesh, pair, odd, even) in enumerate(got):
@@ -174,14 +174,13 @@ print(json.dumps(on_ranks(2, look)))
 
 
 def samples_of(batches):
-    """Return the samples of batches, sorted."""
     return sorted(chain.from_iterable(batches))
 
 
 def test_ranks_agree_on_the_seed_of_an_order(run_ranks):
-    """Ranks that are seeded apart, and divide an order's batches, read each sample once.
+    """Ranks with different seeds that divide an order's batches read each sample once.
 
-    The seed is rank 0's, and a state keeps it. Where nothing divides them, the log says so.
+    They use rank 0's seed, which a state keeps. If nothing divides the batches, the log says so.
     """
     (zero, resumed, silent), (one, again, lines) = run_ranks(SEEDS)
     for ours, theirs in zip(zero, one, strict=True):
@@ -206,7 +205,7 @@ print(json.dumps(on_ranks(2, look, patience=0.2)))
 
 
 def test_a_rank_that_iterates_alone(run_ranks):
-    """Rank 0 waits for nobody; another one waits for its seed as long as the group would."""
+    """Rank 0 does not wait; another rank waits for its seed until the group's timeout."""
     assert samples_of(run_ranks(ALONE, "0")[0]) == list(range(8))
     answer = run_ranks(ALONE, "1")[1]
     assert re.match(r"rank 1 has waited \d+ s for rank 0 to begin order=<Shuffled: 8 ", answer)
@@ -229,7 +228,7 @@ print(json.dumps(on_ranks(2, look)))
 
 
 def test_what_accelerate_divides(run_ranks):
-    """Seeds that differ are an error, and the log says that the batches were divided before."""
+    """Different seeds are an error, and the log says that the batches were already divided."""
     zero, one = run_ranks(DIVIDED)
     (ours, silent), (halves, lines), (given, _) = zero
     for epoch, other in zip(ours, one[0][0], strict=True):
@@ -277,7 +276,7 @@ print(json.dumps(on_ranks(2, look)))
 
 
 def test_ranks_draw_other_numbers_with_rng_batch(run_ranks):
-    """Also after a resume from one rank's state; where all read the same part, the same ones."""
+    """After a resume from one rank's state, too; ranks that read the same part draw the same."""
     zero, one = run_ranks(DRAWS, "batch")
     for ours, theirs in zip(zero[:2] + zero[3:], one[:2] + one[3:], strict=True):
         assert not {*map(str, chain(*ours))} & {*map(str, chain(*theirs))}
@@ -286,6 +285,6 @@ def test_ranks_draw_other_numbers_with_rng_batch(run_ranks):
 
 
 def test_ranks_draw_as_torch_s_do_with_rng_worker(run_ranks):
-    """Ranks with the same seed draw the same numbers, except after a resume from one's state."""
+    """Ranks with one seed draw the same numbers, except after a resume from one rank's state."""
     (whole, _, *rest), (again, _, *others) = run_ranks(DRAWS, "worker")
     assert [whole, *rest] == [again, *others]

@@ -1,8 +1,8 @@
 """Random resumes of `cseq.DataLoader`: the rest, and the next epochs, are the uninterrupted run's.
 
-A case is chosen by its seed: what is sampled, how the loader is made, where the state is taken, and
-where it is taken again before it is used. For seeds other than the test's, in processes and
-with threads: ``python tests/contract/adapters/test_torch_resumes.py FIRST COUNT``.
+A seed chooses the case: the samples, the loader's arguments, where the state is taken, and where it
+is taken again before it is used. For seeds other than the test's, in processes and with threads:
+``python tests/contract/adapters/test_torch_resumes.py FIRST COUNT``.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ import cseq  # noqa: E402
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-CASES, NIGHTLY = 40, 60  # of `make test`, and those that `make check-nightly` adds
-LONG = 3  # epochs of a case
+# The cases of `make test`, and those that `make check-nightly` adds.
+CASES, NIGHTLY = 40, 60
+# Epochs of a case.
+LONG = 3
 
 pytestmark = [
     pytest.mark.needs("fork"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated", "ignore:Neither dataset nor"),
 ]
 
 
 class Turning(data.Sampler[int]):
-    """Its state is how many epochs there were, by which it turns, and where it is."""
+    """Its state has the number of epochs, which turns the order, and the position."""
 
     def __init__(self, length):
         self.length, self.at, self.epochs = length, 0, 0
@@ -58,7 +61,7 @@ class Turning(data.Sampler[int]):
 
 
 class Pairs(Turning):
-    """A batch sampler that has a state."""
+    """A batch sampler with a state."""
 
     def __len__(self):
         return (self.length + 1) // 2
@@ -72,11 +75,11 @@ class Pairs(Turning):
 
 
 class Derived(data.RandomSampler):
-    """One that draws as torch's does, and is of another type."""
+    """A sampler of another type that draws like torch's."""
 
 
 class Ordered:
-    """A sampler that is only an order, drawn from its generator."""
+    """A sampler whose only content is an order, drawn from its generator."""
 
     def __init__(self, length, generator):
         self.length, self.generator = length, generator
@@ -89,7 +92,7 @@ class Ordered:
 
 
 class Walk:
-    """An iterator over numbers that has a state."""
+    """An iterator over numbers, with a state."""
 
     def __init__(self, numbers):
         self.numbers, self.at = numbers, 0
@@ -130,7 +133,7 @@ class Walked(data.IterableDataset[int]):
 
 
 class Counted(data.IterableDataset[Any]):
-    """Has a state, and counts its epochs; it may be its own iterator."""
+    """Has a state that counts the epochs; it may be its own iterator."""
 
     def __init__(self, length, is_own):
         self.length, self.is_own, self.epoch, self.at, self.is_on = length, is_own, 0, 0, False
@@ -164,7 +167,7 @@ class Counted(data.IterableDataset[Any]):
 
 
 class Noting(Plain):
-    """Map-style, with a state: how many samples it gave."""
+    """A map-style data set whose state is the number of samples it gave."""
 
     made = 0
 
@@ -199,7 +202,8 @@ MAKERS: dict[str, Callable[[int, Any], dict[str, Any]]] = {
     "turning": lambda n, g: {"sampler": Turning(n)},
     "pairs": lambda n, g: {"batch_sampler": Pairs(n)},
 }
-GLOBAL = ("global", "subset, global")  # later epochs are drawn from torch's generator
+# torch's generator draws the later epochs.
+GLOBAL = ("global", "subset, global")
 ITERABLE: dict[str, Callable[[int], Any]] = {
     "walk": lambda n: Walked(n, True),
     "no state": lambda n: Walked(n, False),
@@ -210,10 +214,11 @@ ITERABLE: dict[str, Callable[[int], Any]] = {
 
 @dataclass
 class Case:
-    """What one seed chooses."""
+    """The choices of one seed."""
 
     seed: int
-    methods: tuple[str, str] = ("multiprocessing", "multiprocessing")  # before a state, behind it
+    # The methods before and after a state.
+    methods: tuple[str, str] = ("multiprocessing", "multiprocessing")
     kind: str = field(init=False)
 
     def __post_init__(self):
@@ -222,21 +227,22 @@ class Case:
         self.length = chosen.choice([5, 6, 7, 8])
         self.num_workers = chosen.choice([0, 0, 1, 2])
         self.batch_size = None if self.kind == "pairs" else chosen.choice([None, 2])
-        # What is drawn for an iterator at once comes before anything can be noted.
+        # These samplers draw when an iterator is made, before the case can record anything.
         if self.kind in ("derived", "ordered"):
             self.batch_size = 2
         self.has_state = self.kind not in ITERABLE and chosen.random() < 0.2
         self.every = chosen.choice([0, 1, 3, 100])
+        # An epoch leaves counts behind.
         if self.has_state or self.kind in (
             "counted",
             "own iterator",
-        ):  # what an epoch leaves counts
+        ):
             self.every = self.every or 1
         self.rng = chosen.choice(["worker", "batch"])
         self.is_kept = self.num_workers > 0 and chosen.random() < 0.4
         self.drop_last = self.batch_size is not None and chosen.random() < 0.2
         may_differ = self.kind not in ITERABLE and not self.has_state
-        # Workers that persist draw no seeds in later epochs, of a generator that may be shared.
+        # In later epochs, persistent workers draw no seeds from a generator that may be shared.
         others = [1, 2] if self.is_kept else [0, 1, 2]
         self.second = chosen.choice(others) if may_differ else self.num_workers
         self.epochs = chosen.choice([0, 0, 1, 2])
@@ -245,7 +251,7 @@ class Case:
         self.takes = chosen.randint(1, 6), chosen.randint(1, 4)
         keeps_state = self.has_state or self.kind in ("counted", "own iterator")
         if keeps_state and "thread" in self.methods:
-            # One thread alone can have the data set's state, and has it in the next epoch, too.
+            # Only a single thread can have the data set's state, and keeps it in the next epoch.
             self.methods = "thread", "thread"
         if "thread" in self.methods and (keeps_state or self.kind in ITERABLE):
             self.num_workers = self.second = min(1, self.num_workers)
@@ -254,7 +260,6 @@ class Case:
         return ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
 
     def make(self, num_workers, method):
-        """Make a loader."""
         options = {"batch_size": self.batch_size, "drop_last": self.drop_last}
         if self.kind in ITERABLE:
             dataset = ITERABLE[self.kind](self.length)
@@ -274,7 +279,7 @@ class Case:
         )
 
     def run(self):
-        """Compare what comes behind a state with what the loader gives that it was taken of."""
+        """Compare what follows a state with the original loader's continuation."""
         torch.manual_seed(self.seed)
         made = self.make(self.num_workers, self.methods[0])
         for _ in range(self.epochs):
@@ -293,9 +298,9 @@ class Case:
         self.compare([numbers(again) for _ in place.rest], place.rest, place.is_within)
 
     def compare(self, epochs, expected, is_within):
-        """Compare epochs; where those behind the first depend on torch's generator, their samples.
+        """Compare epochs; if later ones depend on torch's generator, compare their sets of samples.
 
-        `is_within`: the first one had begun.
+        `is_within` says that the first epoch had begun.
         """
         exact = len(epochs)
         if self.kind in GLOBAL:
@@ -309,7 +314,7 @@ class Case:
 
 
 class Place:
-    """A place in a run: the state, what was taken of its epoch before, and what comes behind."""
+    """A place in a run: the state, the part of its epoch taken before, and what follows."""
 
     def __init__(self, made, name, takes):
         self.before: list[Any] = []
@@ -331,30 +336,29 @@ class Place:
         self.rest += [numbers(made) for _ in range(LONG - len(self.rest))]
 
     def whole(self):
-        """Return the epoch that was going on at first, and those behind."""
+        """Return the epoch that was current at first, and those after it."""
         if self.is_within:
             return [self.before + self.rest[0], *self.rest[1:]]
         return [self.before, *self.rest] if self.has_begun else self.rest
 
 
 def copied(made):
-    """Return the state as it is in a file."""
+    """Return the state as a file would store it."""
     return pickle.loads(pickle.dumps(made.state_dict()))
 
 
 def numbers(made):
-    """Return an epoch."""
+    """Return the numbers of an epoch."""
     return [listed(batch) for batch in made]
 
 
 def listed(batch):
-    """Return the numbers of a batch."""
     found = batch.tolist() if isinstance(batch, torch.Tensor) else batch
     return found if isinstance(found, list) else [found]
 
 
 def with_threads(seed):
-    """Return the case of a seed with threads before the state, behind it, or both."""
+    """Return a seed's case with threads before the state, after it, or both."""
     kinds = ("thread", "multiprocessing"), ("multiprocessing", "thread"), ("thread", "thread")
     return Case(seed, kinds[seed % 3])
 
@@ -372,7 +376,7 @@ def test_a_resume(case, seed):
 
 
 def main(first, count):
-    """Try the cases of other seeds; return how many fail."""
+    """Try other seeds; return the number of failures."""
     failed = 0
     for seed in range(first, first + count):
         for case in Case(seed), with_threads(seed):
@@ -386,7 +390,7 @@ def main(first, count):
 
 
 class Shares(data.IterableDataset[int]):
-    """Each worker has a number of items of its own."""
+    """Each worker has its own number of items."""
 
     def __init__(self, *lengths):
         self.lengths = lengths
@@ -399,7 +403,7 @@ class Shares(data.IterableDataset[int]):
 
 @pytest.mark.parametrize("lengths", [(0, 2, 1), (1, 4, 2), (2, 0, 4), (4, 1, 0)])
 def test_workers_of_unequal_lengths_keep_their_turns(lengths):
-    """Wherever a state is taken: the next batch is that of the worker whose turn it is."""
+    """Wherever a state is taken, the next batch comes from the worker whose turn it is."""
     expected = list(data.DataLoader(Shares(*lengths), batch_size=None, num_workers=3))
     for taken in range(len(expected)):
         loader = cseq.DataLoader(Shares(*lengths), batch_size=None, num_workers=3)

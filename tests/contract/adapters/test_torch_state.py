@@ -1,4 +1,4 @@
-"""`cseq.DataLoader`'s state: where an epoch is, and going on from there."""
+"""`cseq.DataLoader`'s state: the position in an epoch, and the continuation from there."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ import cseq  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
 
 def with_workers(*values):
-    """Return a case of two workers that goes the way of others: each of its parts is in one."""
+    """Return a case of two workers; the nightly tests run it, since other cases cover its parts."""
     return pytest.param(2, *values, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("taken", ["worker", "batch"])
 def test_a_state_of_another_rng(taken, caplog):
-    """It counts the same batches, but the data set draws others: the log says so."""
+    """The state counts the same batches, but the data set draws others; the log says so."""
     state = loader(Plain(2), 0, rng=taken).state_dict()
     other = {"worker": "batch", "batch": "worker"}[taken]
     loader(Plain(2), 0, rng=taken).load_state_dict(state)
@@ -91,7 +92,8 @@ def test_a_sampler_that_draws_from_a_global_generator(num_workers, count, module
     assert len(rest) == 8 - count
     assert [batch.tolist() for batch in rest] == [batch.tolist() for batch in resumed]
 
-    if batches and when == "iter":  # torch asks for iterators of it first, which draw
+    if batches and when == "iter":
+        # torch first asks the sampler for iterators, which draw.
         return
     seed_all(5)
     made = make()
@@ -99,7 +101,8 @@ def test_a_sampler_that_draws_from_a_global_generator(num_workers, count, module
     next(iter(made))
     theirs = random.random(), np.random.random()
     seed_all(5)
-    assert theirs == (random.random(), np.random.random())  # the trainer's go on
+    # The trainer's generators continue.
+    assert theirs == (random.random(), np.random.random())
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -117,7 +120,7 @@ def test_a_sampler_that_draws_key_by_key_is_told(num_workers, caplog):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_a_sampler_that_is_told_the_epoch(num_workers, batch_size):
-    """Lightning tells a new process the epoch after `iter`, which has drawn keys by then."""
+    """Lightning tells a new process the epoch after `iter`, when keys have already been drawn."""
 
     def make():
         sampler = data.DistributedSampler(range(12), 1, 0, seed=3)
@@ -145,9 +148,9 @@ def test_a_sampler_that_is_told_the_epoch(num_workers, batch_size):
 @pytest.mark.parametrize("sampling", [{"shuffle": True}, {"shuffle": False}], ids=str)
 @pytest.mark.parametrize("count", [0, 3, 6])
 def test_the_epochs_behind_a_resume(num_workers, sampling, count, persistent):
-    """With a generator of the loader's own they are those of the run that was not interrupted.
+    """With a generator of the loader's own, they equal the uninterrupted run's.
 
-    Whatever state the new one is in; also if the state is of a finished epoch (count 6 of 6).
+    The new generator's state does not matter, and the epoch may be finished (count 6 of 6).
     """
 
     def make(seed):
@@ -203,7 +206,7 @@ def test_the_state_is_small_and_of_one_size():
 
 
 def test_a_lowered_count():
-    """As accelerate lowers it for what it has taken ahead."""
+    """accelerate lowers it by the batches that it has taken ahead."""
     made = loader(Plain(10), batch_size=2)
     iterator = iter(made)
     taken(iterator, 3)
@@ -216,7 +219,7 @@ def test_a_lowered_count():
 
 @pytest.mark.parametrize("num_workers", [0, with_workers()])
 def test_the_state_before_the_next_epoch(num_workers):
-    """A loop that leaves its epochs early can save where the next one begins, with its draws."""
+    """A loop that abandons its epochs can save the start of the next one, with its draws."""
 
     def make():
         generator = torch.Generator().manual_seed(1)
@@ -261,7 +264,7 @@ def test_states_that_do_not_fit():
     ids=["shuffled", "shared", "grown"],
 )
 def test_states_of_another_order(options, text):
-    """They are refused in mid-epoch: samples would be lost. A finished epoch has none to come."""
+    """They are refused in mid-epoch, as samples would be lost. A finished epoch loses none."""
     made = loader(Plain(19), 0, batch_size=2)
     iterator = iter(made)
     taken(iterator, 3)
@@ -299,7 +302,7 @@ def test_what_is_no_state(state, error, text):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_empty_state_begins_anew(persistent):
-    """Also where another one was loaded before."""
+    """This holds even if another state was loaded before."""
     made = loader(Plain(6), batch_size=None, persistent_workers=persistent)
     iterator = iter(made)
     assert taken(iterator, 2) == [0, 1]
@@ -327,7 +330,7 @@ def test_a_refused_state_changes_nothing():
 
 
 class Drawn(Cycle):
-    """Draws its order with its first key, or chunk by chunk; counts how often it is asked."""
+    """Draws its order with its first key, or in chunks; counts how often it is asked."""
 
     asked = 0
 
@@ -359,7 +362,7 @@ class Drawn(Cycle):
 )
 @pytest.mark.parametrize("kind", [cseq.DataLoader, cseq.StatefulDataLoader])
 def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(num_workers, kind, batch_size):
-    """Not with each key, whatever the number of batches; it may draw its order with its first."""
+    """It is not asked with each key, for any number of batches, and may draw with its first key."""
 
     def make():
         context = QUICKEST.start_method if num_workers else None
@@ -374,11 +377,14 @@ def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(num_workers, ki
         states = [pickle.loads(pickle.dumps(made.state_dict())) for _ in range(2)]
         assert same(*states)
         rest = list(iterator)
-        assert made.sampler.asked <= (3 if count else 4)  # by each `state_dict` before a key
-        torch.manual_seed(99)  # resumed elsewhere
+        # Each `state_dict` before the first key asks once.
+        assert made.sampler.asked <= (3 if count else 4)
+        # The resume happens elsewhere.
+        torch.manual_seed(99)
         made = make()
         made.load_state_dict(states[0])
-        if not count:  # it draws with its first key: another order
+        if not count:
+            # The sampler draws with its first key, so its order differs.
             assert len(list(made)) == len(rest)
             continue
         iterator = iter(made)
@@ -392,7 +398,7 @@ def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(num_workers, ki
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_sampler_with_a_state_that_draws_on_is_told(num_workers, caplog):
-    """Its later keys are drawn again, and not the same."""
+    """The log says that its later keys are drawn again, and differ."""
     made = loader(Plain(30), num_workers, sampler=Drawn(30, 3), batch_size=None)
     taken(iter(made), 10)
     state = made.state_dict()
@@ -404,7 +410,7 @@ def test_a_sampler_with_a_state_that_draws_on_is_told(num_workers, caplog):
 
 
 class Shuffling(data.IterableDataset[int]):
-    """Draws its order in `__iter__`, which is no generator."""
+    """Draws its order in `__iter__`, which is not a generator function."""
 
     def __iter__(self):
         order = list(range(8))
@@ -414,7 +420,7 @@ class Shuffling(data.IterableDataset[int]):
 
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_what_is_drawn_when_iteration_begins(num_workers, persistent):
-    """With rng="batch", it is the same behind a resume."""
+    """With rng="batch", the draws are the same after a resume."""
 
     def make(seed):
         generator = torch.Generator().manual_seed(seed)
@@ -445,7 +451,7 @@ def test_a_state_in_no_order_says_what_it_is(caplog):
 
 
 class Asking(data.Sampler[Any]):
-    """A sampler, or a data set, whose state is for those who say at which step it is."""
+    """A sampler or data set whose state serves callers that name their step."""
 
     def __len__(self):
         return 3
@@ -471,7 +477,7 @@ def test_a_state_that_needs_arguments_is_not_asked_for(num_workers):
 
 
 class Recounted:
-    """Batches that are drawn anew whenever they are counted."""
+    """Batches that are drawn again whenever they are counted."""
 
     def __len__(self):
         return len(list(self))
@@ -490,7 +496,7 @@ def test_a_state_does_not_count_a_samplers_batches():
 
 
 def test_between_epochs_with_persistent_workers():
-    """The next epoch has the order of the run that went on, though a sampler is asked twice."""
+    """The next epoch has the uninterrupted run's order, though the sampler is asked twice."""
 
     def make():
         generator = torch.Generator().manual_seed(1)

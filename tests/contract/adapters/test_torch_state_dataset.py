@@ -1,4 +1,4 @@
-"""`state_dict()` of `cseq.DataLoader` with data sets that have, or have no, states of their own."""
+"""`state_dict()` of `cseq.DataLoader` for data sets with and without states."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from cseq import testing  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
 
 class Drawing(Plain):
-    """Draws from torch's generator, which is its state."""
+    """Draws from torch's generator, whose state is its own."""
 
     def __getitem__(self, index):
         return int(torch.randint(1000, ()))
@@ -57,7 +58,7 @@ def test_map_style_data_with_a_state(num_workers, every):
 
 
 class Tally(Plain):
-    """Counts the samples that it was asked for, which is its state."""
+    """Its state is the number of samples that it was asked for."""
 
     count = 0
 
@@ -73,7 +74,7 @@ class Tally(Plain):
 
 
 def test_the_replacement_of_a_persistent_worker_has_the_state_of_the_epoch_before():
-    """The data set goes on from where the last epoch had left it."""
+    """The data set continues where the previous epoch left it."""
     made = loader(Tally(4), 1, batch_size=None, persistent_workers=True)
     assert list(made) == [1, 2, 3, 4]
     testing.kill(made, 0)
@@ -86,7 +87,7 @@ def test_iterable_generators_go_on_with_seeds_for_each_batch():
 
 
 def test_a_state_that_is_kept_or_given_stays_as_it_is():
-    """What a data set or a sampler goes on to change is its own."""
+    """Later changes by a data set or a sampler do not reach the state."""
     for num_workers in (0, 1):
 
         def make(num_workers=num_workers):
@@ -102,7 +103,8 @@ def test_a_state_that_is_kept_or_given_stays_as_it_is():
         again = make()
         again.load_state_dict(state)
         assert list(again) == rest == [3, 4, 5, 6, 7, 8]
-        assert num_workers or again.dataset.made == 6  # what came before was not made again
+        # The earlier samples were not made again.
+        assert num_workers or again.dataset.made == 6
         assert pickle.dumps(state) == before
         again.load_state_dict(state)
         again.state_dict()["workers"][0].clear()
@@ -111,7 +113,7 @@ def test_a_state_that_is_kept_or_given_stays_as_it_is():
 
 
 class Packing(data.IterableDataset[int]):
-    """Keeps a buffer, which its state has, as packing and shuffling data sets do."""
+    """Its state includes its buffer, as in data sets that pack or shuffle."""
 
     made = 0
 
@@ -136,7 +138,7 @@ class Packing(data.IterableDataset[int]):
 
 
 class Asked(data.IterableDataset[int]):
-    """Counts how often it is asked for its state, where the tests can read it."""
+    """Counts the requests for its state where the tests can read it."""
 
     def __init__(self, path):
         self.path = path
@@ -162,7 +164,7 @@ class Asked(data.IterableDataset[int]):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_data_loader_asks_no_data_set_for_a_state(num_workers, persistent, tmp_path, caplog):
-    """A resume makes the epoch's batches again; the first state says what would spare that."""
+    """A resume makes the epoch's batches again; the first state logs what would avoid that."""
     context = QUICKEST.start_method if num_workers else None
     options = {"num_workers": num_workers, "batch_size": 2, "multiprocessing_context": context}
     options["persistent_workers"] = persistent and num_workers > 0
@@ -208,7 +210,7 @@ FREE |= {"batch_size", "batches", "step", "world_size", "rank"}
 
 @pytest.mark.parametrize("kind", ["map", "iterable", "order"])
 def test_a_malformed_state(kind):
-    """It is named when it is loaded, and the loader begins as if it had not been given."""
+    """Loading the state raises an error that names it, and the loader starts as if without it."""
 
     def make():
         if kind == "order":
@@ -228,7 +230,8 @@ def test_a_malformed_state(kind):
                 again.load_state_dict({})
             else:
                 assert name in FREE
-            list(again)  # what was taken is fine
+            # The batches that were taken are fine.
+            list(again)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +248,7 @@ def test_a_malformed_state_of_a_sampler(sampler):
 
 
 class Going(data.IterableDataset[int]):
-    """Its own iterator: an epoch goes on where the one before has ended."""
+    """Its own iterator: an epoch continues where the previous one ended."""
 
     at = 0
 

@@ -76,7 +76,7 @@ def test_batches_of_a_seed_for_each_batch():
 
 
 def test_a_thread_has_a_generator_of_its_own():
-    """It begins as torch seeds numpy in a worker of that number, once for all of its batches."""
+    """It starts as torch seeds numpy in the worker of that number, once for all batches."""
     torch.manual_seed(5)
     made = [*threads(Drawing(6), batch_size=None, num_workers=2)]
     torch.manual_seed(5)
@@ -89,7 +89,7 @@ def test_a_thread_has_a_generator_of_its_own():
 
 
 def test_global_generators_are_the_programs():
-    """Threads seed none of them, whatever `rng` is."""
+    """Threads seed none of them, for any `rng`."""
 
     class Globals(Plain):
         def __getitem__(self, index):
@@ -109,7 +109,7 @@ class Told(Plain):
 
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 def test_what_a_thread_knows_of_itself(rng):
-    """`cseq.worker_info` is its own; torch's knows no threads."""
+    """`cseq.worker_info` is the thread's own; torch's has no entry for threads."""
     told = [*threads(Told(6), batch_size=None, num_workers=2, rng=rng)]
     assert {info for info, _ in told} == {None}
     assert {(own.number, own.num_workers) for _, own in told} == {(0, 2), (1, 2)}
@@ -121,7 +121,7 @@ def test_what_a_thread_knows_of_itself(rng):
 
 
 class Unpicklable(Plain):
-    """Has a lock and a list that grows."""
+    """Has a lock and a growing list."""
 
     def __init__(self, length=12):
         super().__init__(length)
@@ -153,7 +153,7 @@ def test_keys_are_the_objects_themselves():
 
 
 def test_default_collate_makes_ordinary_tensors():
-    """To torch's collate a worker is a process, and tensors belong into shared memory."""
+    """torch's collate would take a thread for a process, and put tensors into shared memory."""
 
     class Arrays(Plain):
         def __getitem__(self, index):
@@ -170,7 +170,7 @@ def test_default_collate_makes_ordinary_tensors():
 
 @pytest.mark.needs("Linux")
 def test_what_the_loop_drops_is_used_again():
-    """Of 40 MiB, which malloc maps anew each time, with zeros; some four are there at once."""
+    """malloc maps 40 MiB each time, with zeros; about four such tensors exist at once."""
 
     class Found(Plain):
         def __getitem__(self, index):
@@ -328,7 +328,7 @@ next(builtins.kept)
 
 
 def test_an_iterator_may_outlive_the_modules():
-    """It is dropped when the interpreter ends: nothing is said."""
+    """The interpreter's end drops it silently."""
     ended = subprocess.run(
         [sys.executable, "-c", KEPT], timeout=50, capture_output=True, check=False
     )
@@ -362,7 +362,7 @@ def test_a_state_is_for_threads_and_processes(taken):
 
 
 class Counting(Plain):
-    """Each sample is one more than the one before, of any epoch."""
+    """Each sample is one more than the previous one, across epochs."""
 
     made = 0
 
@@ -379,7 +379,7 @@ class Counting(Plain):
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 5])
 def test_a_state_has_what_earlier_epochs_have_left_in_the_data_set(taken):
-    """It is the same object in all of them, also behind the last batch, and behind the end."""
+    """All of them share the object, also after the last batch and after the end."""
 
     def make():
         options = {"batch_size": None, "num_workers": 1, "worker_method": "thread"}

@@ -28,20 +28,17 @@ from cseq.adapters.torch import LoaderTimeout, names  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
 
 class Unsent(Plain):
-    """Its sample 1 cannot be pickled."""
-
     def __getitem__(self, index):
         return Refusing() if index == 1 else index
 
 
 class Refusing:
-    """Cannot be pickled."""
-
     def __reduce__(self):
         raise LookupError("two is missing")
 
@@ -96,7 +93,7 @@ def test_a_state_after_ctrl_c_is_right(kind, num_workers, monkeypatch):
 
 
 class Pressing(Plain):
-    """Ctrl-C is pressed in the middle of its sample 4, once."""
+    """Ctrl-C comes once, in the middle of its sample 4."""
 
     pressed = False
 
@@ -108,7 +105,7 @@ class Pressing(Plain):
 
 
 def test_ctrl_c_in_a_data_set_without_workers():
-    """Its batch is made by a resume; the iterator has lost it, as torch's."""
+    """A resume makes the batch; the iterator has lost it, as torch's does."""
     made = cseq.DataLoader(Pressing(8), batch_size=2)
     iterator = iter(made)
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
@@ -122,8 +119,6 @@ def test_ctrl_c_in_a_data_set_without_workers():
 
 
 class Missing(Plain):
-    """Its sample 1 is missing."""
-
     def __getitem__(self, index):
         if index == 1:
             raise LookupError("two is missing")
@@ -131,7 +126,7 @@ class Missing(Plain):
 
 
 def take(iterator):
-    """Take a batch, or what was raised instead of it."""
+    """Take a batch, or the exception raised instead."""
     try:
         return next(iterator, "end")
     except (LookupError, TypeError) as error:
@@ -139,12 +134,12 @@ def take(iterator):
 
 
 def everything(iterator):
-    """Take all that is left."""
+    """Take all that remains."""
     return list(iter(lambda: take(iterator), "end"))
 
 
 class Stuck(Plain):
-    """Waits until a file is there."""
+    """Waits for a file."""
 
     def __init__(self, path):
         super().__init__(3)
@@ -157,11 +152,12 @@ class Stuck(Plain):
 
 
 def a_place_to_be_found():
-    """Its name is in the stack."""
+    """Appear by name in the stack."""
     time.sleep(0.05)
 
 
-@forked  # a worker that imports torch is not yet where this looks
+# At this time, a worker that imports torch is not yet in the data set.
+@forked
 def test_a_timeout_shows_where_the_worker_is(tmp_path):
     path = tmp_path / "gate"
     iterator = iter(loader(Stuck(path), batch_size=None, timeout=0.5))
@@ -176,8 +172,6 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path):
 
 
 class Deadly(Plain):
-    """Ends its process."""
-
     def __getitem__(self, index):
         if index == 1:
             kill(os.getpid())
@@ -191,14 +185,15 @@ def test_a_batch_that_kills_again_and_again_is_an_error():
     with pytest.raises(cseq.WorkerDied, match=told) as caught:
         next(iterator)
     died = caught.value
-    assert str(died).count(": worker 1 ") == 1  # what has happened is said once
+    # The message reports the event once.
+    assert str(died).count(": worker 1 ") == 1
     assert died.indices == [1]
     assert list(iterator) == []
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_a_death_names_the_key(batch_size):
-    """And not the number that batches have with generators seeded for each."""
+    """With a generator for each batch, the number of the batch is no key."""
     iterator = iter(loader(Deadly(4), batch_size=batch_size, rng="batch", num_workers=1))
     next(iterator)
     named = r"\(1\)" if batch_size is None else r"\(\[1\]\)"
@@ -208,7 +203,7 @@ def test_a_death_names_the_key(batch_size):
 
 
 def test_who_makes_the_batches_behind_a_resume():
-    """Worker k mod N makes batch k, of the epoch that is resumed, and of the next one."""
+    """Worker k mod N makes batch k, of the resumed epoch and of the next one."""
     options = {"batch_size": None, "persistent_workers": True}
     made = loader(Told(8), num_workers=3, **options)
     iterator = iter(made)

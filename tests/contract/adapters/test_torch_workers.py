@@ -1,4 +1,4 @@
-"""What a data set sees of its worker, and what exceptions do: `cseq.DataLoader` as torch's own."""
+"""What a data set sees of its worker, and how exceptions arrive, as with torch's own loader."""
 
 import contextlib
 import contextvars
@@ -21,7 +21,8 @@ import cseq.testing  # noqa: E402
 
 pytestmark = [
     pytest.mark.needs("quick processes"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
 
@@ -29,8 +30,6 @@ pytestmark = [
 
 
 class Nested(Plain):
-    """Has a loader with a worker."""
-
     def __getitem__(self, index):
         inner = cseq.DataLoader(Plain(3), batch_size=None, num_workers=1)
         return list(inner), multiprocessing.parent_process() is None
@@ -41,10 +40,11 @@ def test_a_loader_in_a_worker():
     assert [numbers for numbers, _ in made] == [[0, 1, 2]] * 2
 
 
-@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.12
+# torch 2.12 warns of this.
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_profile_has_torchs_name(num_workers):
-    """Traces are searched for it."""
+    """Users search traces for it."""
 
     def names_in(made):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -58,7 +58,7 @@ def test_a_profile_has_torchs_name(num_workers):
 
 
 class Leaving(Plain):
-    """Raises what ends a program."""
+    """Raises an exception that ends a program."""
 
     def __init__(self, error):
         super().__init__(8)
@@ -72,7 +72,7 @@ class Leaving(Plain):
 
 @pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), GeneratorExit()], ids=repr)
 def test_a_worker_that_would_leave(error):
-    """The trainer does not end as if all were well: torch's exception, in place of the batch."""
+    """The trainer must not exit successfully: it gets torch's exception instead of the batch."""
     iterator = iter(loader(Leaving(error), batch_size=None))
     assert [next(iterator) for _ in range(3)] == [0, 1, 2]
     name = type(error).__name__
@@ -84,7 +84,7 @@ def test_a_worker_that_would_leave(error):
 
 
 class Threads(Plain):
-    """Tells the thread's name, which lines of logs have."""
+    """Returns the thread's name, which log lines show."""
 
     def __getitem__(self, index):
         return threading.current_thread().name
@@ -95,7 +95,7 @@ def test_the_thread_of_a_worker():
 
 
 class Related(Plain):
-    """Tells what multiprocessing knows of its process, and of the trainer's."""
+    """Returns what multiprocessing knows of its process, and of the trainer's."""
 
     def __getitem__(self, index):
         parent = multiprocessing.parent_process()
@@ -106,7 +106,7 @@ class Related(Plain):
 
 
 def test_what_multiprocessing_knows_of_the_trainer():
-    """And workers have different numbers, which users choose devices and files by."""
+    """Workers have different numbers as well, by which users choose devices and files."""
     told = os.getpid(), multiprocessing.current_process().name, True
     assert list(loader(Related(2), batch_size=None)) == [[*told, [1]], [*told, [2]]]
 
@@ -115,7 +115,7 @@ OWN_VALUE = contextvars.ContextVar("OWN_VALUE", default=0)
 
 
 class Inherited(Plain):
-    """Its samples depend on what a thread has of its own."""
+    """The samples depend on thread-local state."""
 
     def __getitem__(self, index):
         with contextlib.suppress(FloatingPointError):
@@ -141,7 +141,7 @@ def test_what_the_calling_thread_has_is_inherited():
 
 @forked
 def test_modes_of_the_calling_thread_are_inherited():
-    """Gradients, and autocast of every device."""
+    """The modes are gradients, and autocast of every device."""
 
     class Modes(Plain):
         def __getitem__(self, index):
@@ -163,7 +163,7 @@ def test_modes_of_the_calling_thread_are_inherited():
 
 
 class Elsewhere(TorchFunctionMode):
-    """Is a default device, but for the number that the loader draws its seed by."""
+    """Acts as a default device, except for the number from which the loader draws its seed."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         given = dict(kwargs or {})
@@ -173,7 +173,7 @@ class Elsewhere(TorchFunctionMode):
 
 
 class Made(Plain):
-    """Says where its tensors are, and has some of the CPU: in an object, and of a rare type."""
+    """Returns its tensors' devices, with some CPU tensors in an object, and one of a rare type."""
 
     def __getitem__(self, index):
         numbers = torch.arange(index + 3, device="cpu")
@@ -182,7 +182,7 @@ class Made(Plain):
 
 @forked
 def test_function_modes_are_inherited():
-    """A default device is one: samples are made where it says, and travel as without it."""
+    """A default device is such a mode: samples are made on it, and travel normally."""
     with Elsewhere():
         got = list(loader(Made(2), batch_size=None))
     for index, (device, held, rare) in enumerate(got):
@@ -194,7 +194,7 @@ def test_function_modes_are_inherited():
 
 @forked
 def test_inference_mode_is_inherited():
-    """A data set may change a tensor that was made in it."""
+    """A data set may change a tensor made in inference mode."""
     with torch.inference_mode():
         counted = torch.zeros(1)
 
@@ -210,8 +210,6 @@ def test_inference_mode_is_inherited():
 
 
 class Fails(Plain):
-    """Its sample 1 raises."""
-
     def __getitem__(self, index):
         if index == 1:
             raise LookupError(index)
@@ -219,7 +217,7 @@ class Fails(Plain):
 
 
 def test_a_batch_that_raises_has_torchs_number():
-    """What torch counts, by which it warns of a length that is too small, leaves it out."""
+    """torch's count, by which it warns of a length that is too small, excludes the batch."""
 
     def numbers(kind):
         iterator = iter(kind(Fails(3), batch_size=None))
@@ -238,20 +236,21 @@ def test_the_text_of_an_exception_has_the_traceback():
     assert next(iterator) == 0
     with pytest.raises(LookupError, match="in __getitem__") as caught:
         next(iterator)
-    if hasattr(caught.value, "__notes__"):  # from Python 3.11 on
+    if hasattr(caught.value, "__notes__"):
+        # Exceptions have notes from Python 3.11 on.
         said = "Caught LookupError in DataLoader worker process 1.\nOriginal"
         assert str(caught.value).startswith(said)
 
 
 class Computing(Plain):
-    """Says with how many threads torch computes."""
+    """Returns the number of threads with which torch computes."""
 
     def __getitem__(self, index):
         return torch.get_num_threads()
 
 
 def test_a_worker_computes_with_one_thread(monkeypatch):
-    """As torch's, whatever the environment says."""
+    """Workers do as torch's do, for any environment."""
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.setenv(name, "2")
     before = torch.get_num_threads()
@@ -280,7 +279,7 @@ class Reading(Plain):
 
 @pytest.mark.needs("Linux")
 def test_forked_workers_read_one_file_each_at_its_own_offset(tmp_path):
-    """Though the trainer has opened it."""
+    """This holds although the trainer has opened the file."""
     (tmp_path / "read").write_bytes(bytes(range(8)))
     dataset = Reading(tmp_path / "read")
     assert list(cseq.DataLoader(dataset, batch_size=None, **FORK)) == list(range(8))
@@ -288,7 +287,7 @@ def test_forked_workers_read_one_file_each_at_its_own_offset(tmp_path):
 
 
 class Seeds(data.IterableDataset[int]):
-    """Says what torch's generator was seeded with for each of six batches."""
+    """Returns the seeds of torch's generator for six batches."""
 
     def __iter__(self):
         info = data.get_worker_info()
@@ -354,7 +353,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("persistent", ["", "persistent"])
 @pytest.mark.parametrize("method", ["fork", "forkserver", "thread"])
 def test_a_forked_process_has_workers_of_its_own(run_prepared, method, persistent):
-    """Its iterators are new ones; an inherited one says so, and its parent's goes on."""
+    """New iterators work; an inherited one raises, and the parent's goes on."""
     done = run_prepared(INHERITED, method, persistent)
     batches = 24 if persistent else 12
     said = ["call iter() of the DataLoader again", f"True {batches}", "True"]

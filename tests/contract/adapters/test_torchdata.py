@@ -1,4 +1,4 @@
-"""`cseq.adapters.torchdata`: DataLoader2 with cseq's workers, beside torchdata's own service."""
+"""`cseq.adapters.torchdata`: DataLoader2 with cseq's workers, and torchdata's own service."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from cseq import testing  # noqa: E402
 from cseq.adapters.torchdata import MultiProcessingReadingService  # noqa: E402
 from cseq.stream import Streams  # noqa: E402
 
-# Many loaders are started here, whose processes import torch: for minutes where they are spawned.
+# Many loaders start here, and their processes import torch: spawned, they would take minutes.
 pytestmark = pytest.mark.needs("quick processes")
 
 
@@ -54,7 +54,6 @@ def noted(path, item):
 
 
 def made(path):
-    """Count those traces."""
     return len(path.read_text().splitlines())
 
 
@@ -67,7 +66,7 @@ def rests(item):
 
 
 def test_arguments_and_defaults():
-    """The arguments and their defaults are those of torchdata's, under the same names."""
+    """The arguments and their defaults equal torchdata's, with the same names."""
     names = ["num_workers", "multiprocessing_context", "worker_prefetch_cnt", "main_prefetch_cnt"]
     names += ["worker_init_fn", "worker_reset_fn"]
     made = MultiProcessingReadingService(3)
@@ -79,7 +78,7 @@ def test_arguments_and_defaults():
 
 
 def test_wrong_arguments():
-    """A wrong argument is refused at once, a start method with torchdata's AssertionError."""
+    """A wrong argument is refused at once; a start method raises torchdata's AssertionError."""
     with pytest.raises(AssertionError, match="Please choose one available multiprocessing context"):
         MultiProcessingReadingService(2, "teleport")
     with pytest.raises(ValueError, match="num_workers"):
@@ -91,7 +90,7 @@ def test_wrong_arguments():
 
 
 def test_one_service_for_several_loaders():
-    """Each DataLoader2 has its own copy of the service it is given."""
+    """Each DataLoader2 copies the service it is given."""
     shared = service()
     first, second = (DataLoader2(numbers(n), reading_service=shared) for n in (4, 6))
     with first, second:
@@ -104,7 +103,7 @@ def test_one_service_for_several_loaders():
 
 
 def test_without_sharding_every_worker_makes_everything():
-    """A graph that has no sharding is run as a whole by every worker."""
+    """Every worker runs the whole of a graph without sharding."""
     with loader(IterableWrapper(range(3))) as loaded:
         assert list(loaded) == [0, 0, 1, 1, 2, 2]
 
@@ -132,7 +131,7 @@ def test_worker_functions():
 
 
 def test_reset_function_may_return_another_pipe():
-    """The pipe that `worker_reset_fn` returns is that of the epoch, and of no later one."""
+    """The pipe that `worker_reset_fn` returns serves that epoch only."""
     with loader(numbers(4), worker_reset_fn=doubled) as loaded:
         assert [list(loaded), list(loaded)] == [[0, 2, 4, 6]] * 2
 
@@ -143,7 +142,7 @@ def doubled(pipe, info, seeds):
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_dispatched_items_go_round(num_workers):
-    """One process makes what is dispatched, and its item i goes to worker i mod N."""
+    """One process makes the dispatched items; item i goes to worker i mod N."""
     pipe = IterableWrapper(range(9)).map(with_pid).sharding_round_robin_dispatch(MULTI)
     with loader(pipe.map(with_pid), num_workers) as loaded:
         items = list(loaded)
@@ -155,7 +154,7 @@ def test_dispatched_items_go_round(num_workers):
 
 
 def test_dispatchers_on_two_branches():
-    """What two dispatchers have in common is made by one process as a whole."""
+    """One process makes the whole of the part that two dispatchers share."""
     left, right = dispatched(6).map(with_pid), dispatched(6).map(with_pid)
     with loader(left.zip(right)) as loaded:
         items = list(loaded)
@@ -164,7 +163,7 @@ def test_dispatchers_on_two_branches():
 
 
 def test_branches_that_are_not_dispatched_are_sharded():
-    """Beside a dispatcher, a `sharding_filter` on another branch shards; in front of it, not."""
+    """A `sharding_filter` shards on another branch than a dispatcher's, but not before one."""
     left = numbers(6).sharding_round_robin_dispatch(MULTI)
     with loader(left.zip(numbers(6).map(with_pid))) as loaded:
         items = list(loaded)
@@ -173,13 +172,13 @@ def test_branches_that_are_not_dispatched_are_sharded():
 
 
 def test_one_worker_far_ahead_of_the_other():
-    """However many dispatched items wait for one worker, the other one is served."""
+    """Any number of dispatched items may wait for one worker; the other one is served."""
     with loader(dispatched(3000).filter(rests)) as loaded:
         assert sorted(loaded) == [item for item in range(3000) if rests(item)]
 
 
 class Passed:
-    """Tells where it was unpickled."""
+    """Returns where it was unpickled."""
 
     def __init__(self, pids=()):
         self.pids = pids
@@ -202,7 +201,7 @@ def pids_of(item):
 
 
 def test_nobody_opens_dispatched_items_on_their_way():
-    """What is dispatched is unpickled by its worker, and nowhere else."""
+    """Only the worker of a dispatched item unpickles it."""
     pipe = IterableWrapper(range(100)).map(passed).sharding_round_robin_dispatch(MULTI)
     with loader(pipe.map(pids_of)) as loaded:
         items = list(loaded)
@@ -222,7 +221,7 @@ def test_what_is_not_replicable_stays_here():
 
 
 def test_several_replicable_branches_are_refused():
-    """A graph whose replicable part is not in one piece is refused as torchdata refuses it."""
+    """A graph whose replicable part is not connected is refused, as in torchdata."""
     with (
         loader(Stays(numbers()).zip(numbers())) as loaded,
         pytest.raises(AssertionError, match="single replicable branch"),
@@ -234,7 +233,7 @@ def test_several_replicable_branches_are_refused():
 
 
 def test_order_does_not_depend_on_the_workers():
-    """With sharding, the order is that of the unsharded graph for any number of workers."""
+    """With sharding, any number of workers gives the order of the unsharded graph."""
     orders = []
     for num_workers in (1, 2, 3):
         with loader(shuffled().map(double), num_workers) as loaded:
@@ -246,7 +245,7 @@ def test_order_does_not_depend_on_the_workers():
 
 @pytest.mark.parametrize("make", [numbers, dispatched])
 def test_leaving_an_epoch_early(make):
-    """A new iterator begins a new and whole epoch, and the old one is invalid."""
+    """A new iterator begins a new, whole epoch, and the old one becomes invalid."""
     with loader(make(30)) as loaded:
         old = iter(loaded)
         assert list(itertools.islice(old, 5)) == list(range(5))
@@ -259,7 +258,7 @@ def test_leaving_an_epoch_early(make):
 
 
 def test_nothing_at_all():
-    """An empty source is an empty epoch, with more workers than items, too."""
+    """An empty source gives an empty epoch, even with more workers than items."""
     for pipe in (numbers(0), dispatched(0), dispatched(1).filter(rests)):
         with loader(pipe, 3) as loaded:
             assert list(loaded) == []
@@ -270,11 +269,11 @@ def random_tail():
 
 
 def epochs_of_theirs(make):
-    """Return two epochs of torchdata's own service under the seed 5."""
+    """Return two epochs of torchdata's own service with seed 5."""
     theirs = DataLoader2(make(), reading_service=dataloader2.MultiProcessingReadingService(2))
     theirs.seed(5)
     epochs = [list(theirs), list(theirs)]
-    # Its own shutdown hangs now and then, and leaves a process: there is nothing left to end.
+    # torchdata's shutdown sometimes hangs, and leaves a process that would not end.
     for child in multiprocessing.active_children():
         child.kill()
         child.join()
@@ -286,7 +285,7 @@ def epochs_of_theirs(make):
 
 @pytest.mark.parametrize("make", [random_graph, random_dispatched_graph, random_tail])
 def test_the_seeds_are_those_of_torchdata(make):
-    """Under one seed, order and random numbers are those that torchdata's service gives."""
+    """With the same seed, order and random numbers equal torchdata's."""
     expected = epochs_of_theirs(make)
     with loader(make(), repeat_epochs=True) as repeating, loader(make()) as ours:
         for loaded in (repeating, ours):
@@ -297,7 +296,7 @@ def test_the_seeds_are_those_of_torchdata(make):
 
 @pytest.mark.parametrize("make", [random_graph, random_dispatched_graph, random_tail])
 def test_epochs_differ(make):
-    """After one seed every epoch has an order of its own, and the same seed gives the same ones."""
+    """Every epoch after a seed has its own order, and the same seed gives the same orders."""
     with loader(make()) as loaded:
         loaded.seed(5)
         first = [list(loaded) for _ in range(3)]
@@ -307,7 +306,7 @@ def test_epochs_differ(make):
 
 
 def test_without_a_seed_torch_decides():
-    """Without `seed`, torch's own generator decides, so that `manual_seed` repeats an epoch."""
+    """Without `seed`, torch's generator decides, so `manual_seed` repeats an epoch."""
     with loader(random_graph()) as loaded:
         torch.manual_seed(3)
         first = list(loaded)
@@ -322,7 +321,7 @@ def test_without_a_seed_torch_decides():
 
 @pytest.mark.parametrize(("worker", "main", "ahead"), [(0, 0, 1), (3, 0, 4), (0, 4, 3), (3, 4, 6)])
 def test_how_far_ahead_workers_go(worker, main, ahead, tmp_path):
-    """A worker is one item ahead, and as many more as the two counts say; 0 is none."""
+    """A worker is one item ahead, plus the two counts, either of which may be 0."""
     path = tmp_path / "made"
     pipe = numbers(200).map(functools.partial(noted, str(path)))
     with loader(pipe, worker_prefetch_cnt=worker, main_prefetch_cnt=main) as loaded:
@@ -343,7 +342,7 @@ def test_how_far_ahead_workers_go(worker, main, ahead, tmp_path):
 @pytest.mark.parametrize("make", [shuffled, dispatched])
 @pytest.mark.parametrize("counts", [(0, 0), (2, 2)])
 def test_pause_and_resume_lose_nothing(make, counts):
-    """Pausing ends the loop, resuming goes on with the next item; prefetching pipes, too."""
+    """Pausing ends the loop; resuming continues with the next item, even in prefetching pipes."""
     pipe = make(20).prefetch(3).prefetch(2)
     with loader(pipe, worker_prefetch_cnt=counts[0], main_prefetch_cnt=counts[1]) as loaded:
         items = iter(loaded)
@@ -358,7 +357,7 @@ def test_pause_and_resume_lose_nothing(make, counts):
 
 
 def test_pause_and_resume_in_the_tail():
-    """Threads of the main process's pipes are held and go on."""
+    """The threads of pipes in the main process pause and continue."""
     with loader(Stays(numbers(20)).prefetch(4)) as loaded:
         items = iter(loaded)
         got = [next(items), next(items)]
@@ -369,7 +368,7 @@ def test_pause_and_resume_in_the_tail():
 
 
 def test_limit():
-    """A limit ends the loop after so many items, again after each `resume`, until it is lifted."""
+    """A limit ends the loop after that many items, and again after each `resume`, until lifted."""
     with loader(shuffled(10)) as loaded:
         items = iter(loaded)
         items.limit(3)
@@ -386,7 +385,7 @@ def test_limit():
 
 
 def test_pausing_as_the_source_ends():
-    """A pause comes to an end, also where threads of prefetching pipes are about to."""
+    """A pause ends even when threads of prefetching pipes are about to end."""
     with loader(shuffled(10).prefetch().prefetch(), 1, worker_prefetch_cnt=0) as loaded:
         for _ in range(20):
             items = iter(loaded)
@@ -404,7 +403,7 @@ def shares(pipe):
 
 
 class Shown(IterDataPipe):
-    """A pipe whose items show what was set on it."""
+    """A pipe whose items show its settings."""
 
     def __init__(self):
         self.share: Any = "unset"
@@ -464,13 +463,13 @@ print("done")
 
 
 def test_with_distributed_reading(run_prepared):
-    """It works behind a DistributedReadingService: seeds, pause and limit go through both."""
+    """The service works after a DistributedReadingService: both handle seeds, pause and limit."""
     done = run_prepared(DISTRIBUTED)
     assert done.stdout == "done\n", done.stderr
 
 
 def test_no_workers():
-    """Without workers everything runs here, after a warning, and cannot be paused."""
+    """Without workers, everything runs here, after a warning, and cannot be paused."""
     with pytest.warns(UserWarning, match="Please use `InProcessReadingService` for num_workers=0"):
         alone = MultiProcessingReadingService(worker_init_fn=add_sharding)
     with DataLoader2(IterableWrapper(range(5)).map(with_pid), reading_service=alone) as loaded:
@@ -487,7 +486,7 @@ def test_no_workers():
 
 
 def test_cseq_testing_knows_its_workers():
-    """They can be killed by their numbers, once they run."""
+    """`cseq.testing` can kill running workers by number."""
     with loader(numbers(20), max_restarts=5) as loaded:
         service = loaded.reading_service
         with pytest.raises(RuntimeError, match="not running"):
@@ -505,7 +504,7 @@ def test_cseq_testing_knows_its_workers():
 
 
 def test_the_end_does_not_wait(monkeypatch):
-    """Workers are ended on another thread: of a loader that is dropped, and by `shutdown`."""
+    """Another thread ends the workers, after `shutdown` or when a loader is dropped."""
     ended = []
     end = Streams.close
 

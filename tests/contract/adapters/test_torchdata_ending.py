@@ -29,7 +29,7 @@ from torchdata_graphs import (  # noqa: E402
 
 import cseq  # noqa: E402
 
-# Many loaders are started here, whose processes import torch: for minutes where they are spawned.
+# Many loaders start here, and their processes import torch: spawned, they would take minutes.
 pytestmark = pytest.mark.needs("quick processes")
 
 STREAMS = (
@@ -43,7 +43,7 @@ STREAMS = (
 @pytest.mark.parametrize("make", [numbers, dispatched])
 @pytest.mark.parametrize(("worker", "main"), [(0, 0), (0, 10), (10, 0), (10, 10)])
 def test_shutdown_after_some_items(make, worker, main):
-    """`shutdown` returns whatever is on its way, and twice is fine."""
+    """`shutdown` returns while items are on their way, and may be called twice."""
     for taken in (0, 1, 10):
         options = {"worker_prefetch_cnt": worker, "main_prefetch_cnt": main}
         loaded = loader(make(1000).map(double).batch(4), **options)
@@ -55,20 +55,21 @@ def test_shutdown_after_some_items(make, worker, main):
 
 
 def test_shutdown_before_anything():
-    """A loader that was never iterated can be shut down, and so can a service."""
+    """A loader or a service without an iteration can be shut down."""
     loader(numbers()).shutdown()
     service().finalize()
 
 
 def test_a_loader_that_is_dropped():
-    """A loader that nobody holds any more ends its processes, in the middle of an epoch, too."""
+    """The processes of an unreferenced loader end, even in the middle of an epoch."""
     items = iter(loader(dispatched(1000)))
     assert next(items) == 0
-    del items  # `nothing_left_behind` looks
+    # `nothing_left_behind` checks the rest.
+    del items
 
 
 def test_shutdown_with_a_thread_that_reads():
-    """Threads of pipes in the main process that wait for an item are no obstacle."""
+    """Threads of pipes in the main process that wait for an item do not delay it."""
     pipe = Stays(numbers(100).map(functools.partial(slowly, 0.05))).prefetch(3)
     loaded = loader(pipe, worker_prefetch_cnt=0, main_prefetch_cnt=0)
     items = iter(loaded)
@@ -80,13 +81,13 @@ def test_shutdown_with_a_thread_that_reads():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """Let workers that hang be killed soon."""
+    """Make workers that hang be killed soon."""
     monkeypatch.setattr("cseq.processes.supervisor.GRACE", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_shutdown_while_workers_hang():
-    """Workers that hang in the user's code are ended by force."""
+    """Workers that hang in the user's code are killed."""
     loaded = loader(numbers().map(functools.partial(slowly, 1e6)))
     iter(loaded)
     loaded.shutdown()
@@ -94,7 +95,7 @@ def test_shutdown_while_workers_hang():
 
 @pytest.mark.usefixtures("impatient")
 def test_shutdown_from_another_thread():
-    """A loop that waits for an item gets an InterruptedError when another thread ends it all."""
+    """A loop that waits for an item gets an InterruptedError when another thread shuts down."""
     loaded = loader(dispatched().map(functools.partial(slowly, 1e6)))
     items = iter(loaded)
     thread = threading.Timer(0.3, loaded.reading_service.finalize)
@@ -111,14 +112,14 @@ STARTING = (*STEPS, "adapters/torchdata/graph.py")
 
 
 def in_three_parts():
-    """A graph for the dispatching process, the workers and the main process."""
+    """Return a graph for the dispatching process, the workers and the main process."""
     return Stays(dispatched(12).map(double))
 
 
 @in_shares
 @pytest.mark.parametrize("verb", ["iter", "_pause", "_resume"])
 def test_ctrl_c_in_an_epoch(verb, share):
-    """Wherever in a loader's calls a signal handler raises: doing it again goes well."""
+    """Wherever a signal handler raises in a loader's calls, a second attempt succeeds."""
     with loader(in_three_parts()) as loaded:
 
         def step(countdown):
@@ -146,10 +147,11 @@ def test_ctrl_c_in_an_epoch(verb, share):
         assert first_hits(step, share=share) > 10
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of sockets that were just made
+# An interrupted start may leave a new socket unclosed.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @in_shares
 def test_ctrl_c_in_the_first_iter(share):
-    """Where the start was interrupted, the graph is whole and can be started."""
+    """After an interrupted start, the graph is whole and can be started."""
 
     def step(countdown):
         with loader(in_three_parts()) as loaded:
@@ -162,20 +164,21 @@ def test_ctrl_c_in_the_first_iter(share):
 
 
 def test_ctrl_c_in_shutdown():
-    """Where the end was interrupted, dropping the loader ends its processes."""
+    """After an interrupted shutdown, dropping the loader ends its processes."""
 
     def step(countdown):
         loaded = loader(in_three_parts())
         assert next(iter(loaded)) == 0
         with interrupted(countdown, *STEPS) as struck:
             loaded.shutdown()
-        return struck.is_set()  # `nothing_left_behind` looks
+        # `nothing_left_behind` checks the rest.
+        return struck.is_set()
 
     assert first_hits(step) > 1
 
 
 def test_a_graph_that_could_not_be_started_is_whole():
-    """A start that fails (here: something cannot be pickled) is no obstacle to another one."""
+    """After a failed start (here, an object cannot be pickled), another start works."""
     lock = threading.Lock()
     pipe = dispatched(6).map(double)
     reading = service(context="spawn")
@@ -193,7 +196,7 @@ def test_a_graph_that_could_not_be_started_is_whole():
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_exception_in_a_worker(num_workers, ahead):
-    """An exception comes in the place of its item, as its type, with place and traceback in it."""
+    """An exception comes instead of its item, with its type, position and traceback."""
     pipe = Raising(numbers(100), 4, Oops("it happened"))
     with loader(pipe, num_workers, worker_prefetch_cnt=ahead) as loaded:
         items = iter(loaded)
@@ -211,7 +214,7 @@ def test_exception_in_a_worker(num_workers, ahead):
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_exception_in_the_dispatching_process(num_workers):
-    """It comes in the place of its item, and says that it was there."""
+    """It comes instead of its item, and names the dispatching process."""
     pipe = Raising(IterableWrapper(range(100)), 7, Oops("it happened"))
     pipe = pipe.sharding_round_robin_dispatch(MULTI).map(double)
     with loader(pipe, num_workers) as loaded:
@@ -231,18 +234,18 @@ def raise_in_one(pipe, info, *more):
 
 
 def forget(pipe, *more):
-    """Return nothing, as a function does whose return was forgotten."""
+    """Lack a return statement."""
 
 
 def doubled():
-    """A graph whose workers' part is more than what is dispatched."""
+    """Return a graph whose workers do more than pass on what is dispatched."""
     return dispatched().map(double)
 
 
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
 @pytest.mark.parametrize("make", [numbers, doubled])
 def test_exception_in_a_worker_function(name, make):
-    """What the worker functions raise comes out of `iter()`, again each time."""
+    """`iter()` raises the exceptions of the worker functions, each time."""
     with loader(make(), **{name: raise_in_one}) as loaded:
         for _ in range(2):
             with pytest.raises(Oops, match=r"Caught Oops in worker process 1\.\nOriginal Trace"):
@@ -251,7 +254,6 @@ def test_exception_in_a_worker_function(name, make):
 
 @pytest.mark.parametrize("name", ["worker_init_fn", "worker_reset_fn"])
 def test_worker_functions_have_to_return_a_pipe(name):
-    """A function that returns no datapipe is told so."""
     with (
         loader(numbers(), **{name: forget}) as loaded,
         pytest.raises(TypeError, match=f"{name} returned None, not a datapipe"),
@@ -260,8 +262,6 @@ def test_worker_functions_have_to_return_a_pipe(name):
 
 
 class Unpausable(IterDataPipe):
-    """A pipe that cannot be paused."""
-
     def __iter__(self):
         return iter(range(10))
 
@@ -270,7 +270,7 @@ class Unpausable(IterDataPipe):
 
 
 def test_exception_in_pause():
-    """What a pipe raises when it is paused comes out of the pause."""
+    """The pause raises the exception of a pipe's pause."""
     with loader(Unpausable()) as loaded:
         iter(loaded)
         with pytest.raises(Oops, match="Caught Oops in worker process 0"):
@@ -282,7 +282,7 @@ def test_exception_in_pause():
 
 @pytest.mark.parametrize("make", [numbers, dispatched])
 def test_killed_worker(make):
-    """Without `max_restarts`, the death of a worker is an error that says so."""
+    """Without `max_restarts`, a worker's death is an error that says so."""
     with loader(make(1000).map(with_pid)) as loaded:
         items = iter(loaded)
         kill(next(items)[1])
@@ -302,7 +302,8 @@ def test_replaced_workers():
             for item, pid in shaken:
                 got.append(item)
                 if len(got) in (1, 2, 5):
-                    kill(pid)  # it may have been killed before the item was taken
+                    # The process may have been killed before the item was taken.
+                    kill(pid)
             assert got == expected
         assert shaken.reading_service.stats().restarts > 0
 
@@ -317,7 +318,7 @@ def test_no_worker_is_replaced_beside_a_dispatching_process():
 
 @pytest.mark.needs("POSIX")
 def test_timeout_of_the_dispatching_process():
-    """Where it hangs, the error names it, or shows the worker that waits for it."""
+    """The error names the dispatching process that hangs, or the worker that waits for it."""
     pipe = IterableWrapper(range(9)).map(functools.partial(slowly, 1e6))
     with loader(pipe.sharding_round_robin_dispatch(MULTI), timeout=1.0) as loaded:
         items = iter(loaded)

@@ -1,8 +1,7 @@
-"""What one is told who has no torchdata."""
+"""The import error without torchdata."""
 
 
 def test_without_torchdata_the_import_says_what_to_install(run_prepared):
-    """Importing the adapter where there is no torchdata names the package and the extra."""
     done = run_prepared(
         "import sys\nsys.modules['torchdata'] = None\nimport cseq.adapters.torchdata\n"
     )

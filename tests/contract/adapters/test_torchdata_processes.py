@@ -70,7 +70,7 @@ def test_a_script_that_just_ends(run_prepared):
 
 
 def test_a_caller_that_does_not_know_the_secret():
-    """Any process of this user can call the relay: it is turned away, and the next one is not."""
+    """Any process of this user can call the relay, which rejects it and serves the next caller."""
     made = relay.Relay(Streams(Nothing, 1, start_method=QUICK), 1)
     address, secret = made.address
     made.open()
@@ -78,14 +78,15 @@ def test_a_caller_that_does_not_know_the_secret():
         with pytest.raises(AuthenticationError):
             Client(address, authkey=b"a guess")
         with Client(address, authkey=secret) as caller:
-            caller.send((0, 1))  # there is no epoch
+            # No epoch has begun.
+            caller.send((0, 1))
             assert caller.recv() == ([], False)
     finally:
         made.close()
 
 
 class Nothing:
-    """A producer that is asked for nothing."""
+    """A producer that gets no requests."""
 
     def __init__(self, number, num_workers):
         pass

@@ -22,7 +22,7 @@ from torchdata_graphs import (  # noqa: E402
     shuffled,
 )
 
-# Many loaders are started here, whose processes import torch: for minutes where they are spawned.
+# Many loaders start here, and their processes import torch: spawned, they would take minutes.
 pytestmark = pytest.mark.needs("quick processes")
 
 
@@ -48,7 +48,7 @@ GRAPHS = [long_graph, long_dispatched_graph, long_tail]
 @pytest.mark.parametrize("make", GRAPHS)
 @pytest.mark.parametrize("taken", [0, 1, 13])
 def test_state_within_an_epoch(make, taken):
-    """A restored loader goes on with the next item, and with the same epochs after that."""
+    """A restored loader continues with the next item, and then with the same epochs."""
     with loader(make()) as loaded:
         loaded.seed(1)
         list(loaded)
@@ -63,7 +63,7 @@ def test_state_within_an_epoch(make, taken):
 @pytest.mark.parametrize("make", GRAPHS)
 @pytest.mark.parametrize("taken", [None, 0, 5])
 def test_state_replayed_from_the_start(make, taken):
-    """`_restore_checkpoint_beginning_of_epoch` goes back to the start, as with torchdata."""
+    """`_restore_checkpoint_beginning_of_epoch` restores the start, as with torchdata."""
     with loader(make()) as loaded:
         loaded.seed(1)
         if taken is None:
@@ -80,7 +80,7 @@ def test_state_replayed_from_the_start(make, taken):
 
 
 def test_state_of_a_loader_without_seed():
-    """The rest of an epoch comes back even if nobody has chosen its seed."""
+    """The rest of an epoch comes back even without a chosen seed."""
     with loader(long_graph()) as loaded:
         items = iter(loaded)
         list(itertools.islice(items, 9))
@@ -103,7 +103,7 @@ def test_state_between_epochs():
 
 
 def test_state_of_a_restored_loader():
-    """A loader that was restored can be left off again, at once or later."""
+    """A restored loader can stop again, at once or later."""
     with loader(long_graph()) as loaded:
         loaded.seed(1)
         items = iter(loaded)
@@ -122,7 +122,7 @@ def test_state_of_a_restored_loader():
 
 
 def test_state_for_another_number_of_workers():
-    """A position within an epoch means nothing to another number of workers, which is said."""
+    """A position within an epoch is invalid for another number of workers; the error says so."""
     with loader(numbers()) as loaded:
         next(iter(loaded))
         state = loaded.state_dict()
@@ -131,7 +131,7 @@ def test_state_for_another_number_of_workers():
 
 
 def test_state_of_a_graph_that_has_changed():
-    """Where a graph no longer has as many items as were taken, the loop is told."""
+    """If a graph now has fewer items than were taken, the loop gets an error."""
     with loader(Uneven((5, 5))) as loaded:
         list(itertools.islice(iter(loaded), 8))
         state = loaded.state_dict()
@@ -144,7 +144,7 @@ def test_state_of_a_graph_that_has_changed():
 
 
 def test_state_when_epochs_repeat():
-    """With `repeat_epochs` a state has no position, as with torchdata."""
+    """With `repeat_epochs`, a state has no position, as with torchdata."""
     with loader(long_graph(), repeat_epochs=True) as loaded:
         loaded.seed(1)
         items = iter(loaded)

@@ -1,4 +1,4 @@
-"""torchtitan's dataloader, by its contracts alone: its release's, and that of newer sources."""
+"""torchtitan's dataloader, by its contracts alone: the release's, and that in newer sources."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ both = pytest.mark.parametrize("contract", ["0.3.0", "newer"])
 
 @pytest.fixture
 def make_rows(tmp_path):
-    """Return the user's function: rows of a pair of Megatron's and a flat file."""
+    """Return the user's function, which makes rows of a Megatron pair and a flat file."""
     rng = np.random.default_rng(1)
     write_megatron(tmp_path / "web", random_documents(rng, 60, ROW))
     write_flat(tmp_path / "code.bin", [[*each, 0] for each in random_documents(rng, 40, ROW)])
@@ -42,7 +42,7 @@ def config(monkeypatch, contract, make_rows):
 
 
 def epochs(make_rows, number):
-    """Return the rows of some epochs, one after the other."""
+    """Return the rows of consecutive epochs."""
     manager = cseq.MPSequence(make_rows(ROW), batch_size=1, num_workers=0, seed=7, out_type="null")
     found = []
     with manager.start() as batches:
@@ -54,13 +54,13 @@ def epochs(make_rows, number):
 
 
 def step_of(parts):
-    """Return the rows of a step: those of all ranks."""
+    """Return the rows of a step from all ranks."""
     return [row for part in parts for row in part]
 
 
 @both
 def test_a_batch_has_what_the_model_takes(config, contract):
-    """Tokens, positions and labels are int64 tensors, of two dimensions or one; no other key."""
+    """Tokens, positions and labels are int64 tensors of one or two dimensions, without others."""
     loader = titan.build(config(num_workers=1), contract, ROW, 3)
     iterator = iter(loader)
     inputs, labels = next(iterator)
@@ -74,7 +74,7 @@ def test_a_batch_has_what_the_model_takes(config, contract):
 
 @both
 def test_all_ranks_end_at_the_same_step(config, contract, make_rows):
-    """One epoch is all whole steps of its rows; then, and after a resume at the end, no more."""
+    """One epoch is all whole steps of its rows; no more follow, even after a resume at the end."""
     loaders = [titan.build(config(repeat=False), contract, ROW, 2, r, 3) for r in range(3)]
     found = [*zip(*(titan.rows_of(loader, ROW) for loader in loaders), strict=True)]
     whole = epochs(make_rows, 1)
@@ -88,7 +88,7 @@ def test_all_ranks_end_at_the_same_step(config, contract, make_rows):
 @both
 @pytest.mark.parametrize(("ranks", "rows", "workers"), [(1, 4, 0), (3, 2, 1), (4, 1, 0)])
 def test_a_state_is_that_of_any_ranks(config, contract, make_rows, ranks, rows, workers):
-    """Two ranks' states are equal. Others go on with the next rows, into the next epoch."""
+    """Two ranks' states are equal. Other ranks continue with the next rows, into the next epoch."""
     first = [titan.build(config(), contract, ROW, 3, r, 2) for r in range(2)]
     before = [[*titan.rows_of(loader, ROW, 2)] for loader in first]
     states = [loader.state_dict() for loader in first]
@@ -113,7 +113,7 @@ def test_a_state_is_that_of_any_ranks(config, contract, make_rows, ranks, rows, 
 
 @both
 def test_the_validator_sets_how_often(config, contract):
-    """0.3.0 sets `infinite` for its validator, newer sources set `repeat`: False is one epoch."""
+    """For its validator, 0.3.0 sets `infinite`, newer sources set `repeat`; False: one epoch."""
     given = {"0.3.0": {"infinite": False}, "newer": {"repeat": False}}[contract]
     loader = titan.build(titan.replace(config(), **given), contract, ROW, 2)
     assert len(list(loader)) == len(loader.manager)
@@ -122,7 +122,7 @@ def test_the_validator_sets_how_often(config, contract):
 
 @both
 def test_an_iterator_goes_on_where_the_loader_is(config, contract, make_rows):
-    """One that is made after another was left continues behind what that has given."""
+    """A new iterator continues after the rows of an abandoned one."""
     loader = titan.build(config(repeat=False), contract, ROW, 2)
     found = [batch for _ in range(3) for batch in titan.rows_of(loader, ROW, 2)]
     assert [row for batch in found for row in batch] == epochs(make_rows, 1)[:12]
@@ -130,7 +130,7 @@ def test_an_iterator_goes_on_where_the_loader_is(config, contract, make_rows):
 
 @both
 def test_no_worker_is_left(config, contract):
-    """`close`, or the end of an iterator that nobody uses, ends the workers. Both may come."""
+    """`close`, or the end of an unused iterator, ends the workers; both may happen."""
     loader = titan.build(config(num_workers=1), contract, ROW, 2)
     iterator = iter(loader)
     next(iterator)
@@ -145,8 +145,6 @@ def test_no_worker_is_left(config, contract):
 
 @pytest.mark.parametrize("contract", ["0.3.0"])
 def test_what_is_wrong_is_named(config, contract, make_rows):
-    """An error names the argument, its value and the remedy."""
-
     def wrong(match, **options):
         with pytest.raises((TypeError, ValueError), match=match):
             titan.build(config(**options), contract, ROW, 2)
@@ -165,7 +163,7 @@ def test_what_is_wrong_is_named(config, contract, make_rows):
 
 @pytest.mark.parametrize("contract", ["0.3.0"])
 def test_keys_of_rows_do_not_matter(config, contract, make_rows):
-    """A batch has what the trainer takes, whatever keys the rows have."""
+    """A batch has the trainer's keys, no matter which keys the rows have."""
     rows = partial(make_rows, keys=["document_ids"])
     given = next(iter(titan.build(config(rows=rows), contract, ROW, 2)))
     plain = next(iter(titan.build(config(), contract, ROW, 2)))
@@ -175,7 +173,7 @@ def test_keys_of_rows_do_not_matter(config, contract, make_rows):
 
 @pytest.mark.parametrize("contract", ["newer"])
 def test_a_batch_is_whole_rows(config, contract):
-    """A number of tokens that no number of rows has is refused."""
+    """A number of tokens that is not a multiple of a row's is refused."""
     with pytest.raises(ValueError, match=r"num_tokens_per_batch=40 is no multiple of .*=16; pass"):
         config().build(dp_rank=0, dp_world_size=1, max_context_length=16, num_tokens_per_batch=40)
     with pytest.raises(TypeError, match="max_context_length=None"):
@@ -183,7 +181,7 @@ def test_a_batch_is_whole_rows(config, contract):
 
 
 def test_without_torchtitan_the_import_says_what_to_install():
-    """Importing the adapter where there is no torchtitan names it; what it lacks itself is said."""
+    """The import error without torchtitan names it, or the module that torchtitan itself lacks."""
     code = "import sys; sys.modules['{}'] = None; import cseq.adapters.torchtitan"
     lack = [sys.executable, "-c", code.format("torchtitan")]
     done = subprocess.run(lack, capture_output=True, text=True, check=False)
