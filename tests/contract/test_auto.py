@@ -1,4 +1,4 @@
-"""``num_workers='auto'``, ``buffer='auto'``: both change while a manager runs, no batch does."""
+"""``num_workers='auto'``, ``buffer='auto'``: a running manager changes both, but no batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
 
 
 class Slow(Augmented):
-    """Takes its time without computing, so more workers are more batches."""
+    """Takes its time without computation, so more workers give more batches."""
 
     def __getitem__(self, indices):
         time.sleep(0.02)
@@ -30,12 +30,12 @@ class Slow(Augmented):
 
 
 def changes(caplog):
-    """Give the lines that say what was changed."""
+    """Return the lines that log changes."""
     return [text for text in caplog.messages if text.startswith(("num_workers", "buffer"))]
 
 
 def take_until_changed(batches, caplog):
-    """Take batches until there are more workers."""
+    """Take batches until the number of workers has grown."""
     got = []
     until(lambda: got.append(next(batches)) is None and bool(changes(caplog)))
     return got
@@ -43,7 +43,7 @@ def take_until_changed(batches, caplog):
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_it_grows_as_one_line_says_and_the_stream_stays(kind, caplog):
-    """From few workers on, in the middle of an epoch."""
+    """It grows from few workers, in the middle of an epoch."""
     caplog.set_level(logging.INFO, "cseq")
     with kind.start(Slow, 10**6, batch_size=1, **AUTO) as manager:
         first = manager.stats()
@@ -70,7 +70,7 @@ class Large(Slow):
 
 
 def test_the_buffer_stays_within_the_memory_limit(caplog):
-    """Where two batches for each worker are more than that, it stays as it begins."""
+    """If two batches for each worker exceed the limit, it keeps its first size."""
     caplog.set_level(logging.INFO, "cseq")
     manager = QUICKEST.start(Large, 10**6, batch_size=1, memory_limit="1MB", **AUTO)
     with manager:
@@ -83,7 +83,7 @@ def test_the_buffer_stays_within_the_memory_limit(caplog):
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 @pytest.mark.parametrize("how", ["finish", "interrupt", "start"])
 def test_an_end_in_the_middle_of_growing_leaves_nothing(kind, how, caplog):
-    """Workers that were just asked for, and are not there yet, end with the others."""
+    """New workers that have not started yet end with the others."""
     caplog.set_level(logging.INFO, "cseq")
     before = threading.active_count()
     manager = kind.start(Slow, 10**6, batch_size=1, **AUTO)
@@ -102,7 +102,7 @@ def test_an_end_in_the_middle_of_growing_leaves_nothing(kind, how, caplog):
 
 
 class Fails(Slow):
-    """Cannot be made but by the first worker."""
+    """Only the first worker can make it."""
 
     def __init__(self):
         info = cseq.worker_info()
@@ -113,7 +113,7 @@ class Fails(Slow):
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_an_error_of_a_new_worker_is_raised_in_the_loop(kind):
-    """As that of one of the first."""
+    """It is raised like an error of one of the first workers."""
     with kind.start(Fails, 10**6, batch_size=1, **AUTO) as manager:
         resize(manager, num_workers=1)
         with pytest.raises(OSError, match="no more connections"):
@@ -122,7 +122,7 @@ def test_an_error_of_a_new_worker_is_raised_in_the_loop(kind):
 
 
 def test_test_mode_has_no_sizes():
-    """It makes the batches of all others."""
+    """Test mode makes the batches of all other modes."""
     with make_small(**AUTO).start_test() as manager:
         assert len(list(manager)) == 1
 
@@ -130,13 +130,13 @@ def test_test_mode_has_no_sizes():
 @every_class
 @pytest.mark.parametrize("name", ["num_workers", "buffer"])
 def test_other_words_are_errors(make, name):
-    """They name the argument, the value and what to give."""
+    """They name the argument, the value and the remedy."""
     with pytest.raises(TypeError, match=f"{name}='fast' is not an integer; pass one, or 'auto'"):
         make(Augmented, 10, out_type="null", **{name: "fast"})
 
 
 def test_a_fleet_takes_a_number_of_workers():
-    """The trainer does not know the other machines; how large a buffer is, it does."""
+    """The trainer does not know the other machines; it does know the buffer's size."""
     with pytest.raises(ValueError, match="num_workers='auto' with thread_type='ray': "):
         cseq.RaySequence(Augmented, 10, out_type="null", num_workers="auto")
     cseq.RaySequence(Augmented, 10, out_type="null", buffer="auto")
@@ -144,7 +144,7 @@ def test_a_fleet_takes_a_number_of_workers():
 
 @pytest.mark.parametrize("name", ["start_method", "preload", "max_restarts", "on_timeout"])
 def test_a_fleet_has_no_processes_that_cseq_starts(name):
-    """What concerns those is refused, with its value."""
+    """Arguments for such processes are refused, with their values."""
     given = {"start_method": "spawn", "preload": False, "max_restarts": 3, "on_timeout": "restart"}
     with pytest.raises(TypeError, match=f"{name}=.*concerns a fleet's workers: Ray starts these"):
         cseq.RaySequence(Augmented, 10, out_type="null", **{name: given[name]})

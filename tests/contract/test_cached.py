@@ -1,4 +1,4 @@
-"""`cached`: samples that are made once a machine, for all workers, ranks and threads."""
+"""`cached`: samples made once per machine, for all workers, ranks and threads."""
 
 import errno
 import logging
@@ -17,12 +17,12 @@ import cseq
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fcntl")
 
 
-# In the pickles of data sets, so that tests in two processes of pytest share no cache.
+# The pickles of data sets have it, so that tests in two processes of pytest share no cache.
 PROCESS = os.getpid()
 
 
 class Decoded:
-    """Samples of several parts, each with its number in it; `log` gets a line for each one made."""
+    """Samples of several parts that hold their number; `log` gets a line for each one made."""
 
     def __init__(self, number=20, log=None, shape=(3, 50)):
         self.number, self.log, self.shape = number, log, shape
@@ -40,7 +40,7 @@ class Decoded:
 
 
 class Noisy(Decoded):
-    """A data set that draws."""
+    """A data set with random numbers."""
 
     def __getitem__(self, index):
         return {"image": np.random.default_rng().integers(0, 256, self.shape, np.uint8)}
@@ -57,19 +57,19 @@ class Indexer:
 
 
 def is_right(sample, index, shape=(3, 50)):
-    """Whether a sample is what `Decoded` makes."""
+    """Return whether a sample is what `Decoded` makes."""
     expected = Decoded(shape=shape)[index]
     return all(np.array_equal(sample[name], value) for name, value in expected.items())
 
 
 def lines(log):
-    """Return the samples that were made, as often as they were."""
+    """Return the samples that were made, each as often as it was."""
     return sorted(map(int, log.read_text().split())) if log.exists() else []
 
 
 @pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
 def test_each_sample_is_made_once_for_all_workers_and_epochs(kind, tmp_path):
-    """Two epochs of a shuffled indexer make each sample once, but what is made at the same time."""
+    """Two epochs of a shuffled indexer make each sample once, apart from simultaneous ones."""
     log = tmp_path / "made"
     samples = cseq.cached(Decoded(40, str(log)), "2 MB")
     with kind.start(Indexer(samples), 40, batch_size=4) as batches:
@@ -77,16 +77,17 @@ def test_each_sample_is_made_once_for_all_workers_and_epochs(kind, tmp_path):
             got = np.concatenate([batch.reshape(4, -1) for batch in batches])
             assert len(np.unique(got, axis=0)) == 40
     have = samples.stats()
-    checks = 2 + kind.processes  # a sample that is compared, in each process that finds one
+    # Each process that finds a sample makes one for comparison.
+    checks = 2 + kind.processes
     assert have.kept == have.made == 40
     assert sorted(set(lines(log))) == [*range(40)]
     assert len(lines(log)) <= 40 + have.others + checks
-    # Batches that were made ahead count, too.
+    # Batches made ahead count, too.
     assert have.hits >= 80 - 40 - have.others
 
 
 def test_a_managers_figures_have_hits_and_misses(tmp_path):
-    """`stats()` and the report count what the caches of the process had."""
+    """`stats()` and the report have the counts of the process's caches."""
     samples = cseq.cached(Decoded(40), "2 MB")
     manager = cseq.MTSequence(Indexer(samples), 40, batch_size=4, out_type="null", seed=1)
     with manager.start() as batches:
@@ -102,7 +103,7 @@ def test_a_managers_figures_have_hits_and_misses(tmp_path):
 
 
 def test_a_sample_is_a_copy_of_your_own():
-    """What is written into a sample changes neither the cache nor another sample."""
+    """Writes to a sample change neither the cache nor another sample."""
     samples = cseq.cached(Decoded(), "2 MB")
     for _ in range(3):
         sample = samples[3]
@@ -112,7 +113,7 @@ def test_a_sample_is_a_copy_of_your_own():
 
 
 def test_views_are_read_only_and_not_copies():
-    """A list of indices gives views of the cache: they cannot be written to, and share memory."""
+    """A list of indices returns read-only views that share the cache's memory."""
     samples = cseq.cached(Decoded(shape=1000), "2 MB")
     for index in (1, 2):
         samples[index]
@@ -125,7 +126,7 @@ def test_views_are_read_only_and_not_copies():
 
 
 def test_torch_tensors_come_back_as_tensors():
-    """A tensor is kept as one, with its type, and a copy of it can be written to."""
+    """A tensor keeps its type, and a copy may be written to."""
     torch = pytest.importorskip("torch")
     tensors = [(torch.full((300,), k, dtype=torch.bfloat16), k) for k in range(4)]
     samples = cseq.cached(tensors, "1 MB")
@@ -167,11 +168,11 @@ def test_an_exception_is_raised_each_time():
     assert samples.stats()[1:] == (1, samples.stats().nbytes, 2_000_000, 0, 1, 0)
 
 
-# -- bounds
+# -- limits
 
 
 def test_a_full_cache_keeps_what_it_has(tmp_path):
-    """Beyond the limit samples are made each time; hits are limit / data, all samples right."""
+    """Beyond the limit, samples are made each time; hits are limit / data, all samples right."""
     log, samples = tmp_path / "made", 100
     whole = 100 * 1024
     overhead = cseq.cached(Decoded(samples, None, 800), "9 MB").stats().nbytes
@@ -188,13 +189,13 @@ def test_a_full_cache_keeps_what_it_has(tmp_path):
 
 @pytest.mark.parametrize("limit", [100, "20 kB"])
 def test_a_limit_without_room_for_the_index_is_an_error(limit):
-    """A limit that has no room for a sample names itself, and what is needed."""
+    """A limit too small for a sample raises an error that names the limit and the need."""
     with pytest.raises(ValueError, match=r"limit=\d+ is too small: the index of 900 samples takes"):
         cseq.cached(Decoded(900), limit)
 
 
 def test_a_sample_larger_than_the_limit_is_an_error():
-    """A sample that never fits is an error, not a cache that stays empty."""
+    """A sample that never fits is an error, not an empty cache."""
     samples = cseq.cached(Decoded(4, None, 10**5), "90 kB")
     with pytest.raises(ValueError, match="sample 2 alone takes 100"):
         samples[2]
@@ -216,7 +217,7 @@ def test_bad_arguments_are_named(make, limit, error, match):
 
 
 def test_a_full_disk_keeps_no_sample(monkeypatch, caplog, tmp_path):
-    """If the disk is full, samples are made each time, which the log says; what is kept stays."""
+    """On a full disk, samples are made each time, and the log says so; cached ones stay."""
     samples = cseq.cached(Decoded(), "2 MB", folder=str(tmp_path / "cache"))
     assert is_right(samples[0], 0)
     write = os.pwrite
@@ -238,7 +239,7 @@ def test_a_full_disk_keeps_no_sample(monkeypatch, caplog, tmp_path):
 
 
 def killed_at(write, share):
-    """Return a `pwrite` that ends its process at a call, when a share of the data is written."""
+    """Return a `pwrite` that ends its process at a given call, after writing part of the data."""
     calls = [0]
     real = os.pwrite
 
@@ -260,10 +261,9 @@ def filled(folder, order):
 
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 def test_a_kill_at_any_write_leaves_samples_whole(share, tmp_path):
-    """A process is killed at each of its writes in turn.
+    """In turn, a process is killed at each of its writes.
 
-    Another one finds no sample half written, and makes what is missing. No two samples lie over
-    each other.
+    Another one finds no half-written sample, and makes the missing ones. No two samples overlap.
     """
     for write in range(1, 100):
         folder = f"{tmp_path}/{write}"
@@ -281,7 +281,7 @@ def test_a_kill_at_any_write_leaves_samples_whole(share, tmp_path):
 
 
 def test_random_kills_leave_samples_whole(tmp_path):
-    """Pairs of processes that fill one cache are killed, each pair after some samples."""
+    """Pairs of processes that fill one cache are killed, each after some samples."""
     folder, choose = str(tmp_path / "cache"), np.random.default_rng(7)
 
     def fill(seed, told=None):
@@ -314,11 +314,12 @@ def test_random_kills_leave_samples_whole(tmp_path):
     assert in_child(lambda: fill(1))
     samples = cseq.cached(Decoded(300, None, 5000), "4 MB", folder=folder)
     assert samples.stats().kept == 300
-    assert samples.stats().hits > 100  # of what killed processes had made
+    # Killed processes had made these samples.
+    assert samples.stats().hits > 100
 
 
 def test_a_claim_of_a_killed_process_ends_with_it(tmp_path):
-    """A sample that a process was making when it was killed is made and kept by another one."""
+    """Another process makes and caches the sample that a killed process was making."""
     folder = str(tmp_path / "cache")
 
     class Dying(Decoded):
@@ -334,7 +335,7 @@ def test_a_claim_of_a_killed_process_ends_with_it(tmp_path):
     assert samples.stats().made == 1
 
 
-# -- who has it
+# -- who shares it
 
 
 SCRIPT = """
@@ -358,14 +359,14 @@ if __name__ == "__main__":
 
 
 def test_a_folder_is_kept_for_the_next_run(run_anew, tmp_path):
-    """The next run finds all samples; it makes one, to compare it."""
+    """The next run finds all samples; it makes one for comparison."""
     first, second = (run_anew(SCRIPT, str(tmp_path / "cache")) for _ in range(2))
     assert first.stdout.splitlines() == [*(f"made {k}" for k in range(8)), "total 28 8"]
     assert second.stdout.splitlines() == ["made 0", "total 28 8"]
 
 
 def test_changed_code_does_not_read_old_samples(run_anew, tmp_path):
-    """If the code that makes samples has changed, the folder is refused, and the remedy named."""
+    """If the code that makes samples has changed, the folder is refused, with the remedy."""
     run_anew(SCRIPT, str(tmp_path / "cache"))
     changed = run_anew(SCRIPT.replace("index)\n\n", "index + 1)\n\n"), str(tmp_path / "cache"))
     assert changed.returncode == 1
@@ -373,7 +374,7 @@ def test_changed_code_does_not_read_old_samples(run_anew, tmp_path):
 
 
 def test_shared_memory_is_gone_with_the_last_process(run_anew):
-    """Without a folder nothing is left at the end."""
+    """Without a folder, nothing is left at the end."""
     done = run_anew(SCRIPT)
     assert done.stdout.endswith("total 28 8\n")
     assert os.path.basename(done.stderr.strip()).startswith("cseq-cache-")
@@ -381,7 +382,7 @@ def test_shared_memory_is_gone_with_the_last_process(run_anew):
 
 
 def test_what_a_killed_process_left_is_removed_by_the_next(run_anew):
-    """A process that is killed cannot remove its memory; the next cache of its user does."""
+    """A killed process cannot remove its memory; the next cache of the same user does."""
     killed = run_anew(SCRIPT + "    sys.stderr.flush(); os.kill(os.getpid(), 9)\n")
     assert os.path.exists(killed.stderr.strip())
     cseq.cached(Decoded(5), "1 MB")
@@ -403,13 +404,13 @@ RANKS = (
 
 
 def test_ranks_share_one_copy(run_anew):
-    """Another process that makes the same cache finds what this one has made, and compares one."""
+    """Another process with the same cache finds the samples made here, and compares one."""
     said = run_anew(RANKS).stdout.splitlines()
     assert said[8:] == ["total 28 8", "made 0", "total 28 8", "found 8 others 0"]
 
 
 def test_a_copy_by_pickle_is_the_same_cache():
-    """A pickled cache is a door to the same entries, in this process or another one."""
+    """A pickled cache gives access to the same entries, in this process or another one."""
     samples = cseq.cached(Decoded(), "2 MB")
     assert is_right(samples[7], 7)
     again = pickle.loads(pickle.dumps(samples))
@@ -418,7 +419,7 @@ def test_a_copy_by_pickle_is_the_same_cache():
 
 
 def test_samples_that_differ_each_time_are_an_error():
-    """Random numbers in `make` would be drawn once for all epochs: an error says so."""
+    """Random numbers in `make` would be drawn once for all epochs; an error says so."""
     samples = cseq.cached(Noisy(), "2 MB")
     samples[1]
     with pytest.raises(ValueError, match=r"make\[1\] is not the sample that the cache has"):
@@ -429,7 +430,7 @@ def test_samples_that_differ_each_time_are_an_error():
     ("limit", "version", "name"), [("3 MB", "1", "limit"), ("2 MB", "2", "version")]
 )
 def test_a_folder_of_something_else_is_refused(limit, version, name, tmp_path):
-    """A folder whose cache has another limit or version is an error that names both values."""
+    """If a folder's cache has another limit or version, an error names both values."""
     folder = str(tmp_path / "cache")
     kept = cseq.cached(Decoded(), "2 MB", folder=folder, version="1")
     with pytest.raises(ValueError, match=rf"has samples with {name}="):
@@ -438,7 +439,7 @@ def test_a_folder_of_something_else_is_refused(limit, version, name, tmp_path):
 
 
 def test_a_class_in_a_function_needs_a_version():
-    """Its pickle differs from process to process, so ranks would have a cache each."""
+    """The pickle of such a class differs between processes, so each rank would have a cache."""
 
     class Local(Decoded):
         pass
@@ -449,7 +450,7 @@ def test_a_class_in_a_function_needs_a_version():
 
 
 def test_describes_itself():
-    """Its repr has what it keeps, where, and its hits."""
+    """The repr has the number of samples, their place, and the hits."""
     samples = cseq.cached(Decoded(), "2 MB")
     samples[0], samples[0]
     assert repr(samples).startswith("<Cached: 1 of 20 samples, ")

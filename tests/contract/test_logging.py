@@ -1,4 +1,4 @@
-"""What workers log reaches the handlers of the training script, once, however they are started."""
+"""Workers' log records reach the script's handlers once, for every start method."""
 
 import pytest
 from kinds import PROCESSES
@@ -6,7 +6,8 @@ from kinds import PROCESSES
 pytestmark = pytest.mark.needs("worker processes")
 
 METHODS = [kind.name for kind in PROCESSES]
-ANEW = [name for name in METHODS if name != "fork"]  # without what the script has configured
+# Start methods whose workers lack the script's configuration.
+ANEW = [name for name in METHODS if name != "fork"]
 
 LOADERS = """
 import cseq, logging, sys, threading
@@ -60,7 +61,7 @@ else:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["MPSequence", "DataLoader"])
 def test_records_arrive_once(kind, method, run_script):
-    """Each of six, whatever loads them."""
+    """Each of the six records arrives once, for every loader."""
     if kind == "DataLoader":
         pytest.importorskip("torch")
     done = run_script(KINDS, kind, method)
@@ -114,7 +115,7 @@ print([row.getMessage() for row in rest] == [str(k) for k in range(100)])
 
 @pytest.mark.parametrize("method", ANEW)
 def test_what_arrives(method, run_script):
-    """Records of the script's levels, in a worker's order, with what can be pickled of them."""
+    """Handlers get records of the script's levels, in a worker's order, with picklable content."""
     done = run_script(FIELDS, method)
     assert done.stdout.splitlines() == [
         "mine DEBUG made {'cseq-w0'}",
@@ -154,7 +155,7 @@ print(loop(loader(made, sys.argv[1], num_workers=1)))
 @pytest.mark.parametrize("when", ["early", "late"])
 @pytest.mark.parametrize("method", ANEW)
 def test_a_worker_that_configures_logging(method, when, run_script):
-    """Its own handlers have its records, and no one else's."""
+    """Its records go to its own handlers only."""
     done = run_script(OWN, method, when)
     lines = sorted(done.stdout.splitlines())
     assert lines == ["3", *(f"OWN sample {k}" for k in range(6))], done.stderr
@@ -183,7 +184,7 @@ print(sorted(seen) == [f"sample {k}" for k in range(6)])
 
 @pytest.mark.parametrize("method", ANEW)
 def test_handlers_that_wait_or_raise(method, run_script):
-    """They hold up no batch, and see every record; what they raise is printed."""
+    """They delay no batch and see every record; their exceptions are printed."""
     done = run_script(HANDLERS, method)
     assert done.stdout.splitlines() == ["3 0", "True"], done.stderr
     assert done.stderr.count("ValueError: a handler's") == 6
@@ -212,7 +213,7 @@ print(loop(loader(Forks, sys.argv[1])))
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", ANEW)
 def test_a_process_that_a_worker_forks(method, run_script):
-    """It is not connected with the trainer: it logs as one that has configured nothing."""
+    """It is not connected to the trainer: it logs like a process without a configuration."""
     done = run_script(FORKING, method)
     assert done.stdout == "3\n"
     assert done.stderr == "of a child\n"

@@ -1,4 +1,4 @@
-"""multiprocessing and process pools in workers: every worker is a process of its own for them."""
+"""multiprocessing and process pools in workers: each treats a worker as a process of its own."""
 
 import pytest
 from kinds import start_methods
@@ -150,8 +150,8 @@ LINES = """class Indexer:
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", start_methods())
 def test_coverage_measures_workers(run_anew, tmp_path, method):
-    """As it does processes of multiprocessing; signals for the trainer stay the trainer's."""
-    # The folder of that name beside this one has no such module.
+    """coverage measures them like multiprocessing's processes; the trainer keeps its signals."""
+    # The folder of that name beside this one lacks this module.
     pytest.importorskip("coverage.exceptions")
     (tmp_path / "lines.py").write_text(LINES)
     settings = "concurrency = multiprocessing\nparallel = true\nsigterm = true\ninclude = lines.py"
@@ -164,7 +164,7 @@ def test_coverage_measures_workers(run_anew, tmp_path, method):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", start_methods())
 def test_tensors_in_shared_memory(run_prepared, method):
-    """They are the same memory in all processes; other tensors are each worker's own."""
+    """All processes see the same memory; other tensors are each worker's own."""
     pytest.importorskip("torch")
     done = run_prepared(TENSORS, method)
     assert done.stdout == f"True {[float(k) for k in range(1, 9)]} tensor([0.])\n", done.stderr
@@ -174,7 +174,7 @@ def test_tensors_in_shared_memory(run_prepared, method):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("method", start_methods())
 def test_what_multiprocessing_shares(run_script, method):
-    """Values, locks and queues reach the workers; what these put into a used queue arrives."""
+    """Values, locks and queues reach the workers; a used queue delivers the workers' items."""
     done = run_script(SHARING, method)
     assert done.stdout == "40\n", done.stderr
 
@@ -182,7 +182,7 @@ def test_what_multiprocessing_shares(run_script, method):
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", start_methods())
 def test_a_process_pool_ends_with_its_worker(run_script, method):
-    """No worker has to be killed for it, and none of its processes is left."""
+    """No worker has to be killed for that, and the pool leaves no process."""
     done = run_script(POOLED, method)
     assert (done.stdout, done.stderr) == ("True []\n", "")
 
@@ -191,7 +191,7 @@ def test_a_process_pool_ends_with_its_worker(run_script, method):
 @pytest.mark.parametrize("before", ["", "before"])
 @pytest.mark.parametrize("method", start_methods())
 def test_the_processes_of_joblib_end_with_its_worker(run_script, tmp_path, method, before):
-    """Also where the trainer has some of its own, whose pool a forked worker inherits."""
+    """This holds even if the trainer has such processes, whose pool a forked worker inherits."""
     pytest.importorskip("joblib")
     done = run_script(JOINED, method, before, JOBLIB_TEMP_FOLDER=str(tmp_path))
     assert (done.stdout, done.stderr) == ("False True []\n", "")

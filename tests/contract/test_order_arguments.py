@@ -1,4 +1,4 @@
-"""What orders refuse: the message names the argument, its value and the remedy."""
+"""Arguments that orders refuse: the message names the argument, its value and the remedy."""
 
 import math
 
@@ -33,7 +33,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize(("make", "name"), ARRAYS)
 def test_what_is_no_array(make, name):
-    """An argument that is an array has one dimension, and values of a type that it can have."""
+    """An array argument has one dimension, and values of a suitable type."""
     options = {"too_long": "split"} if make is cseq.Packed else {}
     for given, said in (
         ([], "is empty; pass at least one value"),
@@ -163,7 +163,7 @@ def test_bad_lengths(kind, lengths, error, said):
     ],
 )
 def test_bad_arguments(make, given, error, said):
-    """Each argument by itself, beside usual ones."""
+    """Each argument is tested alone, with valid other ones."""
     with pytest.raises(error, match=said):
         make(**{**USUAL.get(make, {}), **given})
 
@@ -200,7 +200,7 @@ def test_bad_documents(options, said):
     ],
 )
 def test_bad_weights_of_sources(weights, says):
-    """Each source has a weight, and some weight is above 0."""
+    """Each source has a weight, and some weight is positive."""
     with pytest.raises((TypeError, ValueError), match=says):
         cseq.Mixture(TWO, weights)
 
@@ -227,6 +227,6 @@ ROWS = r"sources\['b'\] are rows of samples, but sources.* has samples; pass"
     ],
 )
 def test_bad_sources(given, error, said):
-    """Sources are orders with units of one kind, and epochs end."""
+    """Sources are orders of the same kind of unit, and their epochs end."""
     with pytest.raises(error, match=said):
         cseq.Mixture(**{**USUAL[cseq.Mixture], **given})

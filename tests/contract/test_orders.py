@@ -1,4 +1,4 @@
-"""What holds for every order: in all pools, over all ranks, from any place on."""
+"""Properties of every order: in all pools, over all ranks, from any position."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LENGTHS = np.array([(7 * k * k + 3) % 19 + 1 for k in range(60)])
-DOCUMENTS = np.array([0, 3, 1, 20, 0, 7, 9, 2, 5, 0, 1, 12])  # 60 tokens
+DOCUMENTS = np.array([0, 3, 1, 20, 0, 7, 9, 2, 5, 0, 1, 12])
 LABELS = np.array(list("abcde"))[np.arange(60) % 13 % 5]
 
 
 class Backwards(cseq.Order):
-    """An order of one's own: rows of two samples and one, from the last one on."""
+    """A user's order: rows of two samples and of one, from the last to the first."""
 
     name = "backwards-v1"
     samples, units, room = 60, 40, 2
 
     def read(self, seed, epoch, start, count):
-        """Rows of an epoch: each begins one later than in the epoch before."""
+        """Return the rows of an epoch; each epoch begins one row later than the previous one."""
         sizes = np.arange(start, start + count) % 2 + 1
         first = np.arange(start, start + count) * 3 // 2
         rows = [range(a, a + size) for a, size in zip(first, sizes, strict=True)]
@@ -39,7 +39,7 @@ class Backwards(cseq.Order):
         return (59 - samples + seed + epoch) % 60, sizes
 
 
-# Each is over 60 samples.
+# Each order has 60 samples.
 ORDERS: dict[str, Callable[[], cseq.Order]] = {
     "sequential": lambda: cseq.Sequential(60),
     "shuffled": lambda: cseq.Shuffled(60),
@@ -96,13 +96,13 @@ ORDERS: dict[str, Callable[[], cseq.Order]] = {
     "blocks of lanes": lambda: cseq.Blocks(3, 8, 4, samples=60),
     "own": Backwards,
 }
-# Ranks choose their part of a global batch, by lane or by work.
+# In these orders, ranks choose their part of a global batch by lane or by work.
 DEALT = {"blocks of lanes", "balanced", "balanced mixture"}
 every_order = pytest.mark.parametrize("name", ORDERS)
 
 
 def make(name, kind=QUICK[0], **options):
-    """Make a manager with an order: batches of 3 units, or batches that are units."""
+    """Make a manager with an order: batches of 3 units, or units that are batches."""
     order = ORDERS[name]()
     size = {} if order.is_batch else {"batch_size": 3}
     usual = {"seed": 5, "order": order, "dset_size": 60, **size}
@@ -110,17 +110,17 @@ def make(name, kind=QUICK[0], **options):
 
 
 def units_in(batches):
-    """Return the units of batches, one after the other."""
+    """Return the units of batches, in order."""
     return [unit.tolist() for units, _ in batches for unit in units]
 
 
 def in_order(name, epoch=0):
-    """Return the units of an epoch, as the order itself says."""
+    """Return the units of an epoch, as the order lists them."""
     return ORDERS[name]().batches(seed=5, epoch=epoch)
 
 
 def epoch_of(manager, kind=QUICK[0]):
-    """Start a manager, and take what is left of its epoch."""
+    """Start a manager, and take the rest of its epoch."""
     with kind.begin(manager) as batches:
         return list(batches)
 
@@ -130,7 +130,7 @@ def epoch_of(manager, kind=QUICK[0]):
 
 @every_order
 def test_an_order_keeps_its_promises(name):
-    """Random access is sequential, sizes and samples are in bounds, facts are JSON."""
+    """Random access matches sequential access, sizes and samples are in bounds, facts are JSON."""
     order = ORDERS[name]()
     check_order(order)
     assert order.samples == 60
@@ -143,7 +143,7 @@ def test_an_order_keeps_its_promises(name):
 @every_order
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda order: pickle.loads(pickle.dumps(order))])
 def test_an_order_is_copied_and_pickled(name, copied):
-    """What comes out is the same order, whose readers are its own."""
+    """The copy is the same order, with its own readers."""
     order = ORDERS[name]()
     reader = order.reader(5)
     again = copied(order)
@@ -155,7 +155,7 @@ def test_an_order_is_copied_and_pickled(name, copied):
 @every_order
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_all_pools_give_the_order(name, kind):
-    """Two epochs, wherever they are made: the order's units, and generators alike."""
+    """In two epochs, every pool has the order's units, and the same generators."""
     manager = make(name, kind)
     with kind.begin(manager) as batches:
         epochs = [list(batches) for _ in range(2)]
@@ -169,7 +169,7 @@ def test_all_pools_give_the_order(name, kind):
 
 @every_order
 def test_chosen_samples_are_numbered_by_the_order(name):
-    """An array as `dset_size`: the order counts its places."""
+    """If `dset_size` is an array, the order numbers its entries."""
     chosen = np.arange(60) * 10 + 3
     batches = epoch_of(make(name, dset_size=chosen))
     assert units_in(batches) == [chosen[unit].tolist() for unit in in_order(name)]
@@ -177,7 +177,7 @@ def test_chosen_samples_are_numbered_by_the_order(name):
 
 @every_order
 def test_an_order_over_another_number_of_samples(name):
-    """It is refused, and both numbers are named."""
+    """It is refused, with both numbers."""
     with pytest.raises(ValueError, match=r"60.*61|61.*60"):
         make(name, dset_size=61)
 
@@ -186,7 +186,7 @@ def test_an_order_over_another_number_of_samples(name):
 
 
 def united(name, world, state=None, **options):
-    """Return the units of all ranks: those of each global batch, one rank's after another's."""
+    """Return the units of all ranks; each global batch has one rank's units after another's."""
     ranks = []
     for rank in range(world):
         manager = make(name, shard=(rank, world), **options)
@@ -198,7 +198,7 @@ def united(name, world, state=None, **options):
 
 
 def are_equal_batches(found, wanted, size):
-    """Say whether global batches have the same units, each in any order."""
+    """Return whether global batches have the same units, each in any order."""
     return len(found) == len(wanted) and all(
         sorted(found[k : k + size]) == sorted(wanted[k : k + size])
         for k in range(0, len(wanted), size)
@@ -208,9 +208,10 @@ def are_equal_batches(found, wanted, size):
 @every_order
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 8])
 def test_ranks_unite_to_one_stream(name, world):
-    """Each unit goes to one rank, in the order; with `pad`, all ranks have as many batches."""
+    """Each unit goes to one rank, in order; with `pad`, all ranks have equally many batches."""
     expected = in_order(name)
-    size = world * (1 if ORDERS[name]().is_batch else 3)  # of a global batch
+    # The size of a global batch.
+    size = world * (1 if ORDERS[name]().is_batch else 3)
 
     def are_equal(found, wanted):
         return are_equal_batches(found, wanted, size if name in DEALT else 1)
@@ -231,7 +232,7 @@ def test_ranks_unite_to_one_stream(name, world):
 
 @every_order
 def test_a_resume_after_every_unit_with_other_ranks(name):
-    """A state is JSON; what follows is what would have, for any number of ranks."""
+    """A state is JSON; the continuation is the same for any number of ranks."""
     one = {} if ORDERS[name]().is_batch else {"batch_size": 1}
     manager = make(name, **one)
     with manager.start_test() as batches:
@@ -244,7 +245,8 @@ def test_a_resume_after_every_unit_with_other_ranks(name):
         _, found = united(name, world, json.loads(state), pad=False)
         assert are_equal_batches(found, expected[done:], 3 * world if name in DEALT else 1)
     again = make(name)
-    again.load_state_dict(json.loads(states[-1]))  # at the end of an epoch: the next one
+    # The state at the end of an epoch leads to the next one.
+    again.load_state_dict(json.loads(states[-1]))
     assert units_in(epoch_of(again)) == in_order(name, 2)
 
 
@@ -252,7 +254,7 @@ def test_a_resume_after_every_unit_with_other_ranks(name):
     ("name", "other"), list(itertools.pairwise([*ORDERS, *ORDERS][: len(ORDERS) + 1]))
 )
 def test_a_state_of_another_order_is_refused(name, other):
-    """Both values are named, and the manager stays where it was."""
+    """The error names both values, and the manager keeps its position."""
     state = json.loads(json.dumps(make(other).state_dict()))
     manager = make(name)
     ours, theirs = ORDERS[name]().facts(), ORDERS[other]().facts()
@@ -283,7 +285,7 @@ WITHIN: dict[str, Callable[[cseq.Order], cseq.Order]] = {
 
 @pytest.mark.parametrize("name", WITHIN)
 def test_a_state_of_an_earlier_definition_is_refused(name):
-    """The message has both names, what changed and what to do, also for an order in another."""
+    """The message has both names, the change and the remedy, even for an order inside another."""
     state = make("own", order=WITHIN[name](Backwards())).state_dict()
     manager = make("own", order=WITHIN[name](Renamed()))
     with pytest.raises(ValueError, match="the state has") as error:
@@ -299,7 +301,7 @@ def test_a_state_of_an_earlier_definition_is_refused(name):
 
 
 def test_the_order_says_how_many_samples_there_are():
-    """Where the worker has no length, and none is given."""
+    """It does where the worker has no length, and none is given."""
     order = cseq.Buckets([3, 5, 4, 9, 10, 3], 12, together=1)
     with cseq.MTSequence(lambda: np.arange(6), order=order, out_type="null", seed=1).start() as got:
         assert [batch.tolist() for batch in got] == order.batches(seed=1)
@@ -324,7 +326,7 @@ OF_ARRAYS: dict[str, tuple[Callable[[Any], cseq.Order], Any]] = {
 
 @pytest.mark.parametrize("name", OF_ARRAYS)
 def test_memory_maps_are_taken(name, tmp_path):
-    """Files that cannot be written to stand for arrays, in steps, too."""
+    """Read-only files serve as arrays, even with steps."""
     make_order, values = OF_ARRAYS[name]
     np.save(tmp_path / "values.npy", np.repeat(values, 2))
     mapped = np.load(tmp_path / "values.npy", mmap_mode="r")

@@ -1,4 +1,4 @@
-"""`store.Parquet`: rows of tables, in Parquet files of a store."""
+"""`store.Parquet`: rows of tables in Parquet files of a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pa = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.needs("Linux")
 
 FILES = [25, 40, 7]
-# Of the row groups.
+# The sizes of the row groups.
 SIZES = [10, 10, 5, 10, 10, 10, 10, 7]
 ROWS = sum(FILES)
 WINDOW, BATCH = 3, 6
@@ -25,19 +25,19 @@ WINDOW, BATCH = 3, 6
 
 @pytest.fixture(scope="module")
 def shards():
-    """The files."""
+    """Return the files."""
     return parquet_shards(FILES)
 
 
 @pytest.fixture
 def server(shards):
-    """A store with the files."""
+    """Return a store with the files."""
     with S3Server(shards) as running:
         yield running
 
 
 class Rows:
-    """An indexer of rows, which checks that the columns of each belong together."""
+    """An indexer of rows that checks whether the columns of each row match."""
 
     def __init__(self, table):
         self.table = table
@@ -50,12 +50,12 @@ class Rows:
 
 
 def epochs(kind, table, epochs=1):
-    """Return the row numbers that a loop receives."""
+    """Return the row numbers that a loop gets."""
     return loop(kind, Rows(table), table, WINDOW, BATCH, epochs)
 
 
 def test_rows_are_those_that_pyarrow_reads(shards, tmp_path):
-    """Every column, by any index, is what pyarrow reads of whole files."""
+    """Every column, by any index, equals what pyarrow reads from whole files."""
     parquet = pytest.importorskip("pyarrow.parquet")
     tables = [parquet.read_table(io.BytesIO(data)) for data in shards.values()]
     expected = pa.concat_tables(tables).to_pydict()
@@ -73,13 +73,13 @@ def test_rows_are_those_that_pyarrow_reads(shards, tmp_path):
 
 
 def list_of(values):
-    """Give the values of a column as lists and numbers."""
+    """Return a column's values as lists and numbers."""
     return values.tolist() if isinstance(values, np.ndarray) else values
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_each_row_group_is_fetched_once(kind, server, tmp_path):
-    """An epoch asks for each row group once, the next one for none, and no byte comes twice."""
+    """One epoch requests each row group once, the next one none, and no byte comes twice."""
     table = store.Parquet("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     server.forget()
     assert epochs(kind, table, 2) == stream(SIZES, WINDOW, BATCH, 2)
@@ -88,7 +88,7 @@ def test_each_row_group_is_fetched_once(kind, server, tmp_path):
 
 
 def test_chosen_columns_alone_are_fetched(tmp_path):
-    """Other columns are neither in batches nor asked for, if they are large."""
+    """Other columns are not in batches; large ones are not even requested."""
     width = 300_000
     import pyarrow.parquet as parquet
 
@@ -112,7 +112,7 @@ def test_chosen_columns_alone_are_fetched(tmp_path):
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_kill_and_requests_that_fail_change_nothing(kind, server, tmp_path):
-    """The fetching process is killed while every fourth request fails: the stream is the same."""
+    """The fetching process is killed while every fourth request fails; the stream is unchanged."""
     table = store.Parquet("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     assert table[0]["number"] == 0
     kill_fetching(tmp_path / "cache")
@@ -122,7 +122,7 @@ def test_a_kill_and_requests_that_fail_change_nothing(kind, server, tmp_path):
 
 
 def test_a_file_that_has_changed_is_named(server, shards, tmp_path):
-    """A file that is another one than the index knows is an error in the loop."""
+    """If a file differs from the index, the loop gets an error."""
     table = store.Parquet("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     server.put("train/001.parquet", shards["train/001.parquet"][::-1])
     with pytest.raises(ValueError, match=r"001\.parquet.* has changed since its index was made"):
@@ -130,7 +130,7 @@ def test_a_file_that_has_changed_is_named(server, shards, tmp_path):
 
 
 def test_a_damaged_file_is_named(server, shards, tmp_path):
-    """Bytes that cannot be decoded are an error that names the file and the row group."""
+    """Bytes that cannot be decoded raise an error that names the file and the row group."""
     data = bytearray(shards["train/001.parquet"])
     data[4:40] = b"?" * 36
     server.put("train/001.parquet", data)
@@ -144,14 +144,14 @@ def test_a_damaged_file_is_named(server, shards, tmp_path):
     [(b"no table" * 9, r"9\.parquet is no Parquet file"), (b"", r"9\.parquet is no Parquet file")],
 )
 def test_what_is_no_parquet_file_is_named(data, match, shards, tmp_path):
-    """Such a file is an error as the index is made."""
+    """Such a file raises an error when the index is made."""
     folder = written({**shards, "train/009.parquet": data}, tmp_path) + "/train"
     with pytest.raises(ValueError, match=match):
         store.Parquet(folder, limit="1 MB")
 
 
 def test_files_with_other_columns_are_named(shards, tmp_path):
-    """All files have the same columns, of the same types; a long footer is read whole."""
+    """All files must have the same columns, of the same types; a long footer is read whole."""
     import pyarrow.parquet as parquet
 
     folder = written(shards, tmp_path) + "/train"

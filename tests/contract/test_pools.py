@@ -1,7 +1,7 @@
-"""The contract of all pools: the same stream, each sample once, held batches intact.
+"""The contract of all pools: the same stream, each sample once, and intact held batches.
 
-How workers come to be is tested with every start method. What they do then is the same code for all
-of these, and is tested with processes of the quickest one.
+The tests of how workers start use every start method. What they do then is the same code for all
+methods, so those tests use processes of the quickest one.
 """
 
 import gc
@@ -52,7 +52,7 @@ every_process = pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 
 
 def indices_of(batches):
-    """All indices of batches that are arrays of them, in order."""
+    """Return all indices of batches of index arrays, in order."""
     return [i for batch in batches for i in batch.tolist()]
 
 
@@ -68,7 +68,7 @@ def indices_of(batches):
     ],
 )
 def test_same_as_test_mode(kind, num_workers):
-    """Parallel equals test mode, bit for bit and in order, for any number of workers."""
+    """For any number of workers, the parallel stream equals test mode, bit for bit and in order."""
     want = expected(Augmented, 203, epochs=3, batch_size=8)
     got = stream(kind, Augmented, 203, epochs=3, batch_size=8, num_workers=num_workers)
     assert_same(got, want)
@@ -76,7 +76,7 @@ def test_same_as_test_mode(kind, num_workers):
 
 @every_pool
 def test_leaving_early(kind):
-    """Nothing of an epoch that was left early gets into the next one, which is complete."""
+    """No batch of an abandoned epoch gets into the next one, which is complete."""
     want = expected(Augmented, 100, epochs=4, batch_size=4)
     with kind.start(Augmented, 100, batch_size=4, buffer=6) as manager:
         for leave_at in (1, 0, 13):
@@ -90,7 +90,7 @@ def test_leaving_early(kind):
 
 @every_pool
 def test_unordered(kind):
-    """ordered=False gives the same batches, whichever comes first, and each epoch by itself."""
+    """ordered=False gives the same batches of each epoch, in any order."""
     want = [{tuple(b) for b in expected(Indices1, 90, batch_size=7, epochs=3)[k:k + 13]}
             for k in (0, 13, 26)]  # fmt: skip
     with kind.start(Indices1, 90, batch_size=7, num_workers=3, ordered=False) as manager:
@@ -100,7 +100,7 @@ def test_unordered(kind):
 
 
 def test_a_slow_batch_holds_no_other_up():
-    """With ordered=False, those that are made meanwhile come first."""
+    """With ordered=False, the batches made in the meantime come first."""
     others = threading.Event()
 
     class Slow:
@@ -121,7 +121,7 @@ def test_a_slow_batch_holds_no_other_up():
 
 @every_pool
 def test_built_in_place(kind):
-    """What an indexer builds in `cseq.empty` arrives like any other array."""
+    """Arrays that an indexer builds in `cseq.empty` arrive like any others."""
     for batch in stream(kind, InPlace, 30, batch_size=4):
         whole = batch["whole"]
         assert whole.shape[1] == 5000
@@ -135,7 +135,7 @@ def test_built_in_place(kind):
 
 @every_pool
 def test_indices_are_the_indexers_own(kind):
-    """An indexer may change its indices: an int64 array of its own, in no batch but this."""
+    """An indexer may change its indices: they are its own int64 array, in no other batch."""
     got = stream(kind, Spoiler, np.arange(64), batch_size=8, epochs=3, buffer=2)
     want = [cseq.permutation(64, 42, e).tolist() for e in range(3)]
     assert indices_of(got) == want[0] + want[1] + want[2]
@@ -143,7 +143,7 @@ def test_indices_are_the_indexers_own(kind):
 
 @every_pool
 def test_batches_may_be_changed(kind):
-    """A batch is the loop's own: what is written to it shows up nowhere else."""
+    """The loop owns a batch: what it writes there shows up nowhere else."""
     with kind.start(Large, 24, batch_size=2, shuffle=False, buffer=2) as manager:
         for _ in range(2):
             for k, batch in enumerate(manager):
@@ -155,7 +155,7 @@ def test_batches_may_be_changed(kind):
 
 
 def check_large(batches, order):
-    """Fail unless these are the batches of `Large` in this order."""
+    """Fail unless the batches are those `Large` makes, in this order."""
     assert [b.shape[1] for b in batches] == [8192] * len(batches)
     assert [int(row[0]) for b in batches for row in b] == order
     assert all((b == b[:, :1]).all() for b in batches)
@@ -163,7 +163,7 @@ def check_large(batches, order):
 
 @every_pool
 def test_all_batches_held(kind):
-    """`list(manager)`, over epochs and far beyond `buffer`, has correct data and no deadlock."""
+    """`list(manager)`, over epochs and far beyond `buffer`, has correct data, without deadlock."""
     order = [i for e in range(3) for i in cseq.permutation(60, 42, e).tolist()]
     with kind.start(Large, 60, batch_size=2, buffer=2) as manager:
         held = [batch for _ in range(3) for batch in manager]
@@ -176,7 +176,7 @@ def test_all_batches_held(kind):
 
 @every_pool
 def test_tensors_hold_the_batch(kind):
-    """A tensor, and a view of one, keeps its data as an array does."""
+    """A tensor, or a view of one, keeps its data as an array does."""
     pytest.importorskip("torch")
     with kind.start(
         Large, 40, batch_size=2, buffer=2, shuffle=False, out_type="cpu", dtype=None
@@ -189,7 +189,7 @@ def test_tensors_hold_the_batch(kind):
 
 
 def test_labels_that_are_kept_hold_no_batch():
-    """What is kept counts for `memory_limit` by what it weighs, not by its batches."""
+    """Kept arrays count towards `memory_limit` by their own size, not by their batches'."""
     with QUICKEST.start(Labelled, 160, batch_size=2, shuffle=False, memory_limit="4MiB") as manager:
         kept = [labels for _, labels, _ in manager]
         assert manager.stats().copies == 0
@@ -199,7 +199,7 @@ def test_labels_that_are_kept_hold_no_batch():
 @every_pool
 @pytest.mark.parametrize("dtype", [None, "float32"])
 def test_strides_are_kept(kind, dtype):
-    """Those of permuted arrays are the same through all pools, even after a cast."""
+    """All pools keep the strides of permuted arrays, even after a cast."""
     pytest.importorskip("torch")
     with kind.start(Labelled, 4, batch_size=2, out_type="cpu", dtype=dtype) as manager:
         for images, _, mask in manager:
@@ -213,7 +213,7 @@ def test_strides_are_kept(kind, dtype):
 
 @every_kind
 def test_made_once_in_every_worker(kind):
-    """Each worker makes one indexer, at the start, and keeps it over all epochs."""
+    """Each worker makes one indexer, at the start, and keeps it for all epochs."""
     got = stream(kind, Where, 400, epochs=5, batch_size=2, num_workers=3)
     makers = {tuple(batch[1:]) for batch in got}
     assert 1 <= len(makers) <= (3 if kind.parallel else 1)
@@ -236,23 +236,24 @@ def test_indexers_are_closed(kind, tmp_path):
 
 
 def names(folder, prefix):
-    """Give what follows a prefix in the names of files."""
+    """Return what follows a prefix in the names of files."""
     return sorted(path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*"))
 
 
 @every_kind
 def test_an_object_as_worker(kind):
-    """An object with __getitem__ serves as it is; threads share it, processes have copies."""
+    """An object with __getitem__ is used directly; threads share it, processes have copies."""
     lasting = Lasting(100)
     got = stream(kind, lasting, 100, batch_size=10, shuffle=False)
     assert np.concatenate(got).tolist() == list(range(0, 300, 3))
     assert lasting.asked == (0 if kind.processes else 10)
-    assert not lasting.closed  # it is the user's to close
+    # The user must close it.
+    assert not lasting.closed
 
 
 @every_kind
 def test_an_array_as_worker(kind):
-    """An array serves as a data set; what is done to batches does not change it."""
+    """An array serves as a data set; changes to batches do not reach it."""
     data = np.arange(60.0).reshape(30, 2)
     got = stream(kind, data, 30, batch_size=7)
     order = cseq.permutation(30, 42)
@@ -264,7 +265,7 @@ def test_an_array_as_worker(kind):
 
 @every_kind
 def test_a_pool_inside_an_indexer(kind):
-    """A manager in an indexer, of any pool, works; the outer batch keeps its own generator."""
+    """An indexer may use a manager of any pool; the outer batch keeps its own generator."""
 
     class Outer:
         def __init__(self):
@@ -283,7 +284,7 @@ def test_a_pool_inside_an_indexer(kind):
 
 @every_kind
 def test_dropped_without_finish(kind):
-    """A manager that nobody holds any more ends its workers, also in the middle of an epoch."""
+    """The workers of an unreferenced manager end, even in the middle of an epoch."""
     manager = kind.start(Large, 100, batch_size=2)
     batch = next(iter(manager))
     gone = weakref.ref(manager)
@@ -295,12 +296,12 @@ def test_dropped_without_finish(kind):
 
 @every_pool
 def test_the_iterator_keeps_the_manager(kind):
-    """A loop over a manager that has no name runs to its end."""
+    """A loop over an unnamed manager runs to its end."""
     assert len(list(kind.start(Indices1, 30, batch_size=4))) == 8
 
 
 def test_threads_make_their_indexers_in_turn():
-    """One after another: some libraries cannot open data in two threads at once."""
+    """They take turns, as some libraries cannot open data in two threads at once."""
     making = threading.Lock()
     all_here = threading.Barrier(4)
     made = []
@@ -309,7 +310,8 @@ def test_threads_make_their_indexers_in_turn():
         def __init__(self):
             if not making.acquire(blocking=False):
                 raise RuntimeError("made by two threads at once")
-            threading.Event().wait(0.05)  # a concurrent start would come now
+            # A concurrent start would come now.
+            threading.Event().wait(0.05)
             made.append(worker_number())
             making.release()
 
@@ -323,14 +325,14 @@ def test_threads_make_their_indexers_in_turn():
 
 
 def worker_number():
-    """The number of the worker that runs this."""
+    """Return the number of the worker that runs this."""
     info = cseq.worker_info()
     assert info is not None
     return info.number
 
 
 def test_threads_make_no_indexer_after_one_has_failed():
-    """The first one's exception is raised, and the others are not made any more."""
+    """The first exception is raised, and no further indexer is made."""
     tried = []
 
     class Failing:
@@ -350,7 +352,7 @@ def test_threads_make_no_indexer_after_one_has_failed():
 
 
 def test_finish_while_an_indexer_is_made(caplog, monkeypatch):
-    """Threads that wait for their turn end; the one that makes an indexer is left behind."""
+    """Threads that wait for their turn end; the thread that makes an indexer is left behind."""
     monkeypatch.setattr("cseq.engine.crews.threads.CLOSE_SECONDS", 1.5)
     begun, go_on = threading.Event(), threading.Event()
 
@@ -372,7 +374,7 @@ def test_finish_while_an_indexer_is_made(caplog, monkeypatch):
 
 @pytest.fixture
 def uncollected():
-    """No garbage collection."""
+    """Disable garbage collection."""
     gc.collect()
     gc.disable()
     yield
@@ -383,7 +385,7 @@ def uncollected():
 @pytest.mark.parametrize("taken", [0, 1, 10])
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
 def test_no_indexer_outlives_finish(kind, taken):
-    """Indexers that the manager has made die with `finish`, also those that made no batch."""
+    """The manager's indexers die with `finish`, even those that made no batch."""
     made = []
 
     class Watched:
@@ -404,7 +406,7 @@ def test_no_indexer_outlives_finish(kind, taken):
 
 @every_kind
 def test_a_worker_that_cannot_be_built(kind):
-    """What a worker raises where it is made comes out of the loop, once and as itself."""
+    """The loop gets the worker's exception, once and with its type."""
     with kind.start(Broken, 100, num_workers=3) as manager:
         with pytest.raises(LookupError, match="no such data set"):
             list(manager)
@@ -414,7 +416,7 @@ def test_a_worker_that_cannot_be_built(kind):
 
 @every_pool
 def test_a_worker_that_makes_no_indexer(kind):
-    """A worker that makes something without __getitem__ is a TypeError that says so."""
+    """A worker that makes an object without __getitem__ raises a TypeError that says so."""
     with (
         kind.start(NotAnIndexer, 100) as manager,
         pytest.raises(TypeError, match=r"NotAnIndexer.*__getitem__"),
@@ -424,7 +426,7 @@ def test_a_worker_that_makes_no_indexer(kind):
 
 @every_process
 def test_workers_that_die_at_birth(kind):
-    """Workers that end while they start are replaced only so often: then WorkerDied says it."""
+    """Workers that end while they start are replaced a few times; then WorkerDied is raised."""
     with (
         kind.start(Quitting, 100) as manager,
         pytest.raises(cseq.WorkerDied, match=r"code 7.*before they were ready") as caught,
@@ -439,7 +441,7 @@ def test_workers_that_die_at_birth(kind):
 @pytest.mark.needs("Linux")
 @every_pool
 def test_a_billion_samples_begin_at_once(kind):
-    """The first batches of 10^9 samples touch a few pages of memory, not the table's 4 GB."""
+    """The first batches of 10^9 samples touch few pages of memory, not a table of 4 GB."""
     with kind.start(Indices1, 10**9, buffer=10) as manager:
         for _ in range(2):
             before = resident_kib()
@@ -451,7 +453,7 @@ def test_a_billion_samples_begin_at_once(kind):
 
 
 def resident_kib():
-    """Memory of this process that is there, in KiB."""
+    """Return this process's resident memory in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
@@ -474,7 +476,7 @@ BREAKS = st.lists(st.none() | st.integers(0, 12), max_size=4)
 
 
 def walk(manager, breaks):
-    """Go through some epochs, each left after so many batches (None: at its end), and one more."""
+    """Run epochs that stop after the given numbers of batches (None for all), then one more."""
     for leave_at in [*breaks, None]:
         batches = []
         for k, batch in enumerate(manager):
@@ -488,7 +490,7 @@ def walk(manager, breaks):
 @settings(max_examples=60)
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
 def test_any_shape(kind, options, breaks):
-    """For any sizes, workers, buffer and early leaving: each epoch is its order's beginning."""
+    """For any sizes, workers, buffers and breaks, each epoch is the start of its order."""
     check_any_shape(kind, options, breaks)
 
 
@@ -501,7 +503,7 @@ def test_any_shape_in_processes(options, breaks):
 
 
 def check_any_shape(kind, options, breaks):
-    """Fail unless each epoch is the beginning of its order, and a full one all of it."""
+    """Fail unless each epoch is the start of its order, and a full one the whole of its order."""
     samples = options["dset_size"]
     samples = list(range(samples)) if isinstance(samples, int) else samples
     n, size = len(samples), options["batch_size"]
@@ -524,7 +526,7 @@ def check_any_shape(kind, options, breaks):
 @given(st.data())
 @settings(max_examples=15)
 def test_any_sizes_of_batches(data):
-    """In one pool of processes: batches of any sizes, one after the other, held or not."""
+    """One pool of processes makes batches of any sizes in sequence, whether held or not."""
     sizes = data.draw(st.lists(st.integers(0, 300_000), min_size=1, max_size=12))
     hold = data.draw(st.integers(0, 4))
 

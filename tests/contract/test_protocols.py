@@ -1,7 +1,7 @@
-"""Epochs as frameworks ask for them; tests/frameworks has the frameworks themselves.
+"""Epochs as frameworks iterate them; tests/frameworks has the frameworks themselves.
 
-They throw an `iter` away, call `set_epoch` before or after the `iter` that it is meant for, do not
-look at StopIteration, and make no call at the end.
+They discard an `iter`, call `set_epoch` before or after its `iter`, do not wait for StopIteration,
+and make no call at the end.
 """
 
 from itertools import islice
@@ -14,9 +14,10 @@ from kinds import QUICK, QUICKEST, THREAD, by_name
 import cseq
 
 N, BATCH = 22, 4
-STEPS = 6  # batches of an epoch
+# Batches of an epoch.
+STEPS = 6
 
-# Epochs are counted in the trainer: how its processes are started is nothing to that.
+# The trainer counts epochs, so the start method of processes does not matter.
 every_kind = pytest.mark.parametrize("kind", QUICK, ids=by_name)
 
 
@@ -32,13 +33,13 @@ def epoch_batches(epoch):
 
 
 def take(batches, count):
-    """Take some batches, and do not look for the end."""
+    """Take some batches, without waiting for the end."""
     return [batch.tolist() for batch in islice(batches, count)]
 
 
 @every_kind
 def test_an_iterator_that_is_thrown_away(kind):
-    """It costs no epoch, and `state_dict` is what it was; so it is before a first batch."""
+    """It uses up no epoch, and leaves `state_dict` unchanged, even before a first batch."""
     with kind.begin(make(kind)) as manager:
         before = manager.state_dict()
         for _ in range(3):
@@ -52,14 +53,15 @@ def test_an_iterator_that_is_thrown_away(kind):
         assert manager.state_dict()["consumed"] == 2 * BATCH
     iter(kind.begin(manager))
     manager.finish()
-    with kind.begin(manager):  # neither does one that ended with its pool
+    # An iterator that ended with its pool uses up no epoch either.
+    with kind.begin(manager):
         assert manager.epoch == 2
         assert take(iter(manager), 1) == epoch_batches(2)[:1]
 
 
 @pytest.mark.parametrize("kind", [THREAD, QUICKEST], ids=by_name)
 def test_a_second_iterator_goes_on_with_the_work(kind):
-    """What the workers have made for an iterator that was thrown away is not made again."""
+    """Work done for a discarded iterator is not repeated."""
     with kind.begin(make(kind, buffer=2)) as manager:
         batches = iter(manager)
         ring = manager._run.pool.feed
@@ -69,13 +71,14 @@ def test_a_second_iterator_goes_on_with_the_work(kind):
             with pytest.raises(InterruptedError):
                 next(old)
         manager.set_epoch(0)
-        assert ring.ticket == tickets  # none was posted again
+        # No ticket was posted again.
+        assert ring.ticket == tickets
         assert take(batches, STEPS) == epoch_batches(0)
 
 
 @every_kind
 def test_set_epoch_after_iter(kind):
-    """An iterator that has given nothing takes another epoch over, also back and forth."""
+    """An iterator that has given no batch switches to another epoch, forwards or backwards."""
     with kind.begin(make(kind)) as manager:
         batches = iter(manager)
         for epoch in (7, 0, 3):
@@ -85,18 +88,20 @@ def test_set_epoch_after_iter(kind):
         assert manager.state_dict()["epoch"] == 4
         batches = iter(manager)
         assert take(batches, 1) == epoch_batches(4)[:1]
-        manager.set_epoch(9)  # too late for this one
+        # The call is too late for this iterator.
+        manager.set_epoch(9)
         assert take(batches, 1) == epoch_batches(4)[1:2]
         assert take(iter(manager), 1) == epoch_batches(9)[:1]
         batches = iter(manager)
-        manager.set_epoch(10)  # its own, and nothing was taken
+        # The iterator has given no batch yet.
+        manager.set_epoch(10)
         assert take(batches, 1) == epoch_batches(10)[:1]
         assert take(iter(manager), 1) == epoch_batches(11)[:1]
 
 
 @every_kind
 def test_set_epoch_of_a_loaded_epoch_keeps_the_place(kind):
-    """Before and after the `iter`; another epoch begins at its beginning."""
+    """This holds before and after the `iter`; another epoch starts at its beginning."""
     manager = make(kind)
     state = manager.state_dict() | {"epoch": 5, "consumed": 2 * BATCH}
     with kind.begin(manager):
@@ -109,13 +114,14 @@ def test_set_epoch_of_a_loaded_epoch_keeps_the_place(kind):
         manager.load_state_dict(state)
         manager.set_epoch(6)
         assert take(iter(manager), 1) == epoch_batches(6)[:1]
-        manager.load_state_dict(state | {"consumed": 0})  # the epoch from its start
+        # The state is the start of the epoch.
+        manager.load_state_dict(state | {"consumed": 0})
         assert take(iter(manager), 1) == epoch_batches(5)[:1]
 
 
 @every_kind
 def test_set_epoch_of_the_epoch_under_way(kind):
-    """The loop and its state stay where they are; the next `iter` begins the epoch again."""
+    """The loop and its state keep their position; the next `iter` begins the epoch again."""
     with kind.begin(make(kind)) as manager:
         batches = iter(manager)
         got = take(batches, 2)
@@ -129,19 +135,22 @@ def test_set_epoch_of_the_epoch_under_way(kind):
         assert take(batches, 1) == epoch_batches(0)[:1]
         manager.set_epoch(0)
         take(batches, STEPS)
-        assert take(iter(manager), 1) == epoch_batches(1)[:1]  # 0 was over by then
+        # Epoch 0 was over by then.
+        assert take(iter(manager), 1) == epoch_batches(1)[:1]
         manager.set_epoch(1)
         take(iter(manager), STEPS)
-        manager.set_epoch(1)  # of an epoch that is over: again
+        # Setting an epoch that is over begins it again.
+        manager.set_epoch(1)
         assert (manager.state_dict()["epoch"], manager.state_dict()["consumed"]) == (1, 0)
         assert take(iter(manager), STEPS) == epoch_batches(1)
 
 
 @every_kind
 def test_the_sampler(kind):
-    """`sampler` has torch's two methods: `set_epoch`, and this rank's samples as its length."""
+    """`sampler` has torch's `set_epoch`, and its length is the number of this rank's samples."""
     lengths = [len(make(kind, shard=(rank, 4)).sampler) for rank in range(4)]
-    assert lengths == [6, 6, 6, 6]  # 16 in a global batch, and 6 in parts of 2
+    # 16 samples are in a global batch, and 6 in parts of 2.
+    assert lengths == [6, 6, 6, 6]
     assert len(make(kind, shard=(1, 4), drop_last=True).sampler) == 4
     with kind.begin(make(kind)) as manager:
         manager.sampler.set_epoch(2)
@@ -165,7 +174,7 @@ class BrokenFirst:
 @every_kind
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_an_exception_begins_an_epoch(kind, on_error):
-    """A first batch that raises, or is skipped, is not tried for ever."""
+    """A first batch that raises, or is skipped, is not retried forever."""
     manager = kind.make(BrokenFirst, 4, batch_size=4, shuffle=False, on_error=on_error)
     with kind.begin(manager):
         for epoch in range(3):
@@ -181,7 +190,7 @@ def test_an_exception_begins_an_epoch(kind, on_error):
 
 @every_kind
 def test_interrupted_set_epoch(kind):
-    """Ctrl-C anywhere in `set_epoch`: the iterator gives the one epoch, or the other, or raises."""
+    """After Ctrl-C in `set_epoch`, the iterator gives the one epoch or the other, or raises."""
     ends = set()
     for countdown in range(1, 200, 7 if kind.processes else 1):
         with kind.begin(make(kind)) as manager:

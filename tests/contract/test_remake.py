@@ -1,4 +1,4 @@
-"""A batch once more: bit for bit what the loop got, whatever made it."""
+"""A batch made again: bit for bit what the loop got, no matter who made it."""
 
 import random
 
@@ -15,7 +15,7 @@ POOLS = {
 
 
 class Augmented:
-    """Draws from the batch's generator, and says which batch it is."""
+    """Draws from the batch's generator, and returns the number of the batch."""
 
     def __getitem__(self, indices):
         info = cseq.worker_info()
@@ -65,7 +65,7 @@ def manager(pool, worker=Augmented, n=23, **options):
     ids=str,
 )
 def test_it_is_what_the_loop_got(pool, options):
-    """While it runs, and afterwards: each batch of two epochs."""
+    """This holds during the run and afterwards, for each batch of two epochs."""
     worker = Augmented if pool == "threads" else Globals
     one = manager(pool, worker, **options)
     got = []
@@ -86,7 +86,7 @@ def test_it_is_what_the_loop_got(pool, options):
 
 
 def test_after_a_resume():
-    """In an epoch that was resumed with other batches, they are counted as they come."""
+    """In an epoch that resumed with other batches, numbers count the batches that came."""
     first = manager("threads")
     with first.start() as batches:
         iterator = iter(batches)
@@ -116,14 +116,14 @@ def test_a_batch_that_was_left_out():
 
 @pytest.mark.parametrize("batch", [-1, 6])
 def test_a_batch_that_there_is_not(batch):
-    """It names the batches there are."""
+    """The error names the existing batches."""
     for ask in (manager("none").remake, manager("none").indices):
         with pytest.raises(IndexError, match=rf"batch={batch} is not in \[0, 6\) of epoch 0"):
             ask(0, batch)
 
 
 def test_nothing_is_left():
-    """The indexer that was made is closed, also after an exception."""
+    """The new indexer is closed, even after an exception."""
     closed = []
 
     class Closing(Odd):

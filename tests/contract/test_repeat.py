@@ -1,4 +1,4 @@
-"""Epochs in a row: `repeat` gives what as many loops give, from any place on."""
+"""Consecutive epochs: `repeat` gives what as many loops would, from any position."""
 
 import itertools
 import time
@@ -23,7 +23,7 @@ def manager(pool="threads", n=23, **options):
 
 
 def epochs(number, **options):
-    """Return the batches of so many epochs, taken one by one."""
+    """Return the batches of the given number of epochs, taken one by one."""
     one = manager("none", **options)
     with one.start() as batches:
         return [batch.tolist() for _ in range(number) for batch in batches]
@@ -32,7 +32,7 @@ def epochs(number, **options):
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"shuffle": "feistel"}], ids=str)
 def test_it_is_as_many_epochs(pool, options):
-    """In one loop, and the next loop goes on after them."""
+    """One loop has all of them, and the next loop continues after them."""
     one = manager(pool, repeat=3, **options)
     with one.start() as batches:
         first = [(one.epoch, batch.tolist()) for batch in batches]
@@ -43,7 +43,7 @@ def test_it_is_as_many_epochs(pool, options):
 
 
 def test_without_end():
-    """As many as are taken; `break` leaves the present epoch."""
+    """The loop may take any number; `break` abandons the current epoch."""
     one = manager(repeat=True)
     whole = epochs(6)
     with one.start() as batches:
@@ -53,7 +53,7 @@ def test_without_end():
 
 
 def test_a_resume_after_every_batch():
-    """With the same batches, and with others, also in a later epoch of a loop."""
+    """The resume has the same batches or others, in any epoch of a loop."""
     one = manager(repeat=3)
     whole = [sample for batch in epochs(3) for sample in batch]
     with one.start() as batches:
@@ -72,7 +72,7 @@ def test_a_resume_after_every_batch():
 
 
 def test_a_resume_of_ranks_that_have_lanes():
-    """Each has its part of a global batch also in the epochs after the one that was resumed."""
+    """Each rank has its part of a global batch in the epochs after the resumed one, too."""
     order = cseq.Blocks(2, window=8, lanes=4)
     options = {"n": 80, "order": order, "repeat": 2}
     for rank in range(2):
@@ -99,7 +99,7 @@ def test_ranks_keep_step():
 
 
 def test_the_next_epoch_is_made_ahead():
-    """Its first batches are ready while the last one of the epoch before is not taken."""
+    """Its first batches are ready before the last batch of the previous epoch is taken."""
     one = manager(n=8, repeat=2)
     with one.start() as batches:
         iterator = iter(batches)
@@ -113,7 +113,7 @@ def test_the_next_epoch_is_made_ahead():
 
 
 def test_an_epoch_without_batches():
-    """There is nothing to repeat."""
+    """`repeat` has nothing to repeat."""
     one = manager(n=3, drop_last=True, repeat=True)
     with one.start() as batches:
         assert list(batches) == []
@@ -130,6 +130,6 @@ def test_an_epoch_without_batches():
     ],
 )
 def test_what_is_refused(options, error, text):
-    """With the argument, its value, and what to do."""
+    """The error has the argument, its value and the remedy."""
     with pytest.raises(error, match=text):
         manager(**options)

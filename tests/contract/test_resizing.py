@@ -1,4 +1,4 @@
-"""Workers and buffer change while a manager runs: the stream does not."""
+"""Changes of workers and buffer while a manager runs: the stream stays the same."""
 
 import random
 import threading
@@ -18,7 +18,7 @@ KINDS = [THREAD, QUICKEST]
 
 
 def at_random(manager, seed, *, kills):
-    """Give the batches of an epoch, and change the sizes meanwhile; workers die, too."""
+    """Yield the batches of an epoch, and change the sizes in between; workers die, too."""
     draw = random.Random(seed)
     for batch in manager:
         yield batch
@@ -31,7 +31,7 @@ def at_random(manager, seed, *, kills):
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_sizes_at_random_change_no_batch(kind, ordered):
-    """Ordered and unordered, in threads and processes, of which some die meanwhile."""
+    """This holds for ordered and unordered batches, in threads and in processes that may die."""
     options = {"batch_size": BATCH, "buffer": CELLS, "ordered": ordered, "max_restarts": 1000}
     reference = expected(Augmented, SAMPLES, epochs=3, **options)
     with kind.start(Augmented, SAMPLES, MOST, **options) as manager:
@@ -51,7 +51,7 @@ def test_sizes_at_random_change_no_batch(kind, ordered):
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_a_resume_in_the_middle_of_changes(kind):
-    """Another manager goes on where the state was taken."""
+    """Another manager continues where the state was taken."""
     reference = expected(Augmented, SAMPLES, batch_size=BATCH)
     got = []
     state = None
@@ -70,7 +70,7 @@ def test_a_resume_in_the_middle_of_changes(kind):
 
 
 class Gated:
-    """Says that it has a batch, by a file, and waits until another file lets it go on."""
+    """Reports a batch by a file, and waits for another file before it continues."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -85,7 +85,7 @@ class Gated:
 
 @pytest.mark.parametrize("dies", [False, True], ids=["goes on", "dies"])
 def test_a_worker_that_is_to_leave_finishes_its_ticket_or_another_makes_it(tmp_path, dies):
-    """Killed with the ticket in hand, while it is being retired, it is not replaced."""
+    """If killed with a ticket while it is being retired, it is not replaced."""
     with QUICKEST.start(
         Gated(tmp_path), SAMPLES, 2, batch_size=BATCH, buffer=4, shuffle=False
     ) as manager:
@@ -103,7 +103,7 @@ def test_a_worker_that_is_to_leave_finishes_its_ticket_or_another_makes_it(tmp_p
 
 
 def test_a_thread_that_leaves_closes_its_indexer_and_another_is_made():
-    """Indexers are made and closed as often as threads come and go."""
+    """Each thread that comes or goes makes or closes one indexer."""
     made = []
     closed = []
 
@@ -131,7 +131,7 @@ def test_a_thread_that_leaves_closes_its_indexer_and_another_is_made():
 
 
 def test_a_process_that_leaves_ends_and_another_is_started():
-    """None of them counts as a death."""
+    """Neither counts as a death."""
     with QUICKEST.start(Augmented, 10**6, 3, batch_size=1, buffer=CELLS) as manager:
         batches = iter(manager)
         testing.await_workers(manager)
@@ -148,12 +148,13 @@ def test_a_process_that_leaves_ends_and_another_is_started():
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_no_more_batches_are_made_ahead_than_the_buffer(kind):
-    """Also when the buffer gets smaller, and larger again, which needs no step of the loop."""
+    """This holds when the buffer shrinks, and when it grows again without a step of the loop."""
     with kind.start(Augmented, 10**6, 2, batch_size=1, buffer=CELLS) as manager:
         batches = iter(manager)
         for ahead in (CELLS, 3, 7, 1):
             resize(manager, buffer=ahead)
-            for _ in range(0 if ahead == 7 else 2 * CELLS):  # what was posted before is taken
+            # This takes the batches posted earlier.
+            for _ in range(0 if ahead == 7 else 2 * CELLS):
                 next(batches)
             until(lambda n=ahead: manager.stats().depths[2] == n)
             assert manager.stats().buffer == ahead

@@ -1,4 +1,4 @@
-"""`MSequence.reweigh`: other weights of a mixture in the middle of a run."""
+"""`MSequence.reweigh`: new weights of a mixture in the middle of a run."""
 
 import json
 import random
@@ -20,13 +20,13 @@ def mixture(**options):
 
 
 def manager(kind=cseq.MTSequence, **options):
-    """Make a manager of it."""
+    """Make a manager of the mixture."""
     given = {"num_workers": 2, "batch_size": 4, "seed": 5, "order": mixture(), "out_type": "null"}
     return kind(np.arange(111), **given | options)
 
 
 def weights_at(step):
-    """Return the weights that come after so many batches, if any do."""
+    """Return the weights that follow the given number of batches, if any."""
     chosen = random.Random(step)
     if chosen.random() < 0.6:
         return None
@@ -34,7 +34,7 @@ def weights_at(step):
 
 
 def run(made, steps, start=0):
-    """Take batches over epochs, and change the weights after some; the steps count on."""
+    """Take batches over epochs, and change the weights after some; the count of steps continues."""
     taken = []
     while True:
         for batch in made:
@@ -53,14 +53,14 @@ def whole(steps):
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_batches_are_those_of_test_mode(kind):
-    """Whatever is under way when the weights change: also behind an epoch's last batch."""
+    """Any batches may be in flight when the weights change, even an epoch's last one."""
     options = {"batch_size": 4, "seed": 5, "order": mixture(), "buffer": 9}
     with kind.start(np.arange(111), None, **options) as made:
         assert run(made, 400) == whole(400)
 
 
 def test_a_thousand_changes():
-    """Each source goes on where it is: its samples are those of its own passes."""
+    """Each source continues at its position, with the samples of its own passes."""
     batches = whole(2500)
     assert sum(weights_at(step) is not None for step in range(1, 2501)) > 900
     samples = np.concatenate(batches)
@@ -73,7 +73,7 @@ def test_a_thousand_changes():
 
 
 def test_the_shares_are_those_of_the_weights():
-    """Of each stretch of equal weights, to a unit and a block."""
+    """Each stretch of equal weights has these shares, to a unit and a block."""
     with manager().start_test() as made:
         taken = []
         for step, batch in enumerate(made):
@@ -90,7 +90,7 @@ def test_the_shares_are_those_of_the_weights():
 
 @pytest.mark.parametrize("stop", [1, 59, 60, 61, 137])
 def test_a_state_has_the_weights(stop):
-    """It loads into a manager whose mixture was made with the same ones, and goes on with them."""
+    """A manager whose mixture has the first weights loads it, and continues with the new ones."""
     expected = whole(300)
     with manager().start_test() as made:
         assert run(made, stop) == expected[:stop]
@@ -117,7 +117,7 @@ def test_ranks_that_change_after_the_same_batch(world_size):
 
 
 def test_weights_that_were_given_again_win():
-    """A mixture made with other weights goes on from the state's place with these."""
+    """A mixture made with other weights continues from the state's position with them."""
     with manager().start_test() as made:
         run(made, 7)
         made.reweigh({"a": 0, "b": 0, "c": 1})
@@ -153,7 +153,7 @@ def test_before_the_start_and_between_two():
     ],
 )
 def test_what_cannot_be(options, weights, text):
-    """The message names it, and nothing changes."""
+    """The message names the problem, and nothing changes."""
     made = manager(**options)
     before = made.state_dict()
     with pytest.raises((TypeError, ValueError), match=text):

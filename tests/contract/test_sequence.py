@@ -1,4 +1,4 @@
-"""The managers' interface: arguments, life cycle, epochs, what batches become."""
+"""The managers' interface: arguments, life cycle, epochs, and the form of batches."""
 
 import platform
 import re
@@ -40,11 +40,11 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-# -- what it shows
+# -- the repr
 
 
 def test_repr():
-    """It shows samples, batches, workers, seed and state, and finds nothing out for that."""
+    """It shows samples, batches, workers, seed and state, and computes nothing for that."""
     manager = MTSequence(Indices1, 10, 3, batch_size=4, out_type="null", seed=7, shard="auto")
     assert repr(manager) == (
         "MTSequence(samples=10, batch_size=4, workers=3 threads, seed=7, shard='auto', "
@@ -66,18 +66,18 @@ def test_repr():
     assert f"seed={drawn.seed} (drawn)" in repr(drawn)
 
 
-# -- what it says of itself
+# -- the properties
 
 
 @every_class
 def test_nothing_is_done_to_construct(make):
-    """Making a manager calls nothing, starts nothing and allocates nothing shared."""
+    """The constructor calls nothing, starts nothing and allocates no shared memory."""
     manager = make(Broken, 10**12, shuffle="feistel")
     assert (manager.dset_size, len(manager)) == (10**12, 31_250_000_000)
 
 
 def test_properties():
-    """Lengths count batches, `dset_size` samples; all that was given is shown."""
+    """Lengths count batches, `dset_size` counts samples; all arguments are shown."""
     manager = make_small(batch_size=4, seed=11)
     assert (len(manager), manager.length, manager.dset_size, manager.batch_size) == (3, 3, 10, 4)
     assert (manager.seed, manager.epoch, manager.use_cuda) == (11, 0, False)
@@ -87,10 +87,11 @@ def test_properties():
 
 
 def test_a_drawn_seed_is_shown():
-    """seed=None draws one, once; with it the stream can be had again."""
+    """seed=None draws a seed once; with this seed, the stream can be repeated."""
     manager = make_small()
     assert manager.seed == manager.seed
-    assert make_small().seed != manager.seed  # of 2^32; this fails once in four billion runs
+    # With 2^32 seeds, this fails once in four billion runs.
+    assert make_small().seed != manager.seed
     with manager.start_test() as m:
         got = list(m)
     with make_small(seed=manager.seed).start_test() as m:
@@ -99,7 +100,7 @@ def test_a_drawn_seed_is_shown():
 
 @pytest.mark.parametrize("samples", [[3, 1, 4, 1, 5], (2, 7), np.array([2**62, -1]), range(4, 9)])
 def test_samples_of_every_kind(samples):
-    """Any one-dimensional sequence of integers is taken as the samples, negative ones too."""
+    """Any one-dimensional sequence of integers may be the samples, even with negative ones."""
     manager = MTSequence(Indices1, samples, shuffle=False, batch_size=2, out_type="null")
     with manager.start_test() as m:
         assert [int(i) for batch in m for i in batch] == [int(i) for i in samples]
@@ -124,7 +125,7 @@ def test_epochs_count_over_everything(kind):
 
 
 def test_set_epoch():
-    """`set_epoch` sets what the next `iter` begins, before a start, within one and in a loop."""
+    """`set_epoch` sets the epoch of the next `iter`, before a start, during one and in a loop."""
     orders = [cseq.permutation(20, 42, e).tolist() for e in range(12)]
     manager = THREAD.make(Indices1, 20, batch_size=20)
     manager.set_epoch(7)
@@ -143,10 +144,9 @@ def test_set_epoch():
 
 
 class LastRaises:
-    """Makes all batches but the one with this sample."""
+    """Makes all batches except the one with this sample."""
 
     def __getitem__(self, indices):
-        """Return the indices."""
         if 9 in indices:
             raise ValueError("the last sample")
         return indices
@@ -154,7 +154,7 @@ class LastRaises:
 
 @every_kind
 def test_an_epoch_whose_end_the_loop_knows(kind):
-    """It is over, also if its last batch was an exception, or if there was none."""
+    """It is over even if its last batch raised, or if it had no batch."""
     with kind.start(LastRaises, 10, batch_size=2, shuffle=False) as batches:
         iterator = iter(batches)
         for _ in range(4):
@@ -174,7 +174,7 @@ def test_an_epoch_whose_end_the_loop_knows(kind):
 
 @every_kind
 def test_a_newer_iterator_interrupts(kind):
-    """An iterator that a newer one replaced raises InterruptedError; the newer one is complete."""
+    """A replaced iterator raises InterruptedError; the newer one is complete."""
     with kind.start(Indices1, 40, batch_size=4) as m:
         old = iter(m)
         next(old)
@@ -190,7 +190,7 @@ def test_a_newer_iterator_interrupts(kind):
 
 @every_kind
 def test_a_start_interrupts(kind):
-    """A start, of either kind, and a finish interrupt the iterators there are."""
+    """A start, of either kind, or a finish interrupts the existing iterators."""
     manager = kind.make(Indices1, 40, batch_size=4)
     for interrupt in (manager.start, manager.start_test, manager.finish):
         batches = iter(kind.begin(manager))
@@ -203,7 +203,7 @@ def test_a_start_interrupts(kind):
 
 @every_kind
 def test_forbidden_inside_with(kind):
-    """start, start_test, finish and a second `with` inside the manager's own are OSErrors."""
+    """In the manager's own `with`, start, start_test, finish and a second `with` raise OSError."""
     with kind.start(Indices1, 40, batch_size=4) as m:
         for verb in (m.start, m.start_test, m.finish, m.__enter__):
             with pytest.raises(OSError, match="with"):
@@ -213,7 +213,7 @@ def test_forbidden_inside_with(kind):
 
 @every_kind
 def test_with_ends_on_an_error(kind):
-    """An exception in the `with` block comes out as it is, and the workers have ended."""
+    """The `with` block passes its exception on unchanged, after the workers have ended."""
     with pytest.raises(ZeroDivisionError), kind.start(Indices1, 40, batch_size=4) as m:
         for _ in m:
             raise ZeroDivisionError
@@ -223,17 +223,18 @@ def test_with_ends_on_an_error(kind):
 
 @pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
 def test_iterating_without_a_start(kind):
-    """A loop over a manager that was not started starts it, with a UserWarning at that line."""
+    """A loop over a manager that has not started starts it, with a UserWarning at that line."""
     manager = kind.make(Indices1, 40, batch_size=4)
     with pytest.warns(UserWarning, match=r"start\(\)") as caught:
         assert len(list(manager)) == 10
     assert [w.filename for w in caught] == [__file__]
-    assert len(list(manager)) == 10  # it is started now: no second warning
+    # The manager is running now, so no second warning comes.
+    assert len(list(manager)) == 10
     manager.finish()
 
 
 def test_a_refused_start_without_a_start():
-    """Where that warning is an error, nothing was started."""
+    """If that warning is an error, nothing was started."""
     manager = make_small()
     with warnings.catch_warnings(), pytest.raises(UserWarning, match="start"):
         warnings.simplefilter("error")
@@ -245,7 +246,7 @@ def test_a_refused_start_without_a_start():
 
 @every_kind
 def test_finished_by_another_thread(kind):
-    """`finish` from another thread ends a loop that waits, by InterruptedError."""
+    """`finish` from another thread ends a waiting loop with InterruptedError."""
     manager = kind.start(Indices1, 10**6, batch_size=1)
     batches = iter(manager)
     next(batches)
@@ -259,7 +260,7 @@ def test_finished_by_another_thread(kind):
 
 @every_kind
 def test_a_newer_iterator_while_another_thread_loops(kind):
-    """A loop in another thread is interrupted by a newer `iter`, which begins its own epoch."""
+    """A newer `iter`, which begins its own epoch, interrupts a loop in another thread."""
 
     def loop(batches, begun):
         try:
@@ -283,7 +284,7 @@ def test_a_newer_iterator_while_another_thread_loops(kind):
 
 @every_kind
 def test_threads_share_an_iterator(kind):
-    """Threads that share an iterator get each batch once between them."""
+    """Together, threads that share an iterator get each batch once."""
     with kind.start(Indices1, 1000, batch_size=1) as manager:
         batches = iter(manager)
         shares = [[], [], []]
@@ -291,7 +292,7 @@ def test_threads_share_an_iterator(kind):
     assert sorted(int(i) for share in shares for batch in share for i in batch) == list(range(1000))
 
 
-# -- what batches become
+# -- the form of batches
 
 torch_cases = [
     ("cpu", "float32", "float32"),
@@ -305,7 +306,7 @@ torch_cases = [
 
 @pytest.fixture
 def no_cuda(monkeypatch):
-    """Give torch, on a machine where it finds no CUDA."""
+    """Return torch, on a machine without CUDA."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return torch
@@ -329,7 +330,7 @@ def test_tensors(no_cuda, out_type, dtype, want):
 @pytest.mark.parametrize("out_type", ["cuda", "cpu", None, "null", "call"])
 @pytest.mark.parametrize("kind", [THREAD, FIRST_PROCESS], ids=by_name)
 def test_every_out_type_as_in_test_mode(no_cuda, kind, out_type):
-    """Whatever the out_type, start() gives what start_test() gives."""
+    """For every out_type, start() gives what start_test() gives."""
     function = np.negative if out_type == "call" else out_type
     if out_type == "call":
         manager = kind.make(Rows, 30, out_type=function, batch_size=8)
@@ -350,7 +351,7 @@ def test_every_out_type_as_in_test_mode(no_cuda, kind, out_type):
 
 
 def assert_same_tensors(torch, one, other):
-    """Compare batches, tensors as arrays of their bytes."""
+    """Compare batches; compare tensors as arrays of their bytes."""
 
     def plain(value):
         if isinstance(value, torch.Tensor):
@@ -375,7 +376,7 @@ def assert_same_tensors(torch, one, other):
     ("mode", "kind"), [("default", "Tensor"), ("cpu", "Tensor"), ("numpy", "ndarray")]
 )
 def test_test_modes(no_cuda, mode, kind):
-    """'default' gives what start gives, 'cpu' tensors, 'numpy' what the indexer returned."""
+    """'default' gives what start gives, 'cpu' gives tensors, 'numpy' gives the indexer's batch."""
     with MTSequence(Indices1, 4, num_workers=1).start_test(mode) as m:
         (batch,) = m
     assert type(batch).__name__ == kind
@@ -383,7 +384,7 @@ def test_test_modes(no_cuda, mode, kind):
 
 
 def test_null_and_test_modes(no_cuda):
-    """With out_type 'null', mode 'cpu' still gives tensors, and 'default' what was returned."""
+    """With out_type 'null', mode 'cpu' still gives tensors, and 'default' the indexer's batch."""
     manager = make_small(batch_size=10)
     assert isinstance(next(iter(manager.start_test())), np.ndarray)
     assert isinstance(next(iter(manager.start_test("cpu"))), no_cuda.Tensor)
@@ -404,7 +405,7 @@ def test_a_function_for_every_array(kind):
 
 @pytest.mark.needs("worker processes")
 def test_without_torch(run_script):
-    """Without torch, every out_type gives arrays of the same values; said once in the log."""
+    """Without torch, every out_type gives arrays of the same values; the log says so once."""
     done = run_script(
         NO_TORCH
         + """
@@ -437,7 +438,7 @@ print("done", "torch" in sys.modules)
 
 @pytest.mark.parametrize("kind", PROCESSES[:2], ids=by_name)
 def test_workers_do_not_import_torch(no_cuda, kind):
-    """Workers do not import torch for cseq's sake, whatever the out_type."""
+    """Workers do not import torch for cseq, for any out_type."""
 
     class Modules:
         def __getitem__(self, indices):
@@ -449,12 +450,12 @@ def test_workers_do_not_import_torch(no_cuda, kind):
     assert modules == []
 
 
-# -- left to itself
+# -- scripts that end
 
 
 @pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
 def test_a_script_that_just_ends(run_script, kind):
-    """A script that ends in the middle of a loop, without `finish`, ends at once and quietly."""
+    """A script that ends in the middle of a loop, without `finish`, ends at once and silently."""
     make = "cseq.MTSequence(W, 1000, 2, " if kind is THREAD else (
         f"cseq.MPSequence(W, 1000, 2, start_method={kind.start_method!r}, ")  # fmt: skip
     done = run_script(f"""
@@ -510,7 +511,7 @@ reads.wait()
 @pytest.mark.parametrize("kind", ["thread", "proc", "streams"])
 @pytest.mark.parametrize("again", ["", "again"])
 def test_a_daemon_thread_that_reads_when_the_script_ends(run_script, kind, again):
-    """It stays in its call, or in the next one, without a traceback; nothing is aborted."""
+    """The thread stays in its current or next call, without a traceback or an abort."""
     done = run_script(READS_ON, kind, again)
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
@@ -549,7 +550,7 @@ class Never(Counted):
 
 @pytest.mark.parametrize("kind", PROCESSES, ids=by_name)
 def test_one_pickle_a_start(run_script, tmp_path, kind):
-    """Neither making a manager nor test mode pickles; a start does once, but with fork never."""
+    """The constructor and test mode pickle nothing; a start pickles once, but never with fork."""
     (tmp_path / "counted.py").write_text(COUNTED)
     done = run_script(ONE_PICKLE, kind.name)
     pickles = 0 if kind.name == "fork" else 1
@@ -597,13 +598,13 @@ with cseq.MPSequence(Memory, 3, batch_size=1, out_type="null").start() as batche
 @pytest.mark.needs("Linux")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc")
 def test_memory_that_a_worker_frees(run_script):
-    """A block of usual size stays with its worker, a large one goes; large zeros take no memory."""
+    """A worker keeps a block of usual size and frees a large one; large zeros take no memory."""
     done = run_script(OWN_MEMORY)
     assert done.stdout == "True True True True\n", done.stderr
 
 
 class Labelled:
-    """Images, and labels of a type."""
+    """Images, and labels of a given type."""
 
     def __init__(self, dtype="i8", images="f4"):
         self.dtype, self.images = dtype, images
@@ -619,8 +620,10 @@ HINTED = [
     (Labelled("i8"), {"dtype": None}, False),
     (Labelled("i8"), {"dtype": "int64"}, False),
     (Labelled("i8"), {"out_type": "null"}, False),
-    (Labelled("f4", "u1"), {}, False),  # images
-    (np.arange(8), {}, False),  # alone: perhaps all that there is to learn from
+    # The integer array holds images.
+    (Labelled("f4", "u1"), {}, False),
+    # A single array may be all that there is to learn from.
+    (np.arange(8), {}, False),
 ]
 
 
@@ -630,7 +633,7 @@ HINTED = [
     [pytest.param("MPSequence", marks=pytest.mark.needs("worker processes")), "MTSequence"],
 )
 def test_labels_that_become_floats(kind, start, caplog):
-    """One warning a start, which names dtype=None, where labels lose their type."""
+    """If labels lose their type, each start warns once, with dtype=None as the remedy."""
     for worker, options, hinted in HINTED:
         caplog.clear()
         m = getattr(cseq, kind)(
@@ -640,7 +643,7 @@ def test_labels_that_become_floats(kind, start, caplog):
             for _ in range(2):
                 assert len(list(m)) == 4
         messages = [record.getMessage() for record in caplog.records]
-        # What a machine without torch, or a busy one, is told is not what this is about.
+        # Messages for a machine without torch, or a busy one, do not matter here.
         told = [text for text in complaints(messages) if not text.startswith("torch is not")]
         assert len(told) == hinted, (worker, options, told)
         assert all("dtype=None" in text and "shape (2,)" in text for text in told)

@@ -1,4 +1,4 @@
-"""The signature of the three classes, and what they refuse."""
+"""The signature of the three classes, and the arguments they refuse."""
 
 import copy
 import inspect
@@ -41,7 +41,7 @@ KEYWORDS = {
 
 
 def positions_of(function):
-    """Give the positional parameters and their defaults."""
+    """Return the positional parameters and their defaults."""
     return {
         name: parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -50,7 +50,7 @@ def positions_of(function):
 
 
 def test_positions_and_defaults():
-    """Names, positions and defaults are fixed; the other classes lack `thread_type` alone."""
+    """Names, positions and defaults are fixed; the other classes lack only `thread_type`."""
     assert list(positions_of(MSequence).items()) == list(POSITIONS.items())
     rest = {name: value for name, value in POSITIONS.items() if name != "thread_type"}
     keywords = dict(inspect.signature(MSequence).parameters)
@@ -65,7 +65,7 @@ def test_positions_and_defaults():
 
 
 def test_methods_and_their_defaults():
-    """`start(compat=None)` and `start_test(test_mode='default')` can be given by position."""
+    """`start(compat=None)` and `start_test(test_mode='default')` accept positional arguments."""
     manager = make_small()
     assert positions_of(manager.start) == {"compat": None}
     assert positions_of(manager.start_test) == {"test_mode": "default"}
@@ -73,7 +73,7 @@ def test_methods_and_their_defaults():
 
 
 def test_arguments_by_position():
-    """All arguments up to `seed` can be given by position."""
+    """All arguments up to `seed` may be positional."""
     manager = MSequence(Rows, 100, 2, 1, 8, 3, False, "thread", "null", 5)
     with manager.start_test() as m:
         assert [len(labels) for _, labels in m][:2] == [8, 8]
@@ -85,7 +85,7 @@ def test_arguments_by_position():
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy, cloudpickle.dumps])
 @every_class
 def test_it_is_not_copied(make, copied):
-    """A copy would share the order with its original: it is refused, with what to do instead."""
+    """A copy would share the original's order: it is refused, with an alternative."""
     manager = make(Indices1, 10)
     with pytest.raises(TypeError, match=rf"^{make.__name__} cannot be pickled .* make a manager"):
         copied(manager)
@@ -115,7 +115,7 @@ def test_it_is_not_copied(make, copied):
 )
 @every_class
 def test_what_to_write_instead(make, keyword, hint):
-    """A keyword of DataLoader's, or a misspelled one, says what to use; the class is the user's."""
+    """A keyword of DataLoader's, or a misspelled one, gets the right name and the user's class."""
     with pytest.raises(TypeError, match=re.escape(hint)) as caught:
         make(Indices1, 10, **{keyword: 1})
     assert str(caught.value).startswith(f"{make.__name__}() got an unexpected keyword")
@@ -130,24 +130,25 @@ def test_what_to_write_instead(make, keyword, hint):
 
 
 def test_a_generator_for_a_seed():
-    """It says where the number is."""
+    """The error says where the number is."""
     torch = pytest.importorskip("torch")
     with pytest.raises(TypeError, match=r"seed=.*initial_seed\(\)"):
         make_small(seed=torch.Generator())
 
 
 def test_no_batch_size():
-    """batch_size=None says what single samples are here."""
+    """The error for batch_size=None explains how to get single samples."""
     with pytest.raises(TypeError, match=r"batch_size=None.*pass 1"):
         make_small(batch_size=None)
 
 
 def test_no_workers():
-    """num_workers=0 makes every batch in the loop itself, whatever else is asked for."""
+    """num_workers=0 makes every batch in the loop, regardless of the other arguments."""
 
     class Where:
         def __init__(self):
-            self.lock = threading.Lock()  # cannot travel, and need not
+            # A lock cannot be pickled, and need not be.
+            self.lock = threading.Lock()
 
         def __getitem__(self, indices):
             return indices, threading.get_ident(), cseq.worker_info()
@@ -171,7 +172,7 @@ def test_no_workers():
 
 
 def test_warnings_reach_everyone(run_script):
-    """Where no logging is configured, warnings of 'cseq' go to stderr, and nothing below them."""
+    """Without a logging configuration, warnings of 'cseq' go to stderr, and nothing below them."""
     done = run_script("""
 import cseq, numpy as np
 class W:
@@ -267,7 +268,7 @@ BAD = [
 
 @pytest.mark.parametrize(("name", "value", "kind"), BAD, ids=[f"{n}={v!r}"[:40] for n, v, _ in BAD])
 def test_bad_arguments(name, value, kind):
-    """A wrong argument is refused where the manager is made; the message names it."""
+    """The constructor refuses a wrong argument; the message names it."""
     arguments = {"worker": Indices1, "dset_size": 10, "out_type": "null"} | {name: value}
     with pytest.raises(kind, match=name) as caught:
         MSequence(**arguments)
@@ -278,14 +279,14 @@ def test_bad_arguments(name, value, kind):
 
 @pytest.mark.parametrize("keyword", ["collate", "collate_fn"])
 def test_a_collate_function_beside_a_data_set(keyword):
-    """It is an argument of `from_dataset`."""
+    """The error says that it is an argument of `from_dataset`."""
     options = {keyword: list}
     with pytest.raises(TypeError, match=r"pass cseq.from_dataset\(dataset, collate=...\)"):
         cseq.MPSequence(cseq.from_dataset([1, 2]), **options)
 
 
 def test_more_processes_than_can_be_of_use():
-    """They are warned of, where the manager is made; threads, and the default number, are not."""
+    """The constructor warns of them, but not of threads or the default number."""
     many = 64 * (os.cpu_count() or 1)
     with pytest.warns(UserWarning, match=f"num_workers={many} worker processes on") as caught:
         cseq.MPSequence(Indices1, 10, num_workers=many)
@@ -297,7 +298,7 @@ def test_more_processes_than_can_be_of_use():
 
 
 class Handle:
-    """Holds something that cannot be pickled."""
+    """Holds an object that cannot be pickled."""
 
     def __init__(self):
         self.lock = threading.Lock()
@@ -308,7 +309,7 @@ class Handle:
 
 @pytest.mark.parametrize("kind", [k for k in PROCESSES if k.name != "fork"], ids=by_name)
 def test_a_worker_that_cannot_be_pickled(kind):
-    """A worker that cannot travel is refused by `start`: which attribute, and why."""
+    """`start` refuses it, and names the attribute and the reason."""
     manager = kind.make(Handle(), 10)
     with pytest.raises(TypeError, match=r"worker.*lock") as caught:
         manager.start()
@@ -317,7 +318,7 @@ def test_a_worker_that_cannot_be_pickled(kind):
 
 @pytest.mark.parametrize("value", ["inline", "", None, 1])
 def test_bad_test_mode(value):
-    """An unknown `test_mode` is a ValueError that names the known ones; nothing is started."""
+    """An unknown `test_mode` raises a ValueError with the known ones; nothing is started."""
     manager = make_small()
     with pytest.raises(ValueError, match=r"test_mode.*'default'.*'cpu'.*'numpy'"):
         manager.start_test(value)
@@ -335,7 +336,7 @@ def test_bad_compat():
     ("value", "kind"), [(-1, ValueError), (1.0, TypeError), (None, TypeError), (2**64, ValueError)]
 )
 def test_bad_epochs(value, kind):
-    """`set_epoch` refuses what is no epoch, and nothing has changed then."""
+    """`set_epoch` refuses a value that is no epoch, and changes nothing."""
     manager = make_small()
     with pytest.raises(kind, match="epoch"):
         manager.set_epoch(value)
@@ -343,7 +344,7 @@ def test_bad_epochs(value, kind):
 
 
 def test_numpys_numbers():
-    """Numpy's integers and booleans serve wherever Python's do."""
+    """numpy's integers and booleans serve wherever Python's do."""
     manager = MSequence(
         Indices1, np.int32(20), np.int8(2), np.uint8(1), np.int64(4), np.int64(3), np.True_,
         "thread", "null", np.uint64(2**64 - 1), drop_last=np.False_,
@@ -360,6 +361,6 @@ def test_numpys_numbers():
     ],
 )
 def test_bad_threads_and_preloads(options, error, text):
-    """They are refused where the manager is made."""
+    """The constructor refuses them."""
     with pytest.raises(error, match=re.escape(text)):
         make_small(**options)

@@ -1,4 +1,4 @@
-"""Shards of a store: each fetched once a machine, by one process, and read by index."""
+"""Shards of a store: one process per machine fetches each shard once; samples have indices."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SAMPLES = sum(SIZES)
 
 @pytest.fixture(scope="module")
 def a_server():
-    """A store with the shards."""
+    """Return a store with the shards."""
     with S3Server(SHARDS) as server:
         yield server
 
 
 @pytest.fixture
 def server(a_server):
-    """The same, where nothing goes wrong yet."""
+    """Return the same store without faults."""
     a_server.heal()
     a_server.forget()
     a_server.slow(0)
@@ -46,12 +46,12 @@ def server(a_server):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the shards."""
+    """Return a folder with the shards."""
     return written(SHARDS, tmp_path / "data") + "/train"
 
 
 def numbers(batches):
-    """Give the samples of batches, in order, and check that each is whole."""
+    """Return the samples of batches, in order, and check that each is whole."""
     rows = np.concatenate(list(batches))
     assert rows.dtype == np.int32
     assert (rows == rows[:, :1]).all()
@@ -60,7 +60,7 @@ def numbers(batches):
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_each_shard_is_fetched_once_for_all_workers_and_epochs(kind, server, tmp_path):
-    """Each epoch has each sample once, in the order's order; a shard is asked for once in all."""
+    """Each epoch has each sample once, in the order; each shard is requested once in all."""
     arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     assert arrays.sizes.tolist() == SIZES
     order = arrays.order(window=2)
@@ -75,7 +75,7 @@ def test_each_shard_is_fetched_once_for_all_workers_and_epochs(kind, server, tmp
 
 @pytest.mark.parametrize("way", ["folder", "path", "file", "pattern", "list", "http"])
 def test_a_place_is_a_folder_a_pattern_or_a_list(way, folder, server, tmp_path):
-    """Local paths, file:// and http(s):// are read as stores are."""
+    """Local paths, file:// and http(s):// are read like stores."""
     url = f"{server.endpoint}/any/train/"
     urls = {
         "folder": f"{folder}/",
@@ -90,7 +90,7 @@ def test_a_place_is_a_folder_a_pattern_or_a_list(way, folder, server, tmp_path):
 
 
 def test_an_index_is_a_number_a_slice_or_an_array(folder):
-    """A number gives a row, all else a batch, in memory of its own; negative ones count back."""
+    """A number gives a row, any other index a batch in its own memory; negative ones count back."""
     arrays = store.Npy(folder, limit="1 MB")
     assert len(arrays) == SAMPLES
     assert arrays[8].tolist() == [8] * 150
@@ -109,7 +109,7 @@ def test_an_index_is_a_number_a_slice_or_an_array(folder):
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_shards_come_before_a_batch_needs_them(kind, server, tmp_path):
-    """While the loop is at its first batches, the next windows are fetched; not all of the data."""
+    """During the loop's first batches, the next windows are fetched, but not all of the data."""
     with S3Server(npy_shards([20] * 40)) as many:
         arrays = store.Npy("train/", store=s3(many), cache=tmp_path / "cache", limit="1 MB")
         order = arrays.order(window=2)
@@ -122,7 +122,7 @@ def test_shards_come_before_a_batch_needs_them(kind, server, tmp_path):
 
 
 def test_a_resume_fetches_no_skipped_shard(server, tmp_path):
-    """A run that begins in the middle asks for what it needs and what is ahead, no more."""
+    """A run that begins in the middle requests what it needs and what is ahead, no more."""
     with S3Server(npy_shards([20] * 40)) as many:
         arrays = store.Npy("train/", store=s3(many), cache=tmp_path / "cache", limit="1 MB")
         order = arrays.order(window=2)
@@ -142,7 +142,7 @@ def test_a_resume_fetches_no_skipped_shard(server, tmp_path):
 
 @pytest.mark.parametrize("method", ["multiprocessing", "thread"])
 def test_a_data_loader_reads_shards_ahead(method, server, tmp_path):
-    """`cseq.DataLoader` takes the reader as a data set, and its order as a sampler."""
+    """`cseq.DataLoader` takes the reader as data set, and its order as sampler."""
     torch = pytest.importorskip("torch")
     arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     loader = cseq.DataLoader(
@@ -178,7 +178,7 @@ def test_a_folder_is_kept_for_the_next_run(run_anew, folder, tmp_path):
 
 
 def test_shared_memory_is_gone_with_the_last_process(run_anew, folder):
-    """Without a folder nothing is left at the end."""
+    """Without a folder, nothing is left at the end."""
     done = run_anew(RUN, folder, "-")
     assert done.returncode == 0, done.stderr
     place = done.stdout.split()[2]
@@ -187,7 +187,7 @@ def test_shared_memory_is_gone_with_the_last_process(run_anew, folder):
 
 
 def test_a_folder_of_other_shards_is_refused(folder, tmp_path):
-    """A cache folder that has shards of another place is an error that names both."""
+    """A cache folder with another place's shards raises an error that names both."""
     cache = tmp_path / "cache"
     kept = store.Npy(folder, cache=cache, limit="1 MB")
     with pytest.raises(ValueError, match=r"cache='.*' has samples with urls=.*pass another folder"):
@@ -196,7 +196,7 @@ def test_a_folder_of_other_shards_is_refused(folder, tmp_path):
 
 
 def test_a_copy_by_pickle_reads_the_same_cache(server, tmp_path):
-    """A pickled reader is a door to the same shards, and has no more requests."""
+    """A pickled reader gives access to the same shards, and makes no more requests."""
     arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     again = pickle.loads(pickle.dumps(arrays))
     assert again[9].tolist() == arrays[9].tolist()
@@ -204,7 +204,7 @@ def test_a_copy_by_pickle_reads_the_same_cache(server, tmp_path):
 
 
 def test_the_limit_holds(server, tmp_path):
-    """The cache never takes more than its limit; what it removed is fetched again."""
+    """The cache never exceeds its limit; removed shards are fetched again."""
     limit, cache = 4 * max(map(len, SHARDS.values())), tmp_path / "cache"
     arrays = store.Npy("train/", store=s3(server), cache=cache, limit=limit, ahead=1)
     order = arrays.order(window=1)
@@ -225,7 +225,7 @@ def test_the_limit_holds(server, tmp_path):
 
 
 def test_a_shard_that_somebody_removed_is_fetched_again(server, tmp_path):
-    """Files that are gone from the cache, such as a cleaner of temporary files removes, come."""
+    """Files may vanish from the cache, for example to a cleaner of temporary files."""
     arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     assert arrays[[0, SAMPLES - 1]][:, 0].tolist() == [0, SAMPLES - 1]
     for number in (0, len(SIZES) - 1):
@@ -237,7 +237,7 @@ def test_a_shard_that_somebody_removed_is_fetched_again(server, tmp_path):
 
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_from_the_second_epoch_on_hits_are_limit_by_data(ahead, tmp_path):
-    """With room for half of the shards, half of them are fetched in each later epoch."""
+    """With room for half of the shards, each later epoch fetches half of them."""
     shards = npy_shards([20] * 40)
     limit = 20 * max(map(len, shards.values()))
     with S3Server(shards) as many:
@@ -250,12 +250,13 @@ def test_from_the_second_epoch_on_hits_are_limit_by_data(ahead, tmp_path):
             for epoch in range(5):
                 assert numbers(batches) == flat(order, 10, seed=1, epoch=epoch)
                 counts.append(whole(many))
-        # At the end of an epoch, shards of two windows and those ahead may be there for the next.
+        # At the end of an epoch, shards of two windows and the read-ahead may already be the next
+        # one's.
         assert counts[-1] - counts[0] <= 4 * (40 - 0.98 * 20) + 2 * 2 + ahead
 
 
 def test_what_a_window_needs_must_fit(folder, tmp_path):
-    """A limit that is too small is an error at once, with the bytes that are needed."""
+    """A limit that is too small is an error at once, with the required bytes."""
     largest = max(map(len, SHARDS.values()))
     with pytest.raises(ValueError, match=rf"limit={largest - 1} is too small: a shard takes"):
         store.Npy(folder, cache=tmp_path / "cache", limit=largest - 1)
@@ -294,7 +295,7 @@ def test_bad_arguments_are_named(urls, options, error, match, folder, tmp_path):
     ],
 )
 def test_a_shard_of_another_kind_is_named(name, data, match, folder, tmp_path):
-    """What is no shard of rows as the others have is an error at once."""
+    """A file that is no shard of rows like the others' is an error at once."""
     written({name: data}, folder)
     with pytest.raises(ValueError, match=match):
         store.Npy(folder, cache=tmp_path / "cache", limit="1 MB")
@@ -314,7 +315,7 @@ def test_what_is_not_installed_is_named(monkeypatch, folder):
 
 @pytest.mark.parametrize("kind", PARALLEL, ids=by_name)
 def test_a_killed_fetching_process_is_replaced(kind, server, tmp_path):
-    """The loop goes on: another process continues where the order is, with what is there."""
+    """Another process continues the order, with the cached shards, and the loop goes on."""
     cache = tmp_path / "cache"
     with S3Server(npy_shards([20] * 30)) as many:
         arrays = store.Npy("train/", store=s3(many), cache=cache, limit="1 MB")
@@ -326,12 +327,12 @@ def test_a_killed_fetching_process_is_replaced(kind, server, tmp_path):
                 if number in (3, 30):
                     kill_fetching(cache)
         assert numbers(got) == flat(order, 10, seed=42)
-        # Some were in flight, and some are ahead of the end.
+        # Some requests were in flight, and some are ahead of the end.
         assert 30 <= whole(many) <= 30 + 2 * 4 + 4
 
 
 class Dying(store.Npy):
-    """Kills the process that fetches at one step of two shards, once each."""
+    """Kills the fetching process at one step of two shards, once each."""
 
     settings = ("step",)
 
@@ -340,7 +341,7 @@ class Dying(store.Npy):
         super().__init__(urls, **options)
 
     def spans(self, objects, number):
-        """Say where a shard's bytes are; from now on, this process dies as it renames one."""
+        """Return where a shard's bytes are; from now on, renaming a shard kills the process."""
         self.die(number, "asked")
         real = os.replace
 
@@ -358,7 +359,7 @@ class Dying(store.Npy):
         self.die(number, "half", path)
 
     def die(self, number, step, path=None):
-        """Kill this process, if it is at the step for the first time."""
+        """Kill this process if it reaches the step for the first time."""
         mark = f"{self.folder}/{step}-{number}"
         if number in (2, 5) and step == self.step and not os.path.exists(mark):
             os.close(os.open(mark, os.O_CREAT))
@@ -369,7 +370,7 @@ class Dying(store.Npy):
 
 @pytest.mark.parametrize("step", ["asked", "half", "written", "renamed"])
 def test_a_kill_at_any_step_of_a_shard_leaves_it_whole_or_absent(step, server, tmp_path):
-    """The process that fetches is killed between any two writes: the stream is the same."""
+    """The fetching process is killed between any two writes; the stream is unchanged."""
     cache = tmp_path / "cache"
     arrays = Dying("train/", step, store=s3(server), cache=cache, limit="1 MB")
     order = arrays.order(window=2)
@@ -385,7 +386,7 @@ def test_a_kill_at_any_step_of_a_shard_leaves_it_whole_or_absent(step, server, t
 
 
 def test_the_fetching_process_ends_with_the_last_reader(folder, tmp_path):
-    """It does not outlive the readers of its folder, and is started again for another one."""
+    """It does not outlive its folder's readers; a new reader starts another one."""
     cache = tmp_path / "cache"
     for _ in range(2):
         arrays = store.Npy(folder, cache=cache, limit="1 MB")
@@ -429,13 +430,13 @@ if __name__ == "__main__":
 
 
 def test_connections_that_come_at_its_end_break_nothing(run_anew, folder):
-    """Processes that connect while the fetching process ends get none of its errors, nor a text."""
+    """Processes that connect while the fetching process ends get none of its errors or output."""
     done = run_anew(ENDS, folder, "cache")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_many_idle_connections_survive_the_fetching_process(server, tmp_path):
-    """Threads have left more connections than a process may be started in a row."""
+    """Threads have left more connections than the starts that a process may retry in a row."""
     arrays = store.Npy("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     for _ in range(2):
         together = threading.Barrier(8)

@@ -1,4 +1,4 @@
-"""Whole loops over shards of a store that fails: the stream is unchanged, or the error is clear."""
+"""Loops over shards of a failing store: the stream is unchanged, or the error is clear."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ RETRIES = {
     },
 }
 KEY = "train/{:02}.npy"
-WHOLE = ROWS * WIDTH  # bytes of a shard, and more than any request for a header has
+# Bytes of a shard, which exceed any request for a header.
+WHOLE = ROWS * WIDTH
 
 
 def shard(number, add=0):
-    """Make the .npy file of a shard, each row with its own bytes."""
+    """Make the .npy file of a shard whose rows all differ."""
     first = sum(size(each) for each in range(number))
     draw = np.random.default_rng(0).integers(0, 256, (1, WIDTH))
     table = (draw + np.arange(first, first + size(number))[:, None] * 7 + add) % 256
@@ -47,7 +48,7 @@ def shard(number, add=0):
 
 
 def size(number):
-    """Samples of a shard: none are alike."""
+    """Return the number of samples of a shard; no two shards are the same size."""
     return ROWS + number
 
 
@@ -57,12 +58,12 @@ TOTAL = sum(SIZES)
 
 @functools.cache
 def table():
-    """All samples, as they lie in the shards."""
+    """Return all samples, in the order of the shards."""
     return np.concatenate([np.load(io.BytesIO(shard(number))) for number in range(SHARDS)])
 
 
 def truth(epochs=1, window=2):
-    """The stream of the same samples in memory."""
+    """Return the stream of the same samples from memory."""
     order = cseq.Blocks(SIZES, window)
     with INLINE.start(table(), TOTAL, batch_size=BATCH, order=order) as batches:
         return [batch.copy() for _ in range(epochs) for batch in batches]
@@ -70,14 +71,14 @@ def truth(epochs=1, window=2):
 
 @pytest.fixture
 def server():
-    """A server with the shards."""
+    """Return a server with the shards."""
     objects = {KEY.format(number): shard(number) for number in range(SHARDS)}
     with S3Server(objects) as running:
         yield running
 
 
 def read(server, cache, **options):
-    """Make the reader; its store repeats requests twice, after little time."""
+    """Make the reader; its store retries requests twice, after a short pause."""
     from cseq import store
 
     made = s3(server, retry_config=RETRIES)
@@ -85,24 +86,24 @@ def read(server, cache, **options):
 
 
 def epoch(kind, rows, epochs=1, **options):
-    """Give the batches of an epoch, as a loop has them."""
+    """Return the batches that a loop gets in an epoch."""
     order = rows.order(window=2)
     with kind.start(rows, len(rows), batch_size=BATCH, order=order, **options) as batches:
         return [batch.copy() for _ in range(epochs) for batch in batches]
 
 
 def fetches(server, number):
-    """Return how many requests were for a whole shard."""
+    """Return the number of requests for whole shards."""
     seen = server.log(KEY.format(number), "GET")
     return len([one for one in seen if one.sent >= WHOLE])
 
 
 def is_right(stream, expected):
-    """Whether two streams have the same batches."""
+    """Return whether two streams have the same batches."""
     return len(stream) == len(expected) and all(map(np.array_equal, stream, expected))
 
 
-# What passes: a shard fails as often as this, then it comes.
+# Passing faults: how often a shard fails before it comes.
 PASSING = {
     "503": {"kind": "503", "times": 2},
     "503 with Retry-After": {"kind": "503", "times": 1, "retry_after": 1},
@@ -118,7 +119,7 @@ PASSING = {
 
 @pytest.mark.parametrize("fault", PASSING)
 def test_what_passes_changes_nothing(server, tmp_path, fault):
-    """Each shard fails once or twice: the loop has the stream of a sound store, and no error."""
+    """Each shard fails once or twice; the loop gets a healthy store's stream, without an error."""
     patience = 0.5 if fault in ("stall", "hang") else 20
     rows = read(server, tmp_path, timeout=patience)
     server.forget()
@@ -134,7 +135,7 @@ def test_what_passes_changes_nothing(server, tmp_path, fault):
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_chance(server, tmp_path, kind):
-    """One request in five fails, in any of these ways, over two epochs: the stream is the same."""
+    """Over two epochs, one request in five fails in any of these ways; the stream is unchanged."""
     rows = read(server, tmp_path)
     for fault in ("503", "cut", "half", "refuse"):
         server.fail(fault, chance=0.05)
@@ -142,7 +143,7 @@ def test_chance(server, tmp_path, kind):
     assert any(one.fault for one in server.log())
 
 
-# What does not pass: what the error says.
+# Lasting faults, and the words of their errors.
 LASTING = {
     "503": ({"kind": "503"}, OSError, "503"),
     "403": ({"kind": "403"}, OSError, "403"),
@@ -157,7 +158,7 @@ LASTING = {
 
 @pytest.mark.parametrize("fault", LASTING)
 def test_what_lasts_is_a_clear_error(server, tmp_path, fault):
-    """A shard never comes: the loop raises, with its name and why; then it goes on."""
+    """A shard never comes: the loop raises, with its name and the reason; then the loop goes on."""
     options, kind, said = LASTING[fault]
     rows = read(server, tmp_path, timeout=0.2 if fault == "stall" else 20)
     server.fail(key=KEY.format(3), **options)
@@ -174,7 +175,7 @@ def test_what_lasts_is_a_clear_error(server, tmp_path, fault):
 
 
 def test_changed_shards(server, tmp_path):
-    """A shard was replaced: the error names the remedy, a new folder, which reads the new one."""
+    """If a shard was replaced, the error names the remedy: a new folder, with the new shard."""
     rows = read(server, tmp_path / "old")
     other = shard(5, add=100)
     server.put(KEY.format(5), other)
@@ -190,7 +191,7 @@ def test_changed_shards(server, tmp_path):
 
 
 def test_next_run_with_a_changed_shard(server, tmp_path, run_anew):
-    """A folder that was kept is compared with the store when it is opened next."""
+    """A kept folder is compared with the store when it is next opened."""
     script = (
         "from obstore.store import S3Store\nfrom cseq import store\n"
         f"there = S3Store('any', **{server.options!r})\n"
@@ -206,7 +207,7 @@ def test_next_run_with_a_changed_shard(server, tmp_path, run_anew):
 
 
 def test_one_fetch_for_ranks_of_a_machine(server, tmp_path):
-    """Two ranks over one folder: each shard is fetched once in two epochs."""
+    """Two ranks share a folder: in two epochs, each shard is fetched once."""
     server.forget()
     got = {}
 

@@ -1,4 +1,4 @@
-"""The tokens of each source in states and figures, beside a count of those that ranks got."""
+"""The tokens of each source in states and figures, and a count of those that ranks got."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import cseq
 from cseq import tokens
 
 ROW, STEP = 16, 12
-# Tokens say which source they are of; padding is 0.
+# A token tells its source; padding is 0.
 FIRSTS = {"a": 1, "b": 40_000}
 
 
 def sources_of(number):
-    """Return two sources whose tokens differ."""
+    """Return two sources with different tokens."""
     rng = np.random.default_rng(number)
     drawn = {name: random_documents(rng, 60, ROW) for name in ("a", "b")}
     return {
@@ -27,7 +27,7 @@ def sources_of(number):
 
 
 class InOrder(cseq.Order):
-    """Rows of the tokens as they lie: not shuffled, cut wherever a row ends."""
+    """Rows of the tokens as stored: unshuffled, and cut where a row ends."""
 
     name = "in-order-v1"
 
@@ -46,7 +46,7 @@ class InOrder(cseq.Order):
 
 
 def rows_of(kind):
-    """Return rows, and options of a manager."""
+    """Return rows, and a manager's options."""
     sources = sources_of(1)
     if kind == "one source":
         return tokens.Rows({"a": sources["a"]}, ROW), {}
@@ -80,7 +80,7 @@ def counted(batch):
 
 
 class Ranks:
-    """The ranks of a job, which take batches in step."""
+    """The ranks of a job that take batches in step."""
 
     def __init__(self, kind, ranks, size, *, drop_last, repeat, state=None, given=None):
         rows, options = given or rows_of(kind)
@@ -102,12 +102,12 @@ class Ranks:
         self.iterators = [iter(manager) for manager in self.managers]
 
     def step(self):
-        """Return the tokens that a global batch has, or None at the end."""
+        """Return the tokens of a global batch, or None at the end."""
         batches = [next(iterator, None) for iterator in self.iterators]
         return None if batches[0] is None else sum(map(counted, batches))
 
     def state(self):
-        """Return the state, which all ranks have, and the tokens of each source in it."""
+        """Return the state that all ranks share, and its tokens of each source."""
         first, *others = [manager.state_dict() for manager in self.managers]
         world = {"world_size": None}
         assert all(other | world == first | world for other in others)
@@ -124,7 +124,7 @@ class Ranks:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_come_and_go(kind):
-    """Each leg has other ranks and another batch size, and ends anywhere: by kill, or by epoch."""
+    """Each leg has other ranks and another batch size, and ends anywhere, by a kill or an epoch."""
     rng = np.random.default_rng(2)
     due, state = np.zeros(2, int), None
     for ranks, size in ((1, 3), (2, 6), (3, 1), (4, 3), (1, 12), (2, 2)):
@@ -141,7 +141,8 @@ def test_ranks_come_and_go(kind):
                 assert counts == due.tolist(), (ranks, size)
         state, counts = job.state()
         assert counts == due.tolist(), (ranks, size)
-        for _ in range(3):  # those that are made after the last state are lost
+        # The steps after the last state are lost.
+        for _ in range(3):
             job.step()
         job.finish()
     assert due.sum() > 5000
@@ -149,7 +150,7 @@ def test_ranks_come_and_go(kind):
 
 @pytest.mark.parametrize("kind", ["packed", "weighted", "weighted concatenated, by epoch"])
 def test_it_is_counted_once_whenever_it_is_asked_for(kind):
-    """A job that never asks, but at the end, has the counts of one that asks at each step."""
+    """A job that asks only at the end has the same counts as one that asks at each step."""
     ends = []
     for asks in (False, True):
         job = Ranks(kind, 2, 3, drop_last=True, repeat=1)
@@ -165,7 +166,7 @@ def test_it_is_counted_once_whenever_it_is_asked_for(kind):
 
 
 def test_rows_that_fill_the_last_batch_count_once():
-    """Without drop_last, ranks repeat rows at the end of an epoch; an epoch has each token once."""
+    """Without drop_last, ranks repeat rows at an epoch's end; an epoch counts each token once."""
     rows, _ = rows_of("packed")
     job = Ranks("packed", 3, 4, drop_last=False, repeat=1, given=(rows, {}))
     while job.step() is not None:
@@ -176,7 +177,7 @@ def test_rows_that_fill_the_last_batch_count_once():
 
 
 def test_other_weights_and_other_sources():
-    """Rows that came before a change keep their counts, also those of a source that is gone."""
+    """Rows from before a change keep their counts, even if their source is gone."""
     given = rows_of("weighted")
     job = Ranks("weighted", 1, 4, drop_last=True, repeat=1, given=given)
     due = sum(job.step() for _ in range(5))
@@ -195,7 +196,7 @@ def test_other_weights_and_other_sources():
 
 
 def test_another_epoch_adds_what_came():
-    """`set_epoch` leaves rows out: they are not counted."""
+    """`set_epoch` skips rows, which are not counted."""
     job = Ranks("packed", 1, 4, drop_last=True, repeat=1)
     due = sum(job.step() for _ in range(3))
     for epoch in (7, 2):
@@ -207,7 +208,7 @@ def test_another_epoch_adds_what_came():
 
 
 def test_what_it_is_counted_with_is_gone_after_a_finish():
-    """Figures stay when nothing runs, and differ as others do between two moments."""
+    """Without a run, figures stay, and can be subtracted like others."""
     job = Ranks("weighted", 1, 4, drop_last=True, repeat=1)
     first = job.step()
     before = job.managers[0].stats()

@@ -1,4 +1,4 @@
-"""`store.Tar`: samples of several members, in tar files of a store."""
+"""`store.Tar`: samples of several members in tar files of a store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WINDOW, BATCH = 2, 5
 
 @pytest.fixture
 def server():
-    """A store with the shards."""
+    """Return a store with the shards."""
     with S3Server(SHARDS) as running:
         yield running
 
@@ -46,12 +46,12 @@ class Numbers:
 
 
 def epochs(kind, pictures, epochs=1):
-    """Return the sample numbers that a loop receives."""
+    """Return the sample numbers that a loop gets."""
     return loop(kind, Numbers(pictures), pictures, WINDOW, BATCH, epochs)
 
 
 def test_samples_are_those_that_tarfile_reads(tmp_path):
-    """Every member of every sample, by any index, is what the standard library reads."""
+    """Every member of every sample, by any index, equals the standard library's."""
     pictures = store.Tar(written(SHARDS, tmp_path) + "/train", limit="1 MB")
     expected = {}
     for data in SHARDS.values():
@@ -68,14 +68,14 @@ def test_samples_are_those_that_tarfile_reads(tmp_path):
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_each_shard_is_fetched_once(kind, server, tmp_path):
-    """The index is made of the shards that are kept; no epoch asks for one again."""
+    """The index comes from the cached shards; no epoch requests one again."""
     pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     assert epochs(kind, pictures, 2) == stream(SIZES, WINDOW, BATCH, 2)
     assert whole(server) == len(SIZES)
 
 
 def test_a_limit_below_the_data(server, tmp_path):
-    """Shards that found no room as the index was made are fetched when they are needed."""
+    """Shards without room during indexing are fetched when they are needed."""
     limit = 4 * max(map(len, SHARDS.values()))
     pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "c", limit=limit, ahead=1)
     order = pictures.order(window=1)
@@ -89,7 +89,7 @@ def test_a_limit_below_the_data(server, tmp_path):
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_kill_and_requests_that_fail_change_nothing(kind, server, tmp_path):
-    """The fetching process is killed while every fourth request fails: the stream is the same."""
+    """The fetching process is killed while every fourth request fails; the stream is unchanged."""
     pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     for name in range(2, 5):
         (tmp_path / "cache" / "shards" / str(name)).unlink()
@@ -100,7 +100,7 @@ def test_a_kill_and_requests_that_fail_change_nothing(kind, server, tmp_path):
 
 
 def test_a_shard_that_has_changed_is_named(server, tmp_path):
-    """A shard that is another one than the index knows is an error in the loop."""
+    """If a shard differs from the index, the loop gets an error."""
     pictures = store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
     (tmp_path / "cache" / "shards" / "3").unlink()
     kill_fetching(tmp_path / "cache")
@@ -118,14 +118,14 @@ def test_a_shard_that_has_changed_is_named(server, tmp_path):
     ],
 )
 def test_a_damaged_shard_is_named(damage, match, server, tmp_path):
-    """A shard that is no whole tar file is an error as the index is made; no sample is lost."""
+    """An incomplete tar file raises an error during indexing; no sample is lost."""
     server.put("train/002.tar", damage(SHARDS["train/002.tar"]))
     with pytest.raises(ValueError, match=rf"shard train/002\.tar of .* {match}"):
         store.Tar("train/", store=s3(server), cache=tmp_path / "cache", limit="1 MB")
 
 
 def test_what_is_a_sample(tmp_path):
-    """Members in a row with one key are a sample; names without a key or a dot are none."""
+    """Consecutive members with one key are a sample; names without a key or a dot are not."""
     members = [
         ("a/1.JPG", b"1"),
         ("a/1.seg.png", b"2"),

@@ -1,4 +1,4 @@
-"""`cseq.tokens.Rows`: every token of every document once, in arrays that trainers take."""
+"""`cseq.tokens.Rows`: every token of every document once, in the arrays of trainers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def as_lists(batch):
 
 
 def reader_of(kind, folder, name, documents):
-    """Write documents, and return the source of a kind that reads them."""
+    """Write documents, and return a source of the given kind."""
     if kind == "megatron":
         write_megatron(folder / name, documents)
         return tokens.Megatron(folder / name)
-    if kind == "end":  # each document ends with token 0
+    if kind == "end":
+        # Each document ends with token 0.
         path = folder / f"{name}.bin"
         write_flat(path, documents, "int32")
         return tokens.Flat(path, "int32", end=0)
@@ -44,7 +45,7 @@ KINDS = ("megatron", "flat", "end", "listed")
 
 
 def work_of(document_ids):
-    """Return the work of attention: the sum of squares of the pieces' lengths."""
+    """Return the work of attention: the sum of the squares of the pieces' lengths."""
     rows = [np.unique(row[row >= 0], return_counts=True)[1] for row in document_ids]
     return sum(int((lengths**2).sum()) for lengths in rows)
 
@@ -58,9 +59,9 @@ def batches_of(rows, **options):
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
 def test_each_token_comes_once_with_its_labels(tmp_path, packing):
-    """Rows are what plain Python makes of their pieces; no token is twice there, or missing.
+    """Rows are what plain Python makes of their pieces; no token comes twice or is missing.
 
-    With `concatenate`, the rest that fills no row is missing.
+    With `concatenate`, the remainder that fills no row is missing.
     """
     rng = np.random.default_rng(1)
     for number in range(100):
@@ -69,7 +70,8 @@ def test_each_token_comes_once_with_its_labels(tmp_path, packing):
         documents = {name: random_documents(rng, int(rng.integers(1, 40)), row) for name in names}
         kinds = {name: KINDS[int(rng.integers(len(KINDS)))] for name in names}
         for name in names:
-            documents[name].append([7, 8] * row)  # so that there is a row, and a loss
+            # This guarantees a row and a loss.
+            documents[name].append([7, 8] * row)
             if kinds[name] == "end":
                 documents[name] = [[*document, 0] for document in documents[name]]
         sources = {n: reader_of(kinds[n], tmp_path, f"{n}{number}", documents[n]) for n in names}
@@ -97,7 +99,7 @@ def test_each_token_comes_once_with_its_labels(tmp_path, packing):
 
 
 def test_a_mask_of_the_loss(tmp_path):
-    """Labels are -100 where the next token's mask is 0, also behind a cut."""
+    """Labels are -100 where the next token's mask is 0, even after a cut."""
     rng = np.random.default_rng(2)
     for number in range(20):
         documents = {name: [*random_documents(rng, 20, 8), [1, 2]] for name in ("a", "b")}
@@ -122,10 +124,10 @@ def test_a_mask_of_the_loss(tmp_path):
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
 def test_positions_alone_keep_documents_apart(tmp_path, packing, flat):
-    """A mask that is made of ``positions == 0`` lets no token see another document, or padding."""
+    """A mask made from ``positions == 0`` hides other documents and padding from every token."""
     rng = np.random.default_rng(3)
     documents = random_documents(rng, 200, 16)
-    # Each token says which document it is of, and where it is.
+    # A token tells its document and its position.
     numbered = [[100 * k + at + 1 for at in range(len(each))] for k, each in enumerate(documents)]
     source = Listed(numbered)
     rows = tokens.Rows(source, 16, packing=packing, flat=flat)
@@ -141,7 +143,7 @@ def test_positions_alone_keep_documents_apart(tmp_path, packing, flat):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver", "thread"])
 def test_every_kind_of_worker_reads_the_same(tmp_path, method):
-    """Sources go to worker processes and threads, which open the files for themselves."""
+    """Worker processes and threads get the sources, and open the files themselves."""
     rng = np.random.default_rng(4)
     documents = {kind: [[*each, 0] for each in random_documents(rng, 30, 16)] for kind in KINDS}
     sources = {kind: reader_of(kind, tmp_path, kind, documents[kind]) for kind in KINDS}
@@ -158,7 +160,7 @@ def test_every_kind_of_worker_reads_the_same(tmp_path, method):
 
 
 def test_shares_count_tokens(tmp_path):
-    """Weights are shares of tokens by default; ``weights_of="units"``: of rows."""
+    """By default, weights are shares of tokens; with ``weights_of="units"``, of rows."""
     rng = np.random.default_rng(6)
     full = [rng.integers(1, 9, 32).tolist() for _ in range(600)]
     half = [rng.integers(1, 9, 17).tolist() for _ in range(600)]
@@ -175,7 +177,7 @@ def test_shares_count_tokens(tmp_path):
 
 @pytest.mark.parametrize("packing", ["best-fit", "concatenate"])
 def test_tables_in_a_folder(tmp_path, packing):
-    """With `cache`, the rows are those that come without it; the next process finds its files."""
+    """`cache` does not change the rows; the next process finds its files."""
     documents = random_documents(np.random.default_rng(9), 50, 16)
     source, cache = Listed(documents), tmp_path / "cache"
     wanted = batches_of(tokens.Rows(source, 16, packing=packing))
@@ -188,7 +190,7 @@ def test_tables_in_a_folder(tmp_path, packing):
 
 @pytest.mark.parametrize("balance", ["step", "window", "epoch"])
 def test_ranks_have_equal_work(tmp_path, balance):
-    """With `step`, an epoch has the same rows, and ranks that wait for each other wait for less."""
+    """With `step`, an epoch has the same rows, and ranks wait less for each other."""
     rng = np.random.default_rng(8)
     lengths = rng.lognormal(4, 1.2, 3000).clip(1, 2000).astype(int)
     source = Listed([[1] * length for length in lengths.tolist()])
@@ -210,7 +212,7 @@ def test_ranks_have_equal_work(tmp_path, balance):
 
 
 def test_types_and_keys(tmp_path):
-    """A batch has the keys that were asked for, integers of the type that was asked for."""
+    """A batch has the requested keys, as integers of the requested type."""
     source = reader_of("megatron", tmp_path, "m", [[1, 2, 3], [4, 5]])
     kinds = {}
     for dtype in ("int64", "int32"):
@@ -223,7 +225,7 @@ def test_types_and_keys(tmp_path):
 
 
 def test_tokens_fit_in_the_type(tmp_path):
-    """Any integers that the batch's type can hold, whatever their bytes; others are refused."""
+    """Integers of any width are accepted if the batch's type can hold them; others are refused."""
     kinds = ("u1", "i1", "<u2", ">u2", "<i2", ">i2", "<i4", ">i4", "<u4", ">u4", "<i8", ">i8")
     for kind in kinds:
         path, number = tmp_path / f"{kind}.bin", 100
@@ -239,7 +241,7 @@ def test_tokens_fit_in_the_type(tmp_path):
 
 
 def test_a_sequence_takes_the_order_of_its_indexer(tmp_path):
-    """An indexer's own order is used, unless another is given; `shuffle` beside it is an error."""
+    """An indexer's order is used unless another is given; `shuffle` with it is an error."""
     rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
     order = cseq.MPSequence(rows, batch_size=1, seed=1)
     assert order.dset_size == 6
@@ -251,7 +253,7 @@ def test_a_sequence_takes_the_order_of_its_indexer(tmp_path):
 
 
 def test_an_order_of_other_rows_is_refused(tmp_path):
-    """Rows that are longer than these are an error, not a batch without the rest."""
+    """Rows that are longer than these are an error, not a batch without their rest."""
     source = reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]])
     longer = tokens.Rows(source, 6).order
     with pytest.raises(ValueError, match="pieces behind the end of a row of 3 tokens"):
@@ -281,14 +283,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("wrong", "said"), WRONG)
 def test_what_is_wrong_is_said(wrong, said):
-    """An argument that cannot be is refused at once, with its value and the remedy."""
+    """An invalid argument is refused at once, with its value and the remedy."""
     given = {"sources": {"listed": Listed([[1, 2, 3]])}, "row": 4} | wrong
     with pytest.raises((TypeError, ValueError), match=said):
         tokens.Rows(**given)
 
 
 def test_a_row_beyond_the_epoch(tmp_path):
-    """`locate` names the rows that there are."""
+    """`locate` names the valid rows."""
     rows = tokens.Rows(reader_of("flat", tmp_path, "f", [[1, 2, 3, 4], [5, 6]]), 4)
     assert sorted(rows.locate(0, seed=1) + rows.locate(1, seed=1)) == [
         ("f", 0, 0, 4),
@@ -299,7 +301,7 @@ def test_a_row_beyond_the_epoch(tmp_path):
 
 
 def test_a_source_of_one_s_own_that_contradicts_itself():
-    """What `read` returns has the length that was asked for, and the type that it had before."""
+    """The result of `read` has the requested length, and the type of earlier results."""
     source = Listed([[1, 2, 3]])
     rows = tokens.Rows(source, 3)
     source.read = lambda *_: np.array([1.0, 2.0, 3.0])  # type: ignore[method-assign,assignment]
@@ -314,7 +316,7 @@ def test_a_source_of_one_s_own_that_contradicts_itself():
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("flat", [False, True])
 def test_parts_of_a_context(tmp_path, flat, balanced):
-    """Ranks that share a batch have each token once, with its label; all else is the batch's."""
+    """Ranks that share a batch have each token once, with its label; the rest is the batch's."""
     rng = np.random.default_rng(7)
     source = reader_of("flat", tmp_path, "f", random_documents(rng, 30, 16))
     rows = tokens.Rows(source, 16, flat=flat, keys=ALL)
@@ -338,7 +340,7 @@ def test_parts_of_a_context(tmp_path, flat, balanced):
 
 
 def test_a_state_of_other_tokens_is_refused(tmp_path):
-    """A state knows the tokens of each source, not where they lie; sources may come and go."""
+    """A state knows the tokens of each source, not where they are; sources may come and go."""
     documents = {"a": [[1, 2, 3, 4], [5, 6]], "b": [[7, 8, 9]], "c": [[7, 8, 6]]}
     sources = {name: reader_of("flat", tmp_path, name, documents[name]) for name in documents}
     sources["moved"] = reader_of("megatron", tmp_path, "moved", documents["a"])
@@ -358,7 +360,7 @@ def test_a_state_of_other_tokens_is_refused(tmp_path):
 
 
 def test_a_pickle_of_rows_has_no_data(tmp_path):
-    """Workers are sent paths and numbers, whatever the corpus has; a copy has its order, too."""
+    """Workers get paths and numbers, for a corpus of any size; a copy has the order, too."""
     source = reader_of("end", tmp_path, "f", [[*range(1, 900), 0]] * 500)
     rows = tokens.Rows(source, 16)
     whole = pickle.dumps(rows)

@@ -1,4 +1,4 @@
-"""`cseq.tokens.Arrow`: columns of lists, where pyarrow is installed."""
+"""`cseq.tokens.Arrow`: columns of lists, if pyarrow is installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tables(kind, of):
 
 
 def test_parquet_files(tmp_path):
-    """One file or several; a worker's copy reads them again."""
+    """Parquet data may be one file or several; a worker's copy reads them again."""
     pq.write_table(table_of(ids=DOCUMENTS), tmp_path / "a.parquet", row_group_size=2)
     pq.write_table(table_of(ids=[[11]]), tmp_path / "b.parquet")
     assert documents_of(tokens.Arrow(tmp_path / "a.parquet", "ids")) == DOCUMENTS
@@ -91,7 +91,7 @@ def test_data_sets(tmp_path):
 
 @pytest.mark.parametrize("of", ["int8", "bool_", "int64"])
 def test_a_mask_column(of):
-    """A second column says which tokens a loss counts, as integers or booleans, in any chunks."""
+    """A second column marks the tokens of a loss, as integers or booleans, in any chunks."""
     rng = np.random.default_rng(1)
     documents = [*random_documents(rng, 60, 8), [1, 2]]
     masks = [rng.integers(0, 2, len(each)).tolist() for each in documents]
@@ -126,20 +126,20 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("columns", "given", "said"), WRONG)
 def test_columns_that_are_refused(columns, given, said):
-    """What is no column of documents is refused, with the row and the remedy."""
+    """A column that has no documents is refused, with the row and the remedy."""
     with pytest.raises(ValueError, match=said):
         tokens.Arrow(pa.table(columns), **given)
 
 
 def test_what_is_no_table(tmp_path):
-    """A damaged file is named, or one that has other columns; so is an object of another kind."""
+    """The error names a damaged file, one with other columns, or an object of another kind."""
     paths = [tmp_path / f"{name}.parquet" for name in "abcd"]
     types = pa.int64(), pa.int32()
     for path, of in zip(paths, types, strict=False):
         pq.write_table(pa.table({"input_ids": pa.array([[1, 2]], pa.list_(of))}), path)
     pq.write_table(pa.table({"text": ["a"]}), paths[2])
     whole = paths[0].read_bytes()
-    # The head of a page, and half the file, are lost.
+    # The head of a page, and half of the file, are lost.
     for damaged in (whole[:8] + bytes(32) + whole[40:], whole[:-50]):
         paths[3].write_bytes(damaged)
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""The readers of `cseq.tokens`: what they read, and files that they refuse."""
+"""The readers of `cseq.tokens`: the files they read, and those they refuse."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def documents_of(source):
 
 @pytest.mark.parametrize("dtype", CODES)
 def test_a_pair_of_megatron(tmp_path, dtype):
-    """Each type of integers is read, with documents that are empty."""
+    """Each integer type is read, and documents may be empty."""
     write_megatron(tmp_path / "web", DOCUMENTS, dtype)
     for path in ("web", "web.idx", "web.bin"):
         source = tokens.Megatron(tmp_path / path)
@@ -56,7 +56,7 @@ print(json.dumps([ours[k].tolist() for k in range(len(ours))]))
 @pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 @pytest.mark.parametrize("dtype", CODES)
 def test_pairs_go_both_ways_with_megatron(tmp_path, dtype):
-    """What megatron-core writes is read; what these tests write, megatron-core reads."""
+    """Files by megatron-core are read here, and files by these tests are read by megatron-core."""
     rng = np.random.default_rng(1)
     documents = [rng.integers(0, 100, rng.integers(0, 30)).tolist() for _ in range(40)]
     write_megatron(tmp_path / "ours", documents, dtype)
@@ -67,13 +67,13 @@ def test_pairs_go_both_ways_with_megatron(tmp_path, dtype):
 
 
 def test_documents_of_several_sequences(tmp_path):
-    """A document of Megatron's is what lies between two bounds, in sequences."""
+    """A document of Megatron's is the sequences between two bounds."""
     write_megatron(tmp_path / "web", DOCUMENTS, bounds=[0, 2, 2, 4])
     assert documents_of(tokens.Megatron(tmp_path / "web")) == [[1, 2, 3], [], [4, 5, 6, 7, 8]]
 
 
 def test_flat_files(tmp_path):
-    """An .npy or a raw file, with offsets that are an array, a list or a file."""
+    """A flat file is .npy or raw, with offsets in an array, a list or a file."""
     offsets = write_flat(tmp_path / "a.npy", DOCUMENTS)
     write_flat(tmp_path / "a.bin", DOCUMENTS, "uint32")
     np.save(tmp_path / "offsets.npy", offsets)
@@ -84,14 +84,14 @@ def test_flat_files(tmp_path):
 
 @pytest.mark.parametrize("last", [[], [9, 9]])
 def test_documents_by_their_last_token(tmp_path, last):
-    """Documents end with a token, which belongs to them; the last one may lack it."""
+    """A document includes its end token; the last one may lack it."""
     documents = [[*each, 0] for each in DOCUMENTS] + [last] * bool(last)
     write_flat(tmp_path / "a.bin", documents)
     assert documents_of(tokens.Flat(tmp_path / "a.bin", "uint16", end=0)) == documents
 
 
 def test_documents_are_found_once(tmp_path):
-    """Their lengths lie in a file, until the tokens change; in `cache`, if that is given."""
+    """A file stores their lengths until the tokens change; it is in `cache` if given."""
     data, cache = tmp_path / "data", tmp_path / "cache"
     data.mkdir()
     cache.mkdir()
@@ -125,13 +125,13 @@ def test_lengths_by_offsets_are_kept_in_a_cache(tmp_path):
 
 
 def found(path, answers):
-    """Tell how many documents there are, in another process."""
+    """Return the number of documents, counted in another process."""
     answers.put(len(tokens.Flat(path, "uint16", end=0)))
 
 
 @pytest.mark.needs("fork")
 def test_processes_that_ask_at_once(tmp_path):
-    """One finds the documents, the others wait; nothing but the lengths is left."""
+    """One finds the documents, the others wait; only the lengths remain."""
     path = str(tmp_path / "a.bin")
     write_flat(tmp_path / "a.bin", [[1] * 99 + [0]] * 1000)
     context = get_context("fork")
@@ -147,7 +147,7 @@ def test_processes_that_ask_at_once(tmp_path):
 
 
 def test_a_worker_s_copy_is_of_the_same_tokens(tmp_path):
-    """A pickle opens the files again, whose tokens must be what they were."""
+    """A pickle opens the files again, whose tokens must not have changed."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     offsets = write_flat(tmp_path / "a.npy", DOCUMENTS)
     flat = tokens.Flat(tmp_path / "a.npy", offsets=offsets)
@@ -162,7 +162,7 @@ def test_a_worker_s_copy_is_of_the_same_tokens(tmp_path):
 
 
 def test_fingerprints_differ_with_tokens(tmp_path):
-    """Other tokens, or another division of the same number of them, are another corpus."""
+    """Other tokens, or another division of as many tokens, are another corpus."""
     rng = np.random.default_rng(1)
     prints = set()
     for number in range(20):
@@ -176,7 +176,7 @@ def patched(at, data):
     return lambda file: file[:at] + data + file[at + len(data) :]
 
 
-# Of 4 sequences: lengths are at 34, offsets at 50, bounds at 82, and the file has 122 bytes.
+# There are 4 sequences: lengths are at 34, offsets at 50, bounds at 82; the file has 122 bytes.
 PAIRS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("idx", lambda file: b"", "web.idx at byte 0: it does not begin with"),
     ("idx", patched(0, b"X"), "web.idx at byte 0: it does not begin with"),
@@ -198,7 +198,7 @@ PAIRS: list[tuple[str, Callable[[bytes], bytes], str]] = [
 
 @pytest.mark.parametrize(("which", "damage", "said"), PAIRS)
 def test_a_damaged_pair(tmp_path, which, damage, said):
-    """A pair that contradicts itself is refused: with the file, the byte and the remedy."""
+    """A pair that contradicts itself is refused, with the file, the byte and the remedy."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     path = tmp_path / f"web.{which}"
     path.write_bytes(damage(path.read_bytes()))
@@ -207,7 +207,7 @@ def test_a_damaged_pair(tmp_path, which, damage, said):
 
 
 def test_half_a_pair(tmp_path):
-    """An error of the system names the file that is missing."""
+    """The system's error names the missing file."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     (tmp_path / "web.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"web\.bin"):
@@ -215,7 +215,7 @@ def test_half_a_pair(tmp_path):
 
 
 def test_sources_without_tokens(tmp_path):
-    """A source has a token, or is to be left out."""
+    """A source must have a token, or be left out."""
     write_megatron(tmp_path / "a", [[], []])
     write_megatron(tmp_path / "b", [])
     write_flat(tmp_path / "c.npy", [[]])
@@ -254,7 +254,7 @@ FLAT: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("name", "given", "said"), FLAT)
 def test_a_damaged_flat_file(tmp_path, monkeypatch, name, given, said):
-    """A file that contradicts what is said of it is refused, with both and the remedy."""
+    """A file that contradicts its description is refused, with both and the remedy."""
     monkeypatch.chdir(tmp_path)
     write_flat(tmp_path / "a.npy", DOCUMENTS)
     write_flat(tmp_path / "a.bin", [*DOCUMENTS[:-1], [5, 6, 7]])
@@ -268,14 +268,14 @@ def test_a_damaged_flat_file(tmp_path, monkeypatch, name, given, said):
 
 
 def test_a_cache_that_is_no_folder(tmp_path):
-    """The error names the file that could not be made, and `cache`."""
+    """The error names `cache`, and the file that could not be made."""
     write_flat(tmp_path / "a.bin", DOCUMENTS)
     with pytest.raises(OSError, match=r"pass cache=.*a\.bin"):
         tokens.Flat(tmp_path / "a.bin", "uint16", end=0, cache=tmp_path / "a.bin")
 
 
 def test_a_range_that_no_document_has(tmp_path):
-    """What lies outside of a document is not read."""
+    """Ranges outside of a document are not read."""
     write_megatron(tmp_path / "web", DOCUMENTS)
     with pytest.raises(IndexError, match=r"web: document 0 has no \[2, 4\) of 3"):
         tokens.Megatron(tmp_path / "web").read(0, 2, 4)

@@ -1,4 +1,4 @@
-"""`cseq.tokens` in a training run: FSDP on ranks, killed, and resumed on others."""
+"""`cseq.tokens` in a training run: FSDP on ranks that are killed and resume as others."""
 
 import json
 import os
@@ -114,7 +114,7 @@ if __name__ == "__main__":
 
 
 def log_of(folder, name, ranks):
-    """Return the loss and the global batch of each step: the rows of all ranks."""
+    """Return the loss and the global batch of each step, which has the rows of all ranks."""
     parts = [
         [json.loads(line) for line in (folder / f"{name}.{rank}").read_text().splitlines()]
         for rank in range(ranks)
@@ -129,7 +129,7 @@ def log_of(folder, name, ranks):
 
 
 def test_a_killed_run_goes_on_with_other_ranks(tmp_path, run_prepared):
-    """Three ranks get the global batches that two would have; two the losses, to the last bit."""
+    """Three ranks get the global batches of two; two ranks get the same losses to the last bit."""
     rng = np.random.default_rng(1)
     write_megatron(tmp_path / "web", random_documents(rng, 300, 32))
     write_flat(tmp_path / "code.bin", [[*each, 0] for each in random_documents(rng, 200, 32)])

@@ -1,4 +1,4 @@
-"""A trace of every batch: what it has, of what, and that the file is always whole."""
+"""A trace of every batch: its events, their order, and a file that is always whole."""
 
 import contextlib
 import gzip
@@ -22,7 +22,8 @@ POOLS = {
     "threads": lambda: cseq.MTSequence(Slow, 24, batch_size=2, num_workers=2, out_type="null"),
     "test mode": lambda: cseq.MPSequence(Slow, 24, batch_size=2, num_workers=0, out_type="null"),
 }
-STEP = 0.001  # seconds, at least
+# In seconds; steps take at least this long.
+STEP = 0.001
 
 
 class Slow:
@@ -63,7 +64,7 @@ class Mortal(Slow):
 
 
 def read(path):
-    """Read a trace, and check its schema, and that the slices of a lane are nested."""
+    """Read a trace, and check its schema, and the nesting of each lane's slices."""
     text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     trace = json.loads(text)
     assert trace["baseTimeNanoseconds"] % (7_889_238 * 10**9) == 0
@@ -78,7 +79,8 @@ def read(path):
     for slices in by_lane.values():
         ends = []
         for begin, end, name in sorted(slices):
-            while ends and ends[-1] <= begin + 1000:  # a float has some 500 ns of the year
+            while ends and ends[-1] <= begin + 1000:
+                # A float stores this year's time to about 500 ns.
                 ends.pop()
             assert not ends or -end <= ends[-1] + 1000, name
             ends.append(-end)
@@ -86,7 +88,7 @@ def read(path):
 
 
 def named(trace, word, phase="X"):
-    """Return the events whose names begin with a word, in their order in time."""
+    """Return the events whose names begin with a word, in order of time."""
     found = [e for e in trace["traceEvents"] if e["ph"] == phase and e["name"].split()[0] == word]
     return sorted(found, key=lambda e: e["ts"])
 
@@ -97,7 +99,7 @@ def lanes(trace):
 
 
 def go_through(batches):
-    """Iterate with steps that are not short."""
+    """Iterate in steps that are not short."""
     count = 0
     for _ in batches:
         count += 1
@@ -107,7 +109,7 @@ def go_through(batches):
 
 @pytest.mark.parametrize("kind", POOLS)
 def test_every_batch(kind, tmp_path):
-    """Of each: by whom and when it was made, and when the loop had it."""
+    """The trace tells who made each batch and when, and when the loop had it."""
     path = tmp_path / "run.json"
     with cseq.trace(path), POOLS[kind]().start() as batches:
         assert go_through(batches) == 12
@@ -127,9 +129,10 @@ def test_every_batch(kind, tmp_path):
 
 
 def test_streams(tmp_path):
-    """Items take the places of batches; each worker has its lane."""
+    """Items replace batches; each worker has its lane."""
     path = tmp_path / "run.json"
-    with Streams(Numbers, 2) as streams, cseq.trace(path):  # which were started before
+    # The streams started before the trace.
+    with Streams(Numbers, 2) as streams, cseq.trace(path):
         streams.begin([None, None])
         assert go_through(streams) == 12
     trace = read(path)
@@ -139,7 +142,7 @@ def test_streams(tmp_path):
 
 
 def test_a_worker_dies(tmp_path):
-    """Its end, its replacement's start, and the lost batch are there."""
+    """Its end, its replacement's start, and the lost batch appear."""
     path = tmp_path / "run.json"
     worker = Mortal(tmp_path / "mark")
     manager = cseq.MPSequence(
@@ -150,7 +153,8 @@ def test_a_worker_dies(tmp_path):
     trace = read(path)
     [death] = named(trace, "death", "i")
     [lost] = [e for e in named(trace, "index") if e["name"] == "index 0/3 (lost)"]
-    assert {e["tid"] for e in named(trace, "index")} == {lost["tid"]}  # also of the next one
+    # The second attempt has the same lane.
+    assert {e["tid"] for e in named(trace, "index")} == {lost["tid"]}
     assert len([e for e in named(trace, "index") if e["name"] == "index 0/3"]) == 1
     starts = [
         e
@@ -161,7 +165,7 @@ def test_a_worker_dies(tmp_path):
 
 
 def test_the_newest_are_kept(tmp_path, caplog):
-    """What was dropped is said, in the file, which is packed here, and in the log."""
+    """The file, which is packed here, and the log report what was dropped."""
     caplog.set_level(logging.WARNING, "cseq")
     path = tmp_path / "of %p, %r.json.gz"
     with cseq.trace(path, tickets=5), POOLS["threads"]().start() as batches:
@@ -174,12 +178,13 @@ def test_the_newest_are_kept(tmp_path, caplog):
 
 
 def test_two_managers(tmp_path):
-    """Each has its workers' lanes, by the order of their starts; the loop is one."""
+    """Each has its workers' lanes, in the order of the starts; there is one loop."""
     path = tmp_path / "run.json"
     before = POOLS["processes"]()
     idle = cseq.MTSequence(np.arange(4), batch_size=1, num_workers=1, out_type="null")
-    with before.start() as ones, idle.start() as unused:  # before the trace
-        next(iter(unused))  # of the second, there is nothing to tell
+    # Both start before the trace, which has no events of the second.
+    with before.start() as ones, idle.start() as unused:
+        next(iter(unused))
         first = iter(ones)
         next(first)
         with cseq.trace(path), POOLS["threads"]().start() as others:
@@ -194,7 +199,7 @@ def test_two_managers(tmp_path):
 
 
 def test_one_at_a_time(tmp_path):
-    """A trace inside a trace is an error, which leaves the outer one as it is."""
+    """A trace inside a trace is an error, and leaves the outer one unchanged."""
     path = tmp_path / "run.json"
     manager = POOLS["threads"]()
     with cseq.trace(path):
@@ -227,7 +232,7 @@ def test_wrong_paths(path, error, message, tmp_path):
 
 @pytest.mark.parametrize("how", ["trace", "start"])
 def test_a_trace_that_cannot_be_written(how, tmp_path, caplog):
-    """An OSError that names it; an exception of the training's own comes out, and the log tells."""
+    """An OSError names it; a training exception comes out instead, with the OSError in the log."""
     path = tmp_path / "run.json"
 
     def train(error):
@@ -235,7 +240,8 @@ def test_a_trace_that_cannot_be_written(how, tmp_path, caplog):
         tracing = cseq.trace(path) if how == "trace" else contextlib.nullcontext()
         with tracing, manager.start(trace=None if how == "trace" else path) as batches:
             next(iter(batches))
-            path.mkdir(exist_ok=True)  # in the way
+            # The folder blocks the file.
+            path.mkdir(exist_ok=True)
             if error is not None:
                 raise error
 
@@ -251,7 +257,7 @@ def test_a_trace_that_cannot_be_written(how, tmp_path, caplog):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links")
 def test_a_link_in_its_place_is_not_followed(tmp_path):
-    """Others may write into the folder: what a link leads to is not overwritten."""
+    """Others may write to the folder; the target of their link must not be overwritten."""
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for name in "run.json", "run.json.gz":
@@ -264,7 +270,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path):
 
 
 def test_wrong_numbers():
-    """The number of tickets is one."""
+    """The number of tickets is at least one."""
     with pytest.raises(ValueError, match="tickets=0"):
         cseq.trace("run.json", tickets=0)
 
@@ -289,7 +295,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["with", "CSEQ_TRACE"])
 def test_ctrl_c(how, run_script, tmp_path):
-    """It leaves a whole file, with all up to it."""
+    """It leaves a whole file, with all events up to it."""
     path = tmp_path / "run.json"
     told = {"CSEQ_TRACE": str(path)} if how == "CSEQ_TRACE" else {}
     done = run_script(SCRIPT, *([] if told else [str(path)]), **told)
@@ -301,7 +307,7 @@ def test_ctrl_c(how, run_script, tmp_path):
 
 @pytest.mark.needs("fork")
 def test_a_forked_child_records_nothing(tmp_path):
-    """The trace is that of the process that began it."""
+    """The trace belongs to the process that began it."""
     path = tmp_path / "run.json"
     with cseq.trace(path):
         pid = os.fork()
@@ -314,9 +320,10 @@ def test_a_forked_child_records_nothing(tmp_path):
     assert [e["name"] for e in named(read(path), "index")] == ["index 0/0"]
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.12
+# torch 2.12 warns of this.
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_beside_torchs_profiler(tmp_path):
-    """Both files have one base and one clock: in one file, the order of what happened is right."""
+    """Both files have one base and one clock, so the merged file is in the right order."""
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile, record_function
 

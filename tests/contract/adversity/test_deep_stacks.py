@@ -1,4 +1,4 @@
-"""Batches are asked for deep in the stack: a RecursionError there loses none."""
+"""Batches requested deep in the stack: a RecursionError loses none."""
 
 import inspect
 import sys
@@ -15,14 +15,14 @@ SAMPLES, FRAMES = 24, 120
 
 
 def deep(frames, call):
-    """Call a function so many frames deeper."""
+    """Call a function the given number of frames deeper."""
     return deep(frames - 1, call) if frames else call()
 
 
 def taken_deep(items):
-    """Take all items, each where one frame is left of the stack, then two, …, until it comes.
+    """Take all items, each first with one frame of the stack left, then two, …, until it comes.
 
-    Also return how often it did not.
+    Also return the number of failures.
     """
     iterator, taken, failed = iter(items), [], 0
     frame, left = inspect.currentframe(), sys.getrecursionlimit()
@@ -42,26 +42,25 @@ def taken_deep(items):
 
 
 class Indexer:
-    """Needs some frames."""
-
     def __getitem__(self, indices):
         return deep(20, partial(np.array, indices))
 
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_managers(kind):
-    """Also where Python decodes each batch, or makes it in test mode."""
+    """This holds where Python decodes each batch, and where it makes the batch in test mode."""
     decode = lambda array: deep(20, array.tolist)  # noqa: E731
     manager = kind.make(Indexer, SAMPLES, batch_size=2, shuffle=False, out_type=decode)
     with kind.begin(manager) as batches:
         taken, failed = taken_deep(batches)
     assert taken == [[k, k + 1] for k in range(0, SAMPLES, 2)]
-    assert failed > (0 if kind.name == "thread" else 5 * len(taken))  # a thread decodes it
+    # A worker thread decodes the batches of a thread pool.
+    assert failed > (0 if kind.name == "thread" else 5 * len(taken))
 
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_a_batch_that_is_too_deep_itself(kind):
-    """It raises once, where the stack is not deep, and is over."""
+    """Where the stack is not deep, it raises once, and is over."""
 
     def decode(array):
         return deep(sys.getrecursionlimit() if array[0] == 2 else 0, array.tolist)
@@ -80,7 +79,7 @@ def test_a_batch_that_is_too_deep_itself(kind):
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_loaders(num_workers, rng, shuffle):
-    """A sampler, which is a generator that an exception would end, is not called there."""
+    """The loader does not call a sampler there: an exception would end the sampler's generator."""
     pytest.importorskip("torch")
     options = {"num_workers": num_workers, "rng": rng, "shuffle": shuffle}
     if num_workers:

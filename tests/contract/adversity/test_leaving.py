@@ -1,4 +1,4 @@
-"""Loops that are left, and starts without end: nothing is mixed, and nothing is left."""
+"""Abandoned loops, and repeated starts: nothing mixes, and nothing remains."""
 
 import gc
 import itertools
@@ -21,7 +21,7 @@ import cseq
 
 
 class Acting(cseq.Order):
-    """An order that does something when it is read, once."""
+    """An order that acts once, when it is read."""
 
     name = "acting-v1"
     samples = units = 4096
@@ -30,7 +30,6 @@ class Acting(cseq.Order):
         self.act, self.left = act, read
 
     def read(self, seed, epoch, start, count):
-        """In order."""
         self.left -= 1
         if self.left == 0:
             self.act()
@@ -40,7 +39,7 @@ class Acting(cseq.Order):
 @pytest.mark.parametrize("kind", ["test", "proc", "thread"])
 @pytest.mark.parametrize("where", ["iter", "next", "handler", "out_type", "indexer"])
 def test_finish_in_the_middle_of_a_call(kind, where):
-    """Of an order, a handler, a conversion, an indexer: the call ends the run on its way out."""
+    """A call of an order, a handler, a conversion or an indexer may end the run on its way out."""
     if (kind, where) in {("proc", "indexer"), ("thread", "indexer"), ("thread", "out_type")}:
         pytest.skip("there, it is not called on the loop's thread")
     calls = itertools.count()
@@ -98,7 +97,7 @@ def test_finish_in_the_middle_of_a_call(kind, where):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["proc", "thread"])
 def test_a_forked_child_takes_no_batches(kind):
-    """os.fork by the user: the child cannot iterate what it inherited, and ends nothing of it."""
+    """After os.fork by the user, the child cannot iterate what it inherited, and ends nothing."""
     m = cseq.MSequence(
         Squares, SAMPLES, batch_size=BATCH, seed=11, out_type="null", thread_type=kind
     )
@@ -168,7 +167,7 @@ thread.join()
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("kind", ["proc", "thread", "streams", "loader"])
 def test_what_a_forked_child_drops_starts_no_thread(run_anew, kind):
-    """Also at the very fork, when the exception of a thread that is not there held it."""
+    """At the fork, the exception of a thread that the child lacks may hold it."""
     if kind == "loader":
         pytest.importorskip("torch")
     script = "import warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n" + DROPPED
@@ -189,7 +188,7 @@ def census():
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize(("kind", "times"), [("proc", 30), ("thread", 300)])
 def test_starts_and_finishes_leave_nothing(kind, times):
-    """Descriptors, threads and mappings are as many after many starts as after one."""
+    """Many starts leave as many descriptors, threads and mappings as one."""
     m = cseq.MSequence(
         Squares, 32, batch_size=BATCH, thread_type=kind, out_type="null", num_workers=2,
         **({"start_method": "fork"} if kind == "proc" else {}),
@@ -198,7 +197,7 @@ def test_starts_and_finishes_leave_nothing(kind, times):
     for _ in range(times):
         with m.start():
             next(iter(m))
-    # A thread that closed something for an earlier test may have ended meanwhile.
+    # A thread that closed something for an earlier test may have ended in between.
     assert all(now <= then for now, then in zip(census(), before, strict=True))
 
 
@@ -248,11 +247,11 @@ print(*(go(500) for _ in range(3)))
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("width", ["1", pytest.param("4096", marks=pytest.mark.nightly)])
 def test_starts_and_finishes_of_threads_keep_no_memory(run_anew, width):
-    """What is allocated is as much after 1600 starts as after 600, to a few bytes a start.
+    """1600 starts leave as much memory allocated as 600, to a few bytes a start.
 
-    What the process has of the system (RSS) says less: glibc keeps what the threads of each start
-    have freed, in one arena for each, and it grows and shrinks by tens of megabytes. And what it
-    keeps ready for each thread counts as allocated, unless it is told to keep nothing.
+    The process's RSS is less exact: glibc keeps the memory that each start's threads have freed, in
+    an arena for each, which grows and shrinks by tens of megabytes. Its cache for each thread
+    counts as allocated unless the cache is switched off.
     """
     none_ready = "glibc.malloc.tcache_count=0"
     done = run_anew(IN_USE, width, PYTHONMALLOC="malloc", GLIBC_TUNABLES=none_ready)
@@ -265,7 +264,7 @@ def test_starts_and_finishes_of_threads_keep_no_memory(run_anew, width):
 
 @pytest.mark.needs("Linux")
 def test_epochs_leave_nothing():
-    """Descriptors, threads, mappings and slots are as many after many epochs as after two."""
+    """Many epochs leave as many descriptors, threads, mappings and slots as two."""
     with manager().start() as m:
         for _ in range(2):
             list(m)
@@ -282,7 +281,7 @@ def test_epochs_leave_nothing():
 
 
 def test_managers_in_several_threads():
-    """Managers know nothing of each other."""
+    """Managers do not affect each other."""
     results = {}
 
     def train(number):
@@ -294,7 +293,7 @@ def test_managers_in_several_threads():
 
 
 class Nested(Squares):
-    """Makes its batch with a manager of its own."""
+    """Makes its batch with its own manager."""
 
     def __getitem__(self, indices):
         with cseq.MPSequence(
@@ -306,7 +305,7 @@ class Nested(Squares):
 
 
 def test_a_manager_inside_a_worker():
-    """A worker may use a manager of processes of its own."""
+    """A worker may use its own manager of processes."""
     m = cseq.MPSequence(Nested, SAMPLES, batch_size=100, seed=11, out_type="null", num_workers=2)
     plain = cseq.MPSequence(Squares, SAMPLES, batch_size=100, seed=11, out_type="null")
     with m.start(), plain.start_test():

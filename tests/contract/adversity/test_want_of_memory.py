@@ -1,4 +1,4 @@
-"""Batches that are kept, and no room for more: each stays intact, or there is one error."""
+"""Batches that are kept until memory runs out: each stays intact, or there is one error."""
 
 import gc
 import logging
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.needs("fork")
 
 @pytest.mark.parametrize("limit", ["0 B", "1 MiB", None])
 def test_keeping_every_batch_is_safe(limit, caplog):
-    """list(manager), slices of slices, after finish and without the manager: intact."""
+    """Batches stay intact in lists, as slices of slices, after finish and without the manager."""
     m = manager(memory_limit=limit, buffer=4)
     with caplog.at_level(logging.WARNING, "cseq"):
         with m.start():
@@ -86,19 +86,19 @@ print(m.stats().batches)
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 def test_views_of_views_never_change(run_prepared, debug_build, seed):
-    """Slices, tensors, DLPack exports and pickles hold while slots are used again and poisoned."""
+    """Slices, tensors, DLPack exports and pickles keep their data while slots are reused."""
     done = run_prepared(LIFETIMES, seed, PYTHONPATH=str(debug_build))
     assert (done.returncode, done.stdout) == (0, "300\n"), done.stderr
 
 
 def test_want_of_memory_is_an_exception():
-    """A slot that cannot grow raises MemoryError in the loop; nothing dies of SIGBUS."""
+    """A slot that cannot grow raises MemoryError in the loop; no process dies of SIGBUS."""
     with manager(Huge).start() as m, pytest.raises(MemoryError):
         list(m)
 
 
 class Huge:
-    """Asks for more than any machine has."""
+    """Requests more than any machine has."""
 
     def __getitem__(self, indices):
         return cseq.empty((1 << 39,), np.uint8)
@@ -155,18 +155,22 @@ print(None in numbers, len(delivered))
 
 @pytest.mark.parametrize(
     ("what", "size", "errors", "method"),
-    [  # workers of a server have what they map from it: it may be missing at the start, or later
-        ("drop", "4k", True, "fork"),  # no room for the first slot, at the start
+    # With a server, the memory may be missing when workers map it: at the start, or later.
+    [
+        # The first slot has no room, at the start.
+        ("drop", "4k", True, "fork"),
         ("drop", "4k", True, "forkserver"),
-        ("drop", "200k", True, "fork"),  # nor for a second one, in a worker
-        ("keep", "1m", True, "forkserver"),  # nor for batches that are kept
+        # A worker's second slot has no room.
+        ("drop", "200k", True, "fork"),
+        # Batches that are kept have no room.
+        ("keep", "1m", True, "forkserver"),
         ("keep", "4m", True, "fork"),
         ("drop", "8m", False, "forkserver"),
     ],
 )
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a small file system")
 def test_a_full_disk_is_an_exception(run_script, what, size, errors, method):
-    """Where mapped files lie on a full disk: MemoryError in the loop; no process gets SIGBUS."""
+    """If mapped files lie on a full disk, the loop gets a MemoryError, and no process a SIGBUS."""
     done = run_script(FULL_DISK, what, size, method)
     if done.returncode == 77 or done.stderr.startswith("unshare:"):
         pytest.skip("this machine allows no mount in a namespace")
@@ -178,18 +182,19 @@ def test_a_full_disk_is_an_exception(run_script, what, size, errors, method):
 
 @pytest.mark.needs("Linux")
 def test_nothing_lies_in_dev_shm():
-    """Shared memory has no name and is not bounded by the size of /dev/shm."""
+    """Shared memory has no name, and the size of /dev/shm does not limit it."""
     names, mapped = set(os.listdir(SHM)), mapped_files()
     with manager().start() as m:
         next(iter(m))
-        files = mapped_files() - mapped  # of others, earlier tests may have left some
+        # Earlier tests may have left some mapped files.
+        files = mapped_files() - mapped
         assert not [name for name in set(os.listdir(SHM)) - names if is_my_file(SHM / name)]
     assert any("memfd:cseq" in file for file in files)
     assert not any("/dev/shm" in file for file in files)
 
 
 def mapped_files():
-    """Where this process has mapped files, and which."""
+    """Return the files that this process has mapped, and where."""
     return set(Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -225,7 +230,7 @@ assert (np.concatenate(kept) == np.arange(160)[:, None]).all()
 @pytest.mark.parametrize("there", ["small", "none"])
 @pytest.mark.skipif(not shutil.which("unshare"), reason="needs a /dev/shm of its own")
 def test_dev_shm_may_be_small_or_absent(run_script, there):
-    """Five megabytes of kept batches, none of them copied, whatever /dev/shm is like."""
+    """The loop keeps five megabytes of batches without a copy, with any /dev/shm."""
     done = run_script(OWN_SHM, there)
     if done.returncode == 77 or done.stderr.startswith("unshare:"):
         pytest.skip("this machine allows no mount in a namespace")

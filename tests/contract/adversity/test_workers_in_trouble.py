@@ -1,4 +1,4 @@
-"""Workers die, raise and hang: every sample once and in order, or one error."""
+"""Workers that die, raise and hang: every sample comes once and in order, or one error does."""
 
 import itertools
 import logging
@@ -29,8 +29,9 @@ from kinds import QUICKEST, start_methods
 import cseq
 from cseq import testing
 
-STACKS = pytest.param("proc", marks=pytest.mark.needs("POSIX"))  # those of a process, by a signal
-# Seconds; a worker that is spawned has to start in ten times as many.
+# A signal makes a process print its stacks.
+STACKS = pytest.param("proc", marks=pytest.mark.needs("POSIX"))
+# In seconds; a spawned worker must start within ten times as many.
 TIMEOUT = 0.2 if hasattr(os, "fork") else 3.0
 
 
@@ -40,7 +41,7 @@ TIMEOUT = 0.2 if hasattr(os, "fork") else 3.0
 @pytest.mark.parametrize("deed", [kill_myself, crash, leave])
 @pytest.mark.parametrize("start_method", sorted({start_methods()[0], QUICKEST.start_method}))
 def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(tmp_path, deed, start_method):
-    """Killed, crashed or gone: its tickets run again, bit for bit as in test mode."""
+    """Its tickets run again after a kill, a crash or an exit, bit for bit as in test mode."""
     from functools import partial
 
     worker = partial(Fatal, str(tmp_path), deed, [7, 77, 177])
@@ -53,7 +54,7 @@ def test_a_dead_worker_is_replaced_and_the_stream_does_not_show_it(tmp_path, dee
 
 
 def test_all_workers_killed_again_and_again(tmp_path):
-    """Killing every worker, several times an epoch, changes nothing in the stream."""
+    """Killing every worker several times an epoch leaves the stream unchanged."""
     del tmp_path
     with manager(max_restarts=1000).start() as m:
         got = []
@@ -66,7 +67,7 @@ def test_all_workers_killed_again_and_again(tmp_path):
 
 
 class Parents:
-    """Each sample is the process that has forked its worker."""
+    """Each sample is the id of the process that forked its worker."""
 
     def __getitem__(self, indices):
         return np.full(len(indices), os.getppid())
@@ -74,7 +75,7 @@ class Parents:
 
 @pytest.mark.skipif("forkserver" not in start_methods(), reason="no fork server")
 def test_a_death_that_the_fork_server_reports_late(caplog):
-    """The worker's exit code is waited for: on a busy machine the log has the same text."""
+    """The worker's exit code is awaited, so that a busy machine logs the same text."""
     logged = threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: logged.set()  # type: ignore[method-assign]
@@ -86,7 +87,8 @@ def test_a_death_that_the_fork_server_reports_late(caplog):
         try:
             os.kill(server, signal.SIGSTOP)
             testing.kill(m, 0)
-            logged.wait(1)  # nothing is, unless the code is given up
+            # Nothing is logged, unless the supervisor gives up waiting for the code.
+            logged.wait(1)
             os.kill(server, signal.SIGCONT)
             assert logged.wait(60)
             assert sum(len(batch) for batch in batches) == SAMPLES - BATCH
@@ -149,9 +151,9 @@ for point in sys.argv[3:]:
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize(("buffer", "out_type"), [("1", "null"), ("10", "null"), ("10", "cuda")])
 def test_death_at_every_labelled_point(run_prepared, debug_build, buffer, out_type):
-    """A worker killed at any labelled step loses nothing, and leaves valid meters.
+    """A worker killed at any labelled step loses no batch, and leaves valid meters.
 
-    With 'cuda', converters die there, too.
+    With 'cuda', converters die at these steps, too.
     """
     if out_type == "cuda":
         pytest.importorskip("torch")
@@ -171,7 +173,7 @@ class Poison(Squares):
 
 
 def test_a_batch_that_kills_again_and_again_is_named():
-    """WorkerDied names epoch, batch, indices and signal; the batches before it were delivered."""
+    """WorkerDied names epoch, batch, indices and signal; the loop has got the batches before it."""
     order = cseq.permutation(SAMPLES, 11, 0).tolist()
     number = order.index(123) // BATCH
     with manager(Poison).start() as m:
@@ -188,7 +190,7 @@ def test_a_batch_that_kills_again_and_again_is_named():
 
 @pytest.mark.needs("POSIX")
 def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch):
-    """After SIGKILL, WorkerDied says how many kills for want of memory the system has counted."""
+    """After SIGKILL, WorkerDied says how many out-of-memory kills the system has counted."""
     counts = itertools.count(5)
     monkeypatch.setattr("cseq.processes.deaths.oom_kills", lambda: next(counts))
     with (
@@ -224,7 +226,7 @@ class Raises(Squares):
 
 @pytest.mark.parametrize("kind", ["proc", "thread", "test"])
 def test_skip_leaves_out_the_batch_that_raised(kind, caplog):
-    """on_error='skip': all other batches come, the skipped one is logged, counted and listed."""
+    """on_error='skip': all other batches come; the skipped one is logged, counted and listed."""
     m = cseq.MSequence(
         Raises, SAMPLES, batch_size=BATCH, seed=11, out_type="null", on_error="skip",
         thread_type="thread" if kind == "thread" else "proc",
@@ -242,7 +244,7 @@ def test_skip_leaves_out_the_batch_that_raised(kind, caplog):
 
 @pytest.mark.parametrize("method", start_methods())
 def test_skip_leaves_out_a_batch_that_ends_three_workers(method):
-    """All other batches come; it is listed with its indices, and counted."""
+    """All other batches come; the skipped one is listed with its indices, and counted."""
     m = cseq.MPSequence(
         Poison, SAMPLES, batch_size=BATCH, seed=11,
         out_type="null", on_error="skip", start_method=method, num_workers=2,
@@ -268,7 +270,7 @@ class Never:
 
 @pytest.mark.parametrize("kind", ["thread", "test"])
 def test_the_list_of_skipped_batches_is_bounded(kind):
-    """All are counted, and the latest 1000 are listed."""
+    """All are counted, and the last 1000 are listed."""
     m = cseq.MTSequence(
         Never, 1100, 1, batch_size=1, shuffle=False, out_type="null", on_error="skip"
     )
@@ -280,7 +282,7 @@ def test_the_list_of_skipped_batches_is_bounded(kind):
 
 
 def refuse(array):
-    """Convert all arrays but those with sample 123."""
+    """Convert all arrays except those with sample 123."""
     if 123 in array:
         raise ValueError("123 cannot be converted")
     return array
@@ -289,7 +291,7 @@ def refuse(array):
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize("kind", ["proc", "thread", "test"])
 def test_a_batch_that_cannot_be_converted(kind, on_error):
-    """What a callable `out_type` raises is dealt with as what an indexer raises, in every pool."""
+    """In every pool, an exception of a callable `out_type` is handled like an indexer's."""
     m = cseq.MSequence(
         np.arange(SAMPLES), SAMPLES, batch_size=BATCH, seed=11, out_type=refuse,
         on_error=on_error, thread_type="thread" if kind == "thread" else "proc",
@@ -316,7 +318,7 @@ def test_a_batch_that_cannot_be_converted(kind, on_error):
 
 
 class Stuck(Fatal):
-    """Hangs in a method whose name can be found again."""
+    """Hangs in a method with a unique name."""
 
     def __getitem__(self, indices):
         return self.a_method_to_be_found(indices)
@@ -327,7 +329,7 @@ class Stuck(Fatal):
 
 @pytest.mark.parametrize("kind", [STACKS, "thread"])
 def test_a_timeout_shows_where_the_worker_is(tmp_path, kind):
-    """WorkerTimeout names the batch and shows the worker's Python stack."""
+    """WorkerTimeout names the batch, and shows the worker's Python stack."""
     from functools import partial
 
     release = threading.Event()
@@ -342,13 +344,14 @@ def test_a_timeout_shows_where_the_worker_is(tmp_path, kind):
             next(iter(m))
         release.set()
         if kind == "proc":
-            for worker in range(4):  # spares the test the patience of finish()
+            # This saves the test the patience of finish().
+            for worker in range(4):
                 testing.kill(m, worker)
     assert "epoch 0, batch 0" in str(caught.value)
 
 
 def test_a_hanging_worker_can_be_replaced(tmp_path):
-    """on_timeout='restart': the batch is made again, and the stream does not show it."""
+    """With on_timeout='restart', the batch is made again, and the stream is unchanged."""
     from functools import partial
 
     worker = partial(Stuck, str(tmp_path), hang, [5, 300])
@@ -358,7 +361,7 @@ def test_a_hanging_worker_can_be_replaced(tmp_path):
 
 
 class StuckInTheMaking(Squares):
-    """Does something while it is made, unless it finds a mark that this was done."""
+    """Its constructor acts unless a mark says that an earlier one did."""
 
     def __init__(self, mark, deed):
         if not os.path.exists(mark):
@@ -371,7 +374,7 @@ class StuckInTheMaking(Squares):
 
 @pytest.mark.parametrize("kind", [STACKS, "thread"])
 def test_a_timeout_shows_where_a_constructor_is(tmp_path, kind):
-    """A worker may take ten times the timeout to get ready, and no more."""
+    """A worker may take ten times the timeout to start, and no more."""
     from functools import partial
 
     release = threading.Event()
@@ -392,7 +395,7 @@ def test_a_timeout_shows_where_a_constructor_is(tmp_path, kind):
 
 
 def test_a_hanging_constructor_is_called_again(tmp_path):
-    """on_timeout='restart': in another process, and the stream does not show it."""
+    """With on_timeout='restart', another process calls it; the stream is unchanged."""
     from functools import partial
 
     worker = partial(StuckInTheMaking, str(tmp_path / "mark"), hang)
@@ -430,6 +433,6 @@ except ChildProcessError:
 @pytest.mark.skipif(getattr(os, "getuid", int)() != 0 or os.name == "nt", reason="not root")
 @pytest.mark.parametrize("method", start_methods())
 def test_rights_that_are_given_up_after_the_start(run_script, method):
-    """Workers that may not be killed any more end by themselves, and are reaped."""
+    """Workers that may no longer be killed end by themselves, and are reaped."""
     done = run_script(LESSER, method)
     assert (done.stdout, done.stderr) == ("99\nnone is left\n", "")
