@@ -1,10 +1,10 @@
-"""The sample order, this rank's share of each epoch and the loop's position.
+"""Sample orders, sharding across ranks, and the training loop's position in an epoch.
 
 ``sampler``     ★ an epoch's indices in order, cut into batches
-``_source``     ★ the contents of an epoch's tickets
+``_source``     ★ fills tickets with an epoch's samples
 ``shard``       this process's rank and the number of ranks
 ``place``       the current epoch and the number of samples consumed
-``checkpoint``  the contents and validation of `state_dict`
+``checkpoint``  creates and validates the contents of `state_dict`
 ``tally``       the number of tokens that a run has consumed from each source
 ``_readers``    permutations, order readers, and `DocumentEnds` (positions of contiguous documents)
 ``tables``      document tables shared by processes; `pieces` holds pieces of documents

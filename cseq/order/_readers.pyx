@@ -18,7 +18,8 @@ cnp.import_array()
 
 # The number of values to convert at a time.
 CHUNK = 1 << 16
-# Purposes of random words. Those below 6 are in cseq_shuffle.h and context.py; 6 is feistel-v1.
+# Purpose numbers, which separate streams of random words. Numbers below 6 are defined in
+# cseq_shuffle.h and context.py, and 6 belongs to feistel-v1.
 BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
 
@@ -38,10 +39,10 @@ def fingerprint(array):
 
 
 def digest(array):
-    """Return a 64-bit hash of integers in a third of the time that `fingerprint` takes.
+    """Return a 64-bit hash of an integer array, about three times as fast as `fingerprint`.
 
-    Four chains are computed in parallel, with value k in chain k mod 4. The length is folded into
-    the first chain, and the chains are then folded into one another.
+    The values are hashed in four parallel chains, with value k in chain k mod 4. The length is
+    mixed into the first chain, and the other chains are then folded into it.
     """
     values = numpy.asarray(array)
     cdef uint64_t z[4]
@@ -64,14 +65,14 @@ def digest(array):
 
 
 def shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key):
-    """Return 0 … n-1 in fisher-yates-v1 order by (seed, epoch, purpose, key) as uint32 or int64."""
+    """Return 0 … n-1 shuffled by fisher-yates-v1, as a uint32 or int64 array."""
     cdef uint64_t words[4]
     cseq_derive_keyed(seed, epoch, purpose, key, words, 4)
     return shuffled(n, words)
 
 
 def seed_of(uint64_t seed, str name not None):
-    """Return a mixture source's seed, which is word 0 of (seed, 0, `SOURCE`, word of its name)."""
+    """Derive the seed of a mixture source from the mixture's seed and the source's name."""
     cdef uint64_t word, key = 0
     cdef unsigned char byte
     for byte in name.encode():
@@ -82,7 +83,7 @@ def seed_of(uint64_t seed, str name not None):
 
 def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
-    """Return one random number below `below` for each position in a stream of random words."""
+    """Return the random numbers below `below` at the given positions of a random stream."""
     cdef Py_ssize_t k, count = positions.size
     cdef const int64_t* position = int64s(positions)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
@@ -96,12 +97,12 @@ def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_
 
 
 def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray factors not None):
-    """Split counts for `Shares` in cseq/order/shares.py. Return False if 64 bits do not suffice.
+    """Compute the counts in a `Shares` tree (see cseq/order/shares.py) with 64-bit arithmetic.
 
-    Each node has four indices into `counts`. The left child (third index) gets the first count
-    times `factors[k, 0]` / 2**64, rounded. The right child (fourth index) gets the remainder of the
-    second count. Because the factor is rounded up, products of counts above `factors[k, 1]` may be
-    rounded up wrongly.
+    Row k of `nodes` contains four indices into `counts`: base, node, left and right. The left child
+    gets ``counts[base] * factors[k, 0] / 2**64``, rounded to the nearest integer, and the right
+    child gets the rest of ``counts[node]``. Return False if rounding may have failed, which is
+    possible only for counts above ``factors[k, 1]``, because the factors are rounded up.
     """
     cdef const int64_t* node = int64s(nodes)
     cdef const uint64_t* factor = <const uint64_t*>cnp.PyArray_DATA(factors)
@@ -125,11 +126,11 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
 cdef class Permutation:
     """A permutation of 0 … n-1 for (seed, epoch, purpose, key). See docs/inside/orders.md.
 
-    A permutation of at least `FEISTEL_LEAST` elements needs no memory. A smaller permutation is a
-    table of 4 bytes per element, which is created in linear time.
+    Permutations of at least `CSEQ_FEISTEL_LEAST` elements are computed on the fly and need no
+    memory. Smaller permutations are stored in a table with 4 bytes per element.
     """
 
-    # The table of elements, or None if they are computed.
+    # The permuted elements, or None if they are computed on the fly.
     cdef readonly object table
     cdef cseq_feistel network
 
@@ -144,7 +145,7 @@ cdef class Permutation:
             cseq_feistel_init(&self.network, n, words)
 
     def at(self, positions not None):
-        """Return an array of the elements at `positions`, which must be int64 and below n."""
+        """Return the elements at `positions`, an int64 array with values below n."""
         if self.table is not None:
             return self.table[positions]
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.network.n:
@@ -158,7 +159,7 @@ cdef class Permutation:
 cdef enum:
     # The number of documents between two stored sums.
     BLOCK = 64
-    # How many reads ahead random accesses are prefetched.
+    # How many iterations in advance a random access is prefetched.
     EARLY = 8
 
 cdef int64_t MOST_TOKENS = <int64_t>1 << 48
@@ -166,30 +167,32 @@ cdef int64_t MOST_TOKENS = <int64_t>1 << 48
 
 @cython.final
 cdef class DocumentEnds:
-    """The positions of contiguous documents, stored in 8 bytes per 64 documents.
+    """Maps documents to their positions in a corpus and back, using 8 bytes per 64 documents.
 
-    Position 0 is the first document's first token. Lengths are read on demand and must not change.
+    Position 0 is the first token of the first document. The array of lengths is not copied and must
+    not change.
 
     Parameters
     ----------
     lengths : array of int
         Each document's token count (at least 0, below 2**48 in total). May be a memory map.
     unit : int
-        Count whole units of this many tokens in each document, instead of tokens.
+        The number of tokens in a unit. Positions and totals count whole units in each document.
     ends : array of int64, optional
         The `ends` attribute of an equal instance. If given, lengths are not checked or summed.
 
     Attributes
     ----------
     total : int
-        The number of tokens in all documents.
+        The total number of units in all documents.
     ends : array of int64
-        The end positions of every 64th document and of the last document.
+        The end position of every 64th document and of the last document.
     """
 
     cdef readonly cnp.ndarray lengths, ends
     cdef readonly int64_t total
-    # A contiguous array for C. Its values have `kind` bytes, or -kind bytes if they are unsigned.
+    # The lengths as a contiguous array. `kind` is the item size in bytes, or minus the item size if
+    # the lengths are unsigned.
     cdef cnp.ndarray values
     cdef const char* data
     cdef const int64_t* sums
@@ -213,7 +216,7 @@ cdef class DocumentEnds:
         return DocumentEnds, (self.lengths, self.unit, self.ends)
 
     cdef object add_up(self):
-        """Check and sum the lengths, chunk by chunk."""
+        """Validate the lengths and return the `ends` array."""
         sums = numpy.empty((self.count + BLOCK - 1) // BLOCK, numpy.int64)
         for start in range(0, self.count, CHUNK):
             chunk = self.lengths[start:start + CHUNK]
@@ -231,7 +234,7 @@ cdef class DocumentEnds:
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
-        """Return a document's length, whose memory address may be unaligned."""
+        """Return the length of document k in units. The lengths may be unaligned in memory."""
         cdef int64_t value = 0
         cdef uint32_t word
         cdef uint16_t half
@@ -260,7 +263,7 @@ cdef class DocumentEnds:
         with nogil:
             for n in range(count):
                 if n + EARLY < count:
-                    # Prefetch the block of a later document.
+                    # Prefetch the block that contains a later document.
                     k = given[n + EARLY] // BLOCK * BLOCK
                     CSEQ_PREFETCH(self.sums + k // BLOCK - (k > 0))
                     while k < given[n + EARLY]:
@@ -274,12 +277,12 @@ cdef class DocumentEnds:
         return made
 
     def find(self, cnp.ndarray positions not None):
-        """Return the non-empty document at each position below `total`, and where it starts."""
+        """Return the document that contains each position, and the document's start position."""
         _, documents, inside, _ = locate([self], numpy.array([0, self.total]), positions)
         return documents, positions - inside
 
     cdef int64_t document_of(self, int64_t position, int64_t* begin) noexcept nogil:
-        """Return the document at a position, and write the document's start."""
+        """Return the document at a position, and store the document's start in `begin`."""
         cdef int64_t low = 0, high = (self.count - 1) // BLOCK, middle, end
         while low < high:
             middle = (low + high) // 2
@@ -298,9 +301,9 @@ cdef class DocumentEnds:
 def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray positions not None):
     """Find the document at each position in several contiguous sources.
 
-    `sources` contains each source's `DocumentEnds`. `firsts` contains each source's start and the
-    last source's end. For each position, return the source number, the document, the number of the
-    document's tokens before the position, and the number from the position onwards.
+    `sources` contains one `DocumentEnds` per source. `firsts` contains the start position of each
+    source, followed by the end of the last source. For each position, return the source, the
+    document, the offset within the document, and the number of tokens left in the document.
     """
     cdef Py_ssize_t k, s = 0, count = len(positions)
     cdef const int64_t* first = int64s(firsts)
@@ -325,15 +328,17 @@ def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray posit
 
 
 cdef enum:
-    # Below this many elements, `keyed` shuffles a temporary table.
+    # For fewer elements than this, `keyed` shuffles a temporary table.
     BRIEFEST = 128
 
 
 def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray positions not None,
           uint64_t seed, uint64_t epoch, uint64_t purpose):
-    """Return the element at each position in the order of 0 … size-1 for the given size and key.
+    """Return elements of many permutations, each of which is identified by a size and a key.
 
-    The order is fisher-yates-v1 below `BRIEFEST` elements, or else feistel-v1. Nothing is cached.
+    `positions[k]` is a position in the permutation of 0 … `sizes[k]` - 1 with the key `keys[k]`.
+    Permutations use fisher-yates-v1 for sizes below `BRIEFEST`, and feistel-v1 otherwise. Nothing
+    is cached between calls.
     """
     cdef Py_ssize_t k, i, j, count = len(positions)
     cdef const int64_t* size = int64s(sizes)
@@ -366,10 +371,11 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
 
 def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ranks, Py_ssize_t count,
          Py_ssize_t size):
-    """Assign each row to the rank with the least work so far. Return each row's rank and turn.
+    """Assign each row to the rank that has the least work so far.
 
-    Each rank gets `size` rows from each of `count` batches. `batches` contains each row's batch.
-    `works` must be in descending order. If ranks have equal work, the first one gets the row.
+    Each rank gets `size` rows from each of the `count` batches. `batches` contains the batch number
+    of each row, and `works` must be in descending order. Ties go to the lowest rank. Return the
+    rank of each row, and the row's index among the rows that this rank gets from the batch.
     """
     cdef Py_ssize_t k, r, best, batch, rows = len(works)
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
@@ -397,12 +403,13 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
     return row_ranks, turns
 
 
-# Four bits of a word select one of up to CHILDREN. Nodes are prefetched EARLY draws before use.
+# The maximum number of children per node. Four bits select a child.
 cdef enum:
     CHILDREN = 16
 
 
-# A level's entries, arranged in rows with one child of each parent. Node 0's child is entry `turn`.
+# The entries below a level of the tree, divided into `count` rows of nearly equal length. Each of
+# the `nodes` nodes has a child in each row. In row j, node 0's child is entry start[j] + turn[j].
 cdef struct Rows:
     uint64_t count
     uint64_t nodes
@@ -411,7 +418,7 @@ cdef struct Rows:
 
 
 cdef Rows rows_of(uint64_t entries, uint64_t level):
-    """Return the rows that contain the entries below a level."""
+    """Divide the entries below a level into rows."""
     cdef Rows rows
     cdef uint64_t words[CHILDREN]
     cdef uint64_t j, low
@@ -426,7 +433,10 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Arrange 8-byte values with one node's children in each row. Missing children are 0."""
+    """Return an array of 8-byte values in which each row contains the children of one node.
+
+    Missing children are 0.
+    """
     cdef cnp.ndarray given = numpy.ascontiguousarray(values)
     cdef Rows rows = rows_of(given.size, level)
     cdef cnp.ndarray nodes = numpy.empty((rows.nodes, rows.count), given.dtype)
@@ -444,17 +454,20 @@ def laid(values, uint64_t level=1):
 
 @cython.final
 cdef class Tree:
-    """Samples on a line that is reordered every epoch (see docs/inside/orders.md).
+    """A tree that maps points on a line to samples. See docs/inside/orders.md.
+
+    Each sample occupies an interval of the line, and the intervals are reordered every epoch.
 
     Parameters
     ----------
     masses : array of uint64
-        Each sample's length on the line, in `laid`'s layout. The sum must be below 2**63.
+        The length of each sample's interval, as returned by `laid`. The sum must be below 2**63.
     samples : int
         The number of samples.
     """
 
-    # Each level's masses, and pointers to the arrays. There are at most 16**12 = 2**48 samples.
+    # The masses at each level, and pointers to the arrays. Because 16**12 = 2**48, there are at
+    # most 12 levels.
     cdef readonly list levels
     cdef uint64_t* masses[12]
     cdef Rows rows[12]
@@ -475,7 +488,7 @@ cdef class Tree:
         return Tree, (self.levels[0], self.rows[0].start[self.rows[0].count])
 
     def samples_at(self, numbers, uint64_t seed, uint64_t epoch):
-        """Return an int64 array of the samples at the given points on an epoch's line."""
+        """Return an int64 array with the sample at each of the given points in an epoch."""
         cdef cnp.ndarray left = numpy.array(numbers, numpy.uint64)
         cdef cnp.ndarray nodes = numpy.zeros(left.size, numpy.int64)
         cdef uint64_t* lefts = <uint64_t*>cnp.PyArray_DATA(left)
@@ -505,7 +518,7 @@ cdef class Tree:
                         if rest < mass[child]:
                             break
                         rest -= mass[child]
-                        # Fill the gap with the last child in the list.
+                        # Remove the child from the list by moving the last child into its slot.
                         remaining -= 1
                         order ^= (order >> 4 * remaining & 15 ^ child) << bits
                     length = rows.start[child + 1] - rows.start[child]
@@ -515,23 +528,24 @@ cdef class Tree:
         return nodes
 
 
-# The approximate number of samples to read at a time.
+# The approximate number of samples to read ahead.
 AHEAD = 1 << 14
 
 
 @cython.final
 cdef class ArrayReader(Reader):
-    """A reader for orders computed with arrays, where many units cost little more than one.
+    """A reader for orders computed with NumPy, which is efficient only for many units at a time.
 
-    When batches are read in sequence, about `ahead` samples are read ahead. No Python code runs
-    while cached values are being replaced, so signal handlers may read or raise.
+    If batches are read in sequence, the reader fetches about `ahead` samples in advance. No Python
+    code runs while the cache is being replaced, so signal handlers may use the reader or raise.
 
     Parameters
     ----------
     order : Order or Reader
         The order whose units are read.
     read : callable
-        ``read(epoch, units)`` → the samples in given units, and unit sizes or None if all are 1.
+        ``read(epoch, units)`` → the samples in the given units, and the size of each unit, or None
+        if all sizes are 1.
     share : callable, optional
         ``share(epoch, first, together, start, count)`` → the units in the global batch
         [first, first + together) that a rank gets instead of [start, start + count).
@@ -601,7 +615,7 @@ cdef class ArrayReader(Reader):
 
 
 def gather(Reader reader not None, uint64_t epoch, units not None):
-    """Return the int64 samples in the given units, and each unit's size or None if all are 1."""
+    """Return the samples in the given units as int64, and the unit sizes (None if all are 1)."""
     cdef Py_ssize_t start = 0, end, count = len(units)
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)

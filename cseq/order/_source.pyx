@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Ticket sources, which request an epoch's samples in order."""
+"""Ticket sources, which decide what the next ticket requests."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -20,15 +20,15 @@ cdef struct Cut:
     uint64_t first, batches, full, start, stride, part_start, consumed
     uint32_t size, part
 
-# Tickets with fewer samples than this are read together.
+# Small batches are read together, up to about this many samples.
 cdef uint64_t READ_AHEAD = 128
 
 
 cdef class Source:
     """A ticket source, which determines each ticket's content, ring and number of units.
 
-    A `Feed` posts the tickets. Positions in an epoch count units, which are items or the samples
-    that all ranks have consumed.
+    A `Feed` posts the tickets. Positions in an epoch are counted in units, over all ranks. For a
+    stream, a unit is an item.
     """
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
@@ -36,7 +36,7 @@ cdef class Source:
         return True
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Do one preparation step, which may run any code. An interrupted step is repeated."""
+        """Do one step of preparation, which may run user code. Repeat the step if interrupted."""
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
@@ -44,7 +44,7 @@ cdef class Source:
         return -1
 
     cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        """Post the next ticket in a free cell of its ring. Return the ticket's number of units."""
+        """Post the next ticket in a free cell of its ring, and return the number of units in it."""
         return 0
 
     cdef void end(self, Py_ssize_t ring_number) noexcept:
@@ -61,28 +61,30 @@ cdef class Source:
 
 @cython.final
 cdef class OrderSource(Source):
-    """The batches for one or more consecutive epochs, made of an order's units.
+    """The batches of one or more consecutive epochs.
 
     Parameters
     ----------
     reader : Reader
     epoch : int
+        The first epoch.
     cut, later : dict
-        The `sampler.Cut` for the epoch, and for each of the `more` epochs that follow.
+        The `sampler.Cut` of the first epoch, and of each of the `more` epochs that follow.
     """
 
     cdef readonly Reader reader
-    # The cut for the current epoch, and the cut for each of the `more` epochs that follow.
+    # The cut of the current epoch, and of each of the `more` epochs that follow.
     cdef Cut cut, later
     cdef uint64_t more
-    # The number of posted batches, the short batch's units, and the maximum units per batch.
+    # The number of posted batches, the number of units after the full batches (over all ranks), and
+    # the maximum number of units in a batch.
     cdef uint64_t posted, rest, most
-    # The samples read for batches `posted` to `prepared`, and their unit sizes.
+    # The samples and unit sizes that were read for batches [posted, prepared).
     cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read
     cdef int64_t* sizes_read
-    # The sizes of all units that were read, or NULL if each unit is a single sample.
+    # The start of the unit sizes, or NULL if each unit is a single sample.
     cdef int64_t* sizes
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, Cut cut, Cut later, uint64_t more):
@@ -109,7 +111,7 @@ cdef class OrderSource(Source):
         return self.cut.part_start
 
     cdef int64_t read_samples(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
-        """Write a batch's samples. The tail wraps around to the start of the epoch."""
+        """Write a batch's samples. The last batch may wrap around to the start of the epoch."""
         cdef uint64_t start = self.position_of(batch)
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
@@ -140,7 +142,7 @@ cdef class OrderSource(Source):
         return self.posted < self.prepared or self.is_over()
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Read samples for the next ticket, and for further tickets while there are few samples."""
+        """Read samples for the next ticket, or for several tickets if batches are small."""
         cdef uint64_t room = self.reader.room
         cdef uint64_t count = 1, read, words, size
         cdef int64_t* out
@@ -149,13 +151,13 @@ cdef class OrderSource(Source):
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
-        # The last ticket may start just before READ_AHEAD samples are reached.
+        # Leave room for one more batch, which may start when almost READ_AHEAD samples are read.
         words = READ_AHEAD + self.most * room
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
         out = self.samples_read = <int64_t*>self.data.data
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
-        # With a single rank, batches are contiguous.
+        # Batches are contiguous if there is only one rank.
         if self.posted < self.cut.full and room == 1 and self.cut.stride == size:
             count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
             self.reader.read(self.epoch, self.position_of(self.posted), count * size, out, NULL)

@@ -1,4 +1,4 @@
-"""Rows of another order, distributed to balance attention work between ranks."""
+"""An order that balances the attention work in each step across ranks."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.order.tables import New, Tables
 
-# Log a message only once for the same numbers.
+# Each distinct message is logged only once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# The number of cached rows. A row takes 4 bytes, plus its work unless a window is an epoch.
+# The number of rows to cache. Each row takes 4 bytes, plus 8 for its work unless over='epoch'.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
-# Balancing compares every row of a step with all ranks.
+# Balancing a step takes time proportional to its number of rows times the number of ranks.
 MOST_STEP = 2**15
 
 
 class Balanced(Order):
-    """The rows of another order, in steps with nearly equal work on all ranks.
+    """The rows of another order, rearranged so that all ranks have nearly equal work in each step.
 
-    A row's work is its attention cost, which is the sum of its squared piece lengths. Each rank
-    computes the work of all ranks without communication. Only the assignment of rows to ranks
-    depends on the number of ranks. The rows in a step and their grouping do not.
+    The work of a row is its attention cost, the sum of the squared lengths of its pieces. Ranks do
+    not communicate, because each rank computes the assignment for all ranks. The number of ranks
+    affects only which rank gets which row, and not the rows or groups in a step.
 
     Parameters
     ----------
@@ -58,20 +58,21 @@ class Balanced(Order):
     step : int
         The number of rows in an optimizer step, over all ranks and microbatches, at most 2**15.
     over : 'step', 'window' or 'epoch'
-        'step' distributes each step's rows among ranks. To group rows with more similar work,
-        'window' exchanges rows among 16 steps and 'epoch' among all steps. Each step still contains
-        groups of rows with a lot of work and groups with little work.
+        Which rows can trade places. With 'step', rows stay in their step. 'window' exchanges rows
+        among 16 steps, and 'epoch' among all steps, so that the rows in a group are more similar.
+        Each step still contains both groups with a lot of work and groups with little work.
     together : int, optional
-        The number of consecutive rows with similar work. The number of ranks should divide it. The
-        default is ``step // gcd(step, 4)``, a quarter of a step if possible.
+        The size of a group, which consists of consecutive rows with similar work. This should be a
+        multiple of the number of ranks. Defaults to ``step // gcd(step, 4)``, which is a
+        quarter of a step if `step` is divisible by 4.
     cache : path, optional
-        A local folder for over='epoch'. All processes on this machine then share one table, with 4
-        bytes per row in an epoch, instead of each holding a copy.
+        A local folder for over='epoch'. All processes on this machine then share one table with 4
+        bytes per row, instead of each keeping a copy.
 
     Notes
     -----
-    The global batch, `batch_size` times the number of ranks, should divide a step. A batch that
-    spans two steps is not balanced, and a warning is logged.
+    `step` should be a multiple of the global batch, which is `batch_size` times the number of
+    ranks. Batches that span two steps are not balanced, and a warning is logged.
 
     Examples
     --------
@@ -93,7 +94,7 @@ class Balanced(Order):
     ) -> None:
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
-        # This raises TypeError if the order cannot compute how much work each unit takes.
+        # Raises TypeError if the order cannot compute how much work each unit takes.
         order.measured(0)
         self.order, self.step = order, integer("step", step, 1, MOST_STEP)
         quarter = self.step // math.gcd(self.step, 4)
@@ -119,14 +120,14 @@ class Balanced(Order):
         return self._of(order, consumed, is_same=order.facts() == inner)
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return an order whose mixture continues with other weights, starting between windows."""
+        """Return an order whose mixture has new weights from a window boundary onwards."""
         if not hasattr(self.order, "reweighed"):
             raise TypeError(f"order={self!r} has no weights; pass a Balanced of a cseq.Mixture")
         order = self.order.reweighed(weights, seed, epoch, consumed)
         return self._of(order, consumed, is_same=False)
 
     def _of(self, order: Order, consumed: int, *, is_same: bool) -> Self:
-        """Return this order with another inner order, which may differ from a position onwards."""
+        """Return this order over another inner order, which may differ after `consumed` units."""
         if order is self.order:
             return self
         if not is_same and consumed % self._window and consumed < self.units:
@@ -141,7 +142,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # Cache as many windows as are read ahead.
+        # Cache as many windows as a read-ahead spans.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -181,7 +182,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """Return the units' rows. If `is_sum` is set, order within whole windows is irrelevant."""
+        """Return the row for each unit. If `is_sum` is set, whole windows may be in any order."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -192,7 +193,7 @@ class Balanced(Order):
         return rows
 
     def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> Tables:
-        """Return the row at each position in a window, and each row's work if it is cached."""
+        """Return the rows in a window in order, and the work of each row if it is cached."""
         name, folder = "", None
         if self._over == "epoch" and number == 0 and self._cache is not None:
             facts = np.frombuffer(json.dumps(self.facts()).encode(), np.uint8)
@@ -212,7 +213,7 @@ class Balanced(Order):
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)
-            # Each step gets one group from each work level, highest first.
+            # Each step gets one group from each level of work, starting with the highest.
             for k in range(groups):
                 key = number * groups + k
                 turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))
@@ -234,7 +235,7 @@ class Balanced(Order):
         together: int,
         size: int,
     ) -> Ints:
-        """Return each rank's units in each of a step's global batches, starting at a phase."""
+        """Return the units of each rank in each global batch of a step that starts at a phase."""
         number, at = divmod(step * self.step + phase, self._window)
         batches, ranks = (self.step - phase) // together, together // size
         span, kept = slice(at, at + batches * together), window(epoch, number)

@@ -1,9 +1,10 @@
 """The base class for orders, which define the sequence of samples in an epoch.
 
-An order is a pure function of (seed, epoch, position). Positions count *units*, which are single
-samples (`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains
-units 0 … ``units - 1``. A batch consists of ``batch_size`` units, or is itself a unit. Orders are
-stateless, unlike other libraries' samplers, so ranks, workers and resumes need no special cases.
+An order is a pure function of (seed, epoch, position). Positions are counted in *units*. Depending
+on the order, a unit is a single sample (`Shuffled`), a row of samples (`Packed`) or a whole batch
+(`Buckets`). If units are not batches, a batch consists of ``batch_size`` units. Every epoch
+contains units 0 … ``units - 1``. Unlike the samplers of other libraries, orders have no state, so
+ranks, workers and resumed runs need no special handling.
 """
 
 from __future__ import annotations
@@ -33,26 +34,29 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# Both accept an epoch and units. `Works` returns each unit's work, `Sums` the tokens per source.
+# Functions of an epoch and units. `Works` returns the work of each unit, and `Sums` the number of
+# tokens from each source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
-# The samples, and each unit's size or None if every unit is a single sample.
+# The samples, and the size of each unit, or None if every unit is a single sample.
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"
 
 
 class Order:
     """The base class for built-in and custom orders.
 
-    A subclass sets the attributes and defines `read`. Use `cseq.testing.check_order` to validate a
-    subclass. Do not modify an order that is in use, and do not draw from shared random generators
-    in `read`, because the result may depend only on the arguments.
+    Subclasses set the attributes and define `read`, whose result must depend only on its arguments.
+    In particular, `read` must not use a shared random generator, and an order must not be modified
+    while it is in use. Use `cseq.testing.check_order` to validate a subclass.
 
     Attributes
     ----------
     name : str
-        The definition's name, including a version. The definition behind a name never changes.
+        A name that identifies the definition of the order, including a version. If the definition
+        changes, the name must change too.
     samples : int or None
-        The number of samples. Every index is less than this number. None means the data size.
+        The number of samples. Every index must be below this number. None means the size of the
+        data.
     units : int
         The number of units in every epoch (at least 1), or 0 while `samples` is None.
     room : int
@@ -66,8 +70,8 @@ class Order:
     tokens : float or None
         The mean number of tokens per unit, or None if unknown.
     replaced : dict of str to str
-        A mapping from the names of earlier definitions to a description of the changes since then.
-        When an earlier definition's state is rejected, the error message includes the description.
+        A mapping from the names of earlier definitions to descriptions of what has changed since
+        then. The error message for a state from an earlier definition includes the description.
 
     Examples
     --------
@@ -90,21 +94,21 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
-    # A built-in order's facts other than its name and samples.
+    # The facts of a built-in order, except its name and number of samples.
     _facts: dict[str, Any] | None = None
 
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
-        """Return the samples in units [start, start + count) of an epoch, and each unit's size.
+        """Return the samples in units [start, start + count) of an epoch, and the unit sizes.
 
-        The sample array has shape (total samples in the units,), and the size array (count,). If
-        every unit is a single sample, return None for the sizes.
+        The first array has one element for each sample in the units, and the second array has shape
+        (count,). If every unit is a single sample, return None instead of the second array.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 
     def facts(self) -> dict[str, Any]:
-        """Return everything that determines the order, except the seed, as JSON values for a state.
+        """Return everything that determines the order except the seed, as JSON values for a state.
 
-        Arrays are represented by their `fingerprint`.
+        Arrays are represented by their fingerprints.
         """
         more = {"units": self.units} if self._facts is None else self._facts
         return {"name": self.name, "samples": self.samples} | more
@@ -117,7 +121,7 @@ class Order:
         return f"<{type(self).__name__}: {self.describe()}>"
 
     def over(self, samples: int) -> Self:
-        """Return this order for the given number of samples, unchanged if it already has that many.
+        """Return this order for a data set with the given number of samples.
 
         Raises
         ------
@@ -132,7 +136,9 @@ class Order:
         return self
 
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
-        """Return an order that continues from a position in an epoch, given the state's `facts`.
+        """Return an order that continues a saved run from a position in an epoch.
+
+        `facts` is what `facts()` returned for the saved order.
 
         Raises
         ------
@@ -158,7 +164,7 @@ class Order:
 
     def reader(self, seed: int) -> Reader:
         """Return a reader for one seed. Only one thread at a time may use the reader."""
-        # Custom orders are not read ahead of time, but only when a batch is due.
+        # Custom orders are not read ahead. `read` is called only when a batch is due.
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
@@ -175,7 +181,7 @@ class Order:
         )
 
     def token_sums(self, seed: int) -> Sums | None:
-        """Return a function that sums tokens per source, or None if the units must be read."""
+        """Return a function that counts tokens per source without reading units, or None."""
         return None
 
     def batches(
@@ -187,7 +193,7 @@ class Order:
         start: int = 0,
         stop: int | None = None,
     ) -> list[list[int]]:
-        """Return batches [start, stop) of an epoch on a single rank, as lists of indices.
+        """Return batches [start, stop) of an epoch for a single rank, as lists of indices.
 
         Parameters
         ----------
@@ -215,14 +221,14 @@ class Order:
 def by_epoch(
     order: Order, seed: int, draw: Callable[[int], Any], **options: Any
 ) -> tuple[Reader, Callable[[int], Any]]:
-    """Return a reader that draws each epoch once, and a function that draws and caches an epoch."""
+    """Return a reader for an order that is drawn once per epoch, and a cached version of `draw`."""
     epoch_of = lru_cache(1)(draw)
     reader = ArrayReader(order, seed, lambda epoch, units: epoch_of(epoch).read(units), **options)
     return reader, epoch_of
 
 
 def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Return an iterator over the start and stop of each run of units with equal keys."""
+    """Iterate over the start and stop of each run of equal keys."""
     changes = keys[0][1:] != keys[0][:-1]
     for key in keys[1:]:
         changes |= key[1:] != key[:-1]
@@ -230,12 +236,12 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
 
 
 def kind(order: Order) -> str:
-    """Return the name of an order's unit type."""
+    """Return a description of the order's units for messages."""
     return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
 
 
 def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
-    """Read units from a custom order one range at a time, and check the results."""
+    """Read units from a custom order, one contiguous range at a time, and validate the results."""
     samples: list[Ints] = []
     sizes: list[Ints] = []
     for part in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
@@ -262,6 +268,6 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
 
 
 def spans(starts: Ints, counts: Ints) -> Ints:
-    """Return the concatenation of integer ranges with the given starts and lengths."""
+    """Return the concatenated integer ranges that have the given starts and lengths."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])

@@ -1,4 +1,4 @@
-"""Samples shuffled within windows of blocks, for data stored in chunks."""
+"""An order that shuffles samples within windows of blocks, for data stored in chunks."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ if TYPE_CHECKING:
 
 # The maximum number of samples in a window.
 MOST_ROWS = 2**32
-# The number of samples per lane that justifies looking up the lane's window.
+# The number of samples to read ahead per lane, which amortizes the lookup of the lane's window.
 FEW = 64
 
 
 class Blocks(Samples):
     """Every sample once per epoch, shuffled so that only a few blocks are in use at a time.
 
-    A block contains `rows` neighbouring samples; the last block may be shorter. The blocks are
-    shuffled and divided into windows of nearly equal size. The samples within each window are then
-    shuffled. An indexer that caches a window's chunks reads each chunk only once per epoch.
+    A block consists of `rows` consecutive samples, and the last block may be shorter. Each epoch
+    shuffles the blocks, divides them into windows of nearly equal size, and then shuffles the
+    samples within each window. An indexer that caches the chunks of a window reads each chunk only
+    once per epoch.
 
     Parameters
     ----------
     rows : int or array of int
-        The number of samples in a block, which consists of one or more data chunks. For blocks of
-        different sizes, such as Parquet row groups or tar shard members, pass an array of sizes.
+        The number of samples in a block. A block should contain one or more whole chunks of the
+        data. If blocks have different sizes, such as Parquet row groups or tar shards, pass an
+        array with the size of each block.
     window : int
-        The maximum number of blocks to mix with each other. Mixing 512 blocks is nearly as good as
-        a full shuffle. Each sample in a window takes 4 bytes.
+        The maximum number of blocks in a window. A window of 512 blocks is nearly as good as a full
+        shuffle. Each sample in a window takes 4 bytes.
     lanes : int
-        The number of separately shuffled parts in a window, which take turns. It must divide
-        `window`. If the number of ranks divides `lanes`, and `lanes` divides the global batch, each
-        rank reads its own lanes. Lanes consist of whole blocks, unless fewer blocks than lanes
-        remain. Blocks with different sizes support only one lane.
+        The number of lanes that each window is divided into. Each lane is shuffled separately, and
+        lanes take turns providing samples. `window` must be a multiple of `lanes`. If `lanes` is a
+        multiple of the number of ranks, and the global batch is a multiple of `lanes`, each rank
+        reads only its own lanes. Lanes consist of whole blocks, unless fewer blocks than lanes
+        remain. Blocks of different sizes support only one lane.
     samples : int, optional
         The number of samples. Defaults to the size of the data, or the sum of an array of `rows`.
 
@@ -126,10 +129,11 @@ class Blocks(Samples):
 
 
 class Windows:
-    """An epoch's windows, which are ranges in a layout of all samples in block order.
+    """The windows of an epoch, which are ranges of a layout that contains all samples.
 
-    The blocks are shuffled. The epoch starts at a random window and wraps around. Lanes take turns
-    at the epoch's positions, and each lane's part of a window is shuffled.
+    The layout lists the blocks in random order. An epoch starts at a random window and wraps
+    around. Consecutive positions of the epoch belong to different lanes in turn, and each lane's
+    part of a window is shuffled separately.
     """
 
     def __init__(self, samples: int, count: int, lanes: int, seed: int, epoch: int) -> None:
@@ -139,19 +143,19 @@ class Windows:
             for k, below in enumerate((count, lanes))
         )
         self.epoch_start = int(self.start_of(window))
-        # The part that each lane read last.
+        # For each lane, the window that was read last and the lane's part of that window.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
     def start_of(self, windows: Ints | int) -> Ints:
-        """Return the start of one or more windows in the layout."""
+        """Return the layout position at which a window starts, for one or more windows."""
         raise NotImplementedError
 
     def window_of(self, positions: Ints) -> Ints:
-        """Return the window of each position in the layout."""
+        """Return the window that contains each layout position."""
         raise NotImplementedError
 
     def layout(self, window: int, start: int, stop: int) -> Ints:
-        """Return the unshuffled samples in part of a window."""
+        """Return the samples at layout positions [start, stop), which belong to one window."""
         raise NotImplementedError
 
     def read(self, units: Ints) -> Read:
@@ -168,7 +172,7 @@ class Windows:
             return samples, None
         positions //= self.lanes
         chosen = (units + self.turn) % self.lanes
-        # Smaller integers sort faster. Each lane's windows are already in order.
+        # Narrow integers sort faster. The windows of each lane are already in order.
         by_lane = (chosen.astype(np.uint16) if self.lanes <= 2**16 else chosen).argsort(
             kind="stable"
         )
@@ -180,14 +184,14 @@ class Windows:
         return samples, None
 
     def part(self, lane: int, window: int) -> NDArray[Any]:
-        """Return the shuffled samples in a lane's part of a window."""
+        """Return a lane's part of a window, shuffled."""
         kept, table = self.kept.get(lane, (-1, None))
         if kept == window and table is not None:
             return table
         n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
         end = n if window == self.count - 1 else int(self.start_of(window + 1))
         size, more = divmod(end - start, lanes)
-        # The first lane that has one of the `more` samples.
+        # The first lane that gets one of the `more` extra samples.
         first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
@@ -202,10 +206,10 @@ class Windows:
 
 
 class EqualWindows(Windows):
-    """Windows of equally sized blocks. A shorter block is placed last in the layout.
+    """Windows of equally sized blocks. A shorter last block comes last in the layout.
 
-    The first `larger` windows have `size` + `step` samples, and the others have `size`. The last
-    window also contains the remaining samples.
+    The first `larger` windows contain `size` + `step` samples, and the other windows contain
+    `size`. The last window also contains the remaining samples.
     """
 
     def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
@@ -240,10 +244,10 @@ class EqualWindows(Windows):
 
 
 class UnequalWindows(Windows):
-    """Windows of unequally sized blocks, which are consecutive in the layout.
+    """Windows of blocks with different sizes.
 
-    If the blocks cannot be divided evenly, the first windows have one extra block each. `cuts` and
-    `starts` hold each window's first block and first sample.
+    If the blocks cannot be divided evenly, the first windows get one extra block each. `cuts` and
+    `starts` contain the first block and the first layout position of each window.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:

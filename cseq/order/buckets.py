@@ -1,4 +1,4 @@
-"""Batches of samples with similar lengths within a budget, or with the same label."""
+"""An order of batches whose samples have similar lengths or the same label."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ if TYPE_CHECKING:
 class Buckets(Recipes):
     """Batches of samples with similar lengths and at most `budget` tokens, including padding.
 
-    Every sample appears once per epoch. Each epoch reshuffles the samples within each bucket and
-    the order of the batches. A bucket's last batch may be smaller. All epochs have the same number
-    of batches.
+    Samples are divided into buckets by length, and each batch comes from one bucket. Every sample
+    appears once per epoch. Each epoch reshuffles the samples in each bucket, and then the batches.
+    The last batch of a bucket may be smaller. All epochs have the same number of batches.
 
     Parameters
     ----------
     lengths : array of int
         The sample lengths (at least 1) in tokens, frames or similar. May be a memory map.
     budget : int
-        The maximum number of tokens in a batch whose samples are padded to their bucket's bound.
+        The maximum number of tokens in a batch, if all samples are padded to the upper bound of
+        their bucket.
     ratio : float
-        The growth factor for bucket bounds, which range from the shortest length to the longest.
-        Each bound is rounded down but exceeds the previous bound by at least 1. A ratio of 1.05
-        reduces padding, while a ratio of 1.25 mixes more samples.
+        The ratio between the upper bounds of successive buckets, which range from the shortest to
+        the longest length. Bounds are rounded down, and each one exceeds the previous one by at
+        least 1. A ratio of 1.05 reduces padding, and a ratio of 1.25 mixes more samples.
     boundaries : sequence of int, optional
-        Ascending bounds to use instead of `ratio`. Longer samples get a separate bucket.
+        The upper bounds of the buckets in ascending order, instead of `ratio`. Samples above the
+        last bound get a separate bucket.
     most : int, optional
         The maximum number of samples in a batch.
     together : int
-        The number of consecutive batches from the same or neighbouring buckets. To give all ranks
-        similar work in a step, use a multiple of the number of ranks.
+        The number of consecutive batches that come from the same bucket or neighbouring buckets.
+        If this is a multiple of the number of ranks, all ranks get similar work in each step.
     too_long : 'error' or 'drop'
         How to handle samples longer than the budget. See `Packed`.
     longest_first : bool
-        Put a batch from the longest bucket among the first `together` batches of every epoch, so
-        that out-of-memory errors occur early.
+        Whether the first `together` batches of every epoch include a batch from the longest
+        bucket, so that out-of-memory errors occur early.
 
     Examples
     --------
@@ -102,14 +104,16 @@ class Buckets(Recipes):
 
     @classmethod
     def of(cls, labels: ArrayLike, sizes: int | Mapping[Any, int], *, together: int = 8) -> Self:
-        """Return batches in which all samples have the same label, such as an aspect ratio.
+        """Return an order of batches in which all samples have the same label.
+
+        A label may be an aspect ratio, for example.
 
         Parameters
         ----------
         labels : array of int or of str
             The label of each sample.
         sizes : int or mapping
-            The number of samples in a batch, either for all labels or for each label.
+            The number of samples in a batch, as a single number or as a mapping from labels.
         together : int
             The number of consecutive batches with the same label. See `Buckets`.
 
@@ -137,7 +141,7 @@ class Buckets(Recipes):
         *,
         longest_first: bool = False,
     ) -> None:
-        """Cut each class into batches of the class's size. The remainder forms a short batch."""
+        """Cut each class into batches of the given size. The remainder forms a smaller batch."""
         full, rest = np.divmod(classes.sizes, sizes)
         numbers = np.arange(classes.count)
         copies = np.stack([full, rest > 0], 1).ravel()
@@ -146,7 +150,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # The number of copies for each recipe in the last class that has samples.
+        # The number of batches made from each recipe of the last non-empty class.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,
@@ -177,7 +181,7 @@ def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
 
 
 def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.int64]:
-    """Check the bounds, drop unused bounds, and add one for the longest sample if needed."""
+    """Validate the bounds, drop unused ones, and add a bound for the longest sample if needed."""
     bounds: list[int] = []
     for k, bound in enumerate(boundaries):
         least = bounds[-1] + 1 if bounds else 1

@@ -20,14 +20,14 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
     ----------
     order : Order
     seed, epoch : int
-        The seed and epoch to read, in addition to epoch 0.
+        The seed and the epoch to read. Epoch 0 is always read as well.
     most : int
         The maximum number of units to read at each end of an epoch.
 
     Raises
     ------
     ValueError
-        If the order violates the contract. The message shows the actual and expected results.
+        If the order violates the contract. The message describes the violation.
 
     Examples
     --------

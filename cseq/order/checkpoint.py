@@ -1,4 +1,4 @@
-"""Creation and validation of states, which `MSequence.state_dict` returns."""
+"""Creates and validates the states that `MSequence.state_dict` returns."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def make(
     consumed: int,
     tokens: dict[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Describe a position in a sampler's epochs as a few JSON values.
+    """Return a state that describes a position in a sampler's epochs.
 
-    A manager's states all have the same keys, and no value is a dict, because torch's distributed
-    checkpoints restore only the keys that exist in a new manager's state.
+    All states of a manager have the same keys, and no value is a dict. torch's distributed
+    checkpoints require this, because they restore only keys that are in the state of the new
+    manager.
     """
     return {
         "version": VERSION,
@@ -44,7 +45,7 @@ def make(
 
 
 def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
-    """Check a state's version and keys, and return the order's facts."""
+    """Check the version and keys of a state, and return the facts of its order."""
     version, remedy = state.get("version"), "pass what state_dict() returned"
     if version not in (1, 2, VERSION):
         raise ValueError(
@@ -54,7 +55,8 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
         raise ValueError(f"the state lacks {sorted(missing)}; {remedy}")
-    # Version 1 supported only single samples. Version 2 stored a dict for the order and no indices.
+    # Version 1 had no orders except shuffled and sequential. Version 2 stored the order as a dict,
+    # and had no fingerprint of the indices.
     if version == 1:
         name = state["algorithm"] if state["shuffle"] else Sequential.name
         return {"name": name, "samples": state["dset_size"]}
@@ -71,15 +73,16 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
 def load(
     state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
 ) -> tuple[Sampler, int, int]:
-    """Return a sampler that continues from a state, and the state's epoch and consumed units.
+    """Return a sampler that continues from a state, and the epoch and consumed units of the state.
 
     Raises
     ------
     TypeError
-        If the state is not a dict, or if a value that must be a number has another type.
+        If the state is not a dict, or if one of its values has the wrong type.
     ValueError
-        If `strict` is set and the state belongs to another order or list of indices, if `any_seed`
-        is not set and the state has another seed, or if a number in the state is out of range.
+        If the state lacks a key or has an unknown version, if one of its numbers is out of range,
+        if it has a different seed and `any_seed` is not set, or if it was saved for a different
+        order, other indices or other data and `strict` is set.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: pass the dict that state_dict() returned")
@@ -120,7 +123,7 @@ def load(
 
 
 def tokens_of(state: dict[str, Any]) -> Counter[str]:
-    """Return the token count of each source in a state."""
+    """Return the token counts per source that are stored in a state."""
     given = state.get("tokens") or "{}"
     try:
         return Counter({name: integer(name, n, 0) for name, n in json.loads(given).items()})

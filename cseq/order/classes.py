@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# Tables store a sample in 4 bytes.
+# Tables store sample numbers in 4 bytes each.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# Returns samples from several classes, given the classes, each first sample's rank, and counts.
+# A function that reads members of several classes. The arguments are the classes, the rank of the
+# first member to read from each class, and the number of members to read from each class.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# The maximum number of entries by which a table of lengths may exceed the number of samples.
+# Distinct lengths are found with a table if it has at most this many more entries than samples.
 DENSE = 2**16
 # The fraction of samples or tokens that may be left out without a warning.
 LITTLE = 0.01
@@ -34,8 +35,8 @@ LITTLE = 0.01
 class Classes:
     """A table of samples sorted by class, with 4 bytes per sample.
 
-    `of` contains each sample's class, or `count` for samples that are left out. `offsets` contains
-    the start of each class in the table and the end of the last class.
+    `of` contains the class of each sample, or `count` if the sample is left out. `offsets` contains
+    the start of each class in the table, followed by the end of the last class.
     """
 
     def __init__(self, of: NDArray[np.uint32], count: int) -> None:
@@ -43,7 +44,7 @@ class Classes:
         self.offsets = np.zeros(count + 1, np.int64)
         np.cumsum(np.bincount(of, minlength=count)[:count], out=self.offsets[1:])
         self.sizes = np.diff(self.offsets)
-        # Sort 16 bits at a time, which takes linear time.
+        # A radix sort, 16 bits at a time, takes linear time.
         order = of.astype(np.uint16).argsort(kind="stable")
         if count >= 2**16:
             order = order[(of >> np.uint32(16)).astype(np.uint16)[order].argsort(kind="stable")]
@@ -52,12 +53,12 @@ class Classes:
             array.flags.writeable = False
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return a function that reads class members in an epoch's order."""
+        """Return a function that reads class members in the order of an epoch."""
         return Members(self, seed, epoch).samples_of
 
 
 class Members:
-    """The samples in each class, shuffled with the class number as the key."""
+    """The shuffled samples of each class. The class number is the key of the permutation."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
         self.classes, self.seed, self.epoch = classes, seed, epoch
@@ -67,7 +68,7 @@ class Members:
         self.computed: dict[int, Permutation] = {}
 
     def samples_of(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
-        """Return the given number of samples from each class, starting at the given rank."""
+        """Read `counts[k]` samples from class `classes[k]`, starting at rank `ranks[k]`."""
         table, offsets = self.classes.table, self.classes.offsets
         for c in set(classes[~self.made[classes]].tolist()):
             order = Permutation(int(self.classes.sizes[c]), self.seed, self.epoch, MEMBERS, c)
@@ -86,10 +87,10 @@ class Members:
 
 
 class Lengths:
-    """Validated sample lengths, which are read in chunks and never modified.
+    """Validated sample lengths, which may be a memory map and are read in chunks.
 
-    Samples longer than `budget` are dropped if `too_long` is 'drop' and rejected if it is 'error'.
-    `shortest`, `longest` and `total` describe the remaining samples.
+    Samples longer than `budget` are dropped if `too_long` is 'drop', and raise an error if it is
+    'error'. `shortest`, `longest` and `total` describe the remaining samples.
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
@@ -127,7 +128,7 @@ class Lengths:
         self.fingerprint = fingerprint(self.values)
 
     def left_out(self) -> str:
-        """Describe the dropped samples, and warn if they exceed the fraction `LITTLE`."""
+        """Describe the dropped samples, and warn if there are more than the fraction `LITTLE`."""
         if not self.dropped:
             return ""
         samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
@@ -152,7 +153,7 @@ class Lengths:
         return np.flatnonzero(seen) + self.shortest
 
     def classes(self, bounds: Ints) -> Classes:
-        """Put each sample into the class of the first bound that is at least its length."""
+        """Classify samples by the first of the ascending bounds that is at least their length."""
         classes = np.empty(self.samples, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest
@@ -178,21 +179,24 @@ class Labels:
 
 
 class Recipes(Order):
-    """An order whose units are copies of recipes, with different samples in every epoch.
+    """An order whose units follow recipes, which say how many samples to take from which classes.
+
+    Every epoch has the same units in a different order, filled with different samples.
 
     Parameters
     ----------
     samples, classes :
-        The number of samples, and the sample classes. Samples without a class are left out.
+        The number of samples, and the classes of samples. Samples without a class are left out.
     copies, first : numpy.ndarray
-        The number of units per recipe, and each recipe's first part followed by the part count.
+        The number of units per recipe, and the index of each recipe's first part, followed by the
+        number of parts.
     parts : numpy.ndarray
-        Each part's class, its number of samples per unit, and its first sample's rank in the
-        recipe's first unit.
+        For each part, the class, the number of samples per unit, and the rank at which the recipe's
+        first unit starts to read the class.
     together : int
-        The number of units that stay together. These units are consecutive in recipe order.
+        The size of a group of units that stay together. A group is consecutive in recipe order.
     longest : int, optional
-        The unit whose group is first in every epoch.
+        A unit whose group comes first in every epoch.
     """
 
     def __init__(
@@ -230,10 +234,11 @@ class Recipes(Order):
 
 
 class Epoch:
-    """The order of the recipes' units in an epoch.
+    """The units of an epoch in order.
 
-    Groups of `together` units are shuffled. One short group contains the remaining units, starting
-    at `at`. The units in each full group are rotated by `turn`.
+    Units are numbered in recipe order, divided into groups of `together`, and the groups are
+    shuffled. The units from `at` that do not fill a group come last. The units within each group
+    are rotated by `turn`.
     """
 
     def __init__(self, order: Recipes, seed: int, epoch: int) -> None:
@@ -257,11 +262,11 @@ class Epoch:
 
     @property
     def before(self) -> int:
-        """The number of units in the short group that wrap around to the front of the epoch."""
+        """The number of units in the short group that wrap around to unit 0."""
         return max(0, self.at + self.rest - self.recipes.units)
 
     def recipes_of(self, units: Ints) -> tuple[Ints, Ints]:
-        """Return each unit's index among all copies, and its recipe."""
+        """Return the number of each unit in recipe order, and the recipe of each unit."""
         units_of_all, together = self.recipes.units, self.recipes.together
         numbers = (units - self.groups * together + self.at) % units_of_all
         grouped = units < self.groups * together
@@ -273,11 +278,11 @@ class Epoch:
         return numbers, self.recipes.starts.searchsorted(numbers, "right") - 1
 
     def read(self, units: Ints) -> Read:
-        """Return the units' samples and sizes."""
+        """Return the samples in the given units, and the unit sizes."""
         order = self.recipes
         numbers, recipes = self.recipes_of(units)
         copies, parts = numbers - order.starts.take(recipes), recipes
-        # True if at least one recipe has several parts.
+        # Skip this step if every recipe has a single part.
         if len(order.parts) > len(order.sizes):
             first = order.first.take(recipes)
             counts = order.first.take(recipes + 1) - first
@@ -287,6 +292,6 @@ class Epoch:
 
 
 def _chunks(values: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Iterate in chunks over an array, which may be a memory map."""
+    """Iterate over an array, which may be a memory map, in chunks."""
     for start in range(0, len(values), CHUNK):
         yield start, values[start : start + CHUNK]

@@ -1,4 +1,4 @@
-"""Documents concatenated in random order and cut into rows of equal length."""
+"""An order that concatenates documents and cuts them into rows of equal length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
 
-# The number of documents between two stored sums for an epoch.
+# The number of documents between two stored positions of an epoch.
 BLOCK = 16
 MOST_ROW = 2**24
 # The number of documents to process at a time.
@@ -32,24 +32,25 @@ TOGETHER = 2**20
 class Concatenated(CachedOrder):
     """Rows of `row` tokens cut from concatenated documents, as is common in pre-training.
 
-    Each epoch concatenates the documents in a different order and cuts the result every `row`
-    tokens. The rows are then shuffled, which separates the parts of a long document. Every token
-    appears once per epoch, except the last tokens that do not fill a row.
+    Each epoch concatenates the documents in a different order, cuts the result every `row` tokens,
+    and shuffles the rows so that the parts of a long document are apart. Every token appears once
+    per epoch, except for the last few tokens if they do not fill a row.
 
-    Indices are token positions in the concatenation of all documents in their original order. Each
-    index is the position of a piece's first token. A piece ends at the end of its document or row.
-    In the indexer, `cseq.parts` returns the number of pieces in each row.
+    A row consists of pieces of documents. Each index is the position of the first token of a piece
+    in the corpus, which is the concatenation of all documents in their original order. A piece
+    extends to the end of the document or the row, whichever comes first. In the indexer,
+    `cseq.parts` returns the number of pieces in each row.
 
     Parameters
     ----------
     lengths : array of int
-        The number of tokens in each document (at least 0). May be a memory map. The total becomes
-        `samples` and must be below 2**48.
+        The number of tokens in each document (at least 0). May be a memory map. The total is
+        available as `samples`, and must be below 2**48.
     row : int
         The number of tokens in a row, at most 2**24.
     cache : path, optional
-        A local folder, as for `Packed`. It also holds one file for each of the last two epochs,
-        with half a byte per document.
+        A local folder for tables, as for `Packed`. The folder also contains a file for each of the
+        last two epochs, with half a byte per document.
 
     Examples
     --------
@@ -91,7 +92,7 @@ class Concatenated(CachedOrder):
         new("room", 1, np.int64)[:] = self._most_pieces(ends.lengths)
 
     def _most_pieces(self, lengths: NDArray[np.integer[Any]]) -> int:
-        """Return the maximum number of pieces in a row: up to two cut documents and whole ones."""
+        """Return the maximum number of pieces in a row, including up to two cut documents."""
         counts = np.zeros(self.row + 1, np.int64)
         step = max(TOGETHER, 4 * self.row)
         for start in range(0, len(lengths), step):
@@ -100,10 +101,10 @@ class Concatenated(CachedOrder):
         counts[0] = 0
         lengths_of_row = np.arange(self.row + 1)
         tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
-        # All documents shorter than `longest` fit into one row together.
+        # All documents shorter than `longest` fit into a single row.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        # Return at least 2, because units are rows.
+        # A value of 1 would mean that units are samples instead of rows.
         return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class Concatenated(CachedOrder):
 
 
 class _Epoch:
-    """The documents in an epoch's order, and the end positions of every 16th document."""
+    """The documents in the order of an epoch, with the end position of every 16th document."""
 
     def __init__(
         self,
@@ -151,7 +152,7 @@ class _Epoch:
         self.ends, self.works = arrays["ends"], arrays.get("works")
 
     def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - of a partial
-        """Sum the lengths in the epoch's order, and compute each row's work if requested."""
+        """Sum the lengths in the order of the epoch. If `works` is set, compute each row's work."""
         n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)
         if works:
@@ -169,7 +170,7 @@ class _Epoch:
         sums.cumsum(out=sums)
 
     def _add(self, starts: Ints, stops: Ints) -> None:
-        """Cut documents into rows, and add the squared lengths to each row's work."""
+        """Cut documents into rows, and add the squared piece lengths to the work of each row."""
         assert self.works is not None
         if not len(stops):
             return
@@ -177,7 +178,7 @@ class _Epoch:
         heads = np.minimum(stops, (first + 1) * self.row) - starts
         squares = np.bincount(first - first[0], weights=heads.astype(np.float64) ** 2)
         self.works[first[0] : first[0] + len(squares)] += squares
-        # No two cut documents end in the same row.
+        # At most one cut document ends in each row.
         cut = np.flatnonzero(first < last)
         first, last = first[cut], last[cut]
         self.works[last] += (stops[cut] - last * self.row).astype(np.float64) ** 2
@@ -186,7 +187,7 @@ class _Epoch:
             self.works[spans(first + 1, inside)] = float(self.row) ** 2
 
     def read(self, units: Ints) -> Read:
-        """Return each piece's first token in the given rows, and the number of pieces per row."""
+        """Return the position of each piece in the given rows, and the number of pieces per row."""
         n = len(self.corpus.lengths)
         first = self.rows.at(units).astype(np.int64) * self.row
         blocks = self.ends.searchsorted(first, "right")
@@ -207,6 +208,6 @@ class _Epoch:
         return self.corpus.starts(documents[kept]) + (low - begins)[kept], sizes
 
     def works_of(self, units: Ints) -> Floats:
-        """Return the sum of squared piece lengths for each given row."""
+        """Return the sum of the squared piece lengths in each of the given rows."""
         assert self.works is not None
         return self.works.take(self.rows.at(units))

@@ -1,4 +1,4 @@
-"""Batches for metric learning, with a few samples from each of several classes."""
+"""An order for metric learning, with batches of a few samples from each of several classes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,31 @@ if TYPE_CHECKING:
 
 # The maximum number of samples in a batch.
 MOST_ROOM = 2**31
-# The number of shuffled classes that a reader caches.
+# The number of shuffled classes to cache per reader.
 KEPT = 1024
 
 
 class Groups(Order):
-    """Batches of `classes` distinct classes with `samples` samples from each.
+    """Batches that contain `samples` samples from each of `classes` distinct classes.
 
-    The batches of all epochs form one sequence of rounds. Each round contains every class once,
-    except for a few classes that do not fill a batch and that differ between rounds. If `classes`
-    divides the number of classes, every sample in a class appears once before any repeats, with a
-    similar exception. Otherwise, some samples repeat before all others have appeared.
+    Batches are drawn in rounds, which continue across epochs. Each round uses every class once. If
+    the number of classes is not a multiple of `classes`, each round leaves out a few random
+    classes, and some samples may repeat before others have appeared. Otherwise, all samples of a
+    class appear once before any of them repeats, except for a few if the size of the class is not a
+    multiple of `samples`.
 
     Parameters
     ----------
     labels : array of int or of str
         Each sample's class.
     classes, samples : int
-        The number of classes in a batch, and the number of consecutive samples from each class.
+        The number of classes in a batch, and the number of samples from each of these classes.
+        Samples from the same class are consecutive.
     epoch_size : int, optional
-        The number of batches in an epoch. The default is just enough to hold every sample once.
+        The number of batches in an epoch. By default, an epoch has as many batches as it takes to
+        contain as many samples as the data.
     repeat_small : bool
-        Whether to repeat samples in classes that have too few. If False, raise an error instead.
+        Whether to repeat samples if a class has fewer than `samples`. If False, raise an error.
 
     Examples
     --------
@@ -120,7 +123,7 @@ class Groups(Order):
         def members_of(c: int, number: int) -> NDArray[np.uint32]:
             order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
             members = table[offsets[c] : offsets[c + 1]][order.at(np.arange(sizes[c]))]
-            # Repeat the members if the class has too few.
+            # Repeat the members if there are too few.
             return np.resize(members, max(per_class, sizes[c]))
 
         def read(epoch: int, units: Ints) -> Read:

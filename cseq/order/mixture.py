@@ -1,4 +1,4 @@
-"""Orders that mix several orders by weight or change an order's epoch size."""
+"""Orders that mix several orders by weight or change the epoch size of an order."""
 
 from __future__ import annotations
 
@@ -38,34 +38,38 @@ Weights: TypeAlias = Mapping[str, float]
 class Mixture(Composed):
     """Units from several orders, mixed in arbitrary shares, however small.
 
-    At the end of any block, the number of units drawn from a source since its weights took effect
-    deviates from the source's share by less than one unit if the share is at least one unit per
-    block, and otherwise by less than 1.7 units. Units within a block are in random order.
+    The mixture consists of blocks, and the units within a block are in random order. At the end of
+    any block, the number of units drawn from a source since the weights took effect differs from
+    its exact share by less than one unit if the share is at least one unit per block, and otherwise
+    by less than 1.7 units.
 
-    Each source is read in repeated passes, each in a different order. Passes continue across epochs
-    without gaps. Each source's sample numbers are contiguous. The second source's numbers start
-    after the first source's last number.
+    Each source is read repeatedly, in a different order in every pass. Passes continue across
+    epochs without gaps. Samples are numbered consecutively over all sources, so the samples of the
+    second source follow those in the first.
 
     Parameters
     ----------
     sources : dict of str to Order
-        Orders with the same type of units, which are samples, rows of samples or batches. A
-        source's order depends on its name but not on the other sources.
+        The orders to mix, by name. All of them must have the same type of units (samples, rows of
+        samples or batches). The order of a source depends on its name, but not on other sources.
     weights : dict of str to number, or list of (int, dict)
-        Each source's share, as an integer of any size or a float. Only the exact ratios matter, and
-        a weight of 0 excludes a source. A list defines a curriculum. Each dict applies from the
-        first block that starts at or after its unit, counted over all epochs. The first unit is 0.
+        The share of each source, as an integer of any size or a float. Only the ratios matter, and
+        they are exact. A weight of 0 excludes a source. To define a curriculum, pass a list of
+        (unit, weights). Units are counted over all epochs, and the first unit must be 0. Weights
+        take effect at the first block that starts at or after their unit.
     weights_of : 'units' or 'tokens'
-        What the weights measure. With 'tokens', a source with longer rows gets fewer rows for the
-        same weight, based on the mean tokens per row. Use this for `Packed` and `Concatenated`.
+        What the weights measure. With 'tokens', the mean number of tokens per row is taken into
+        account, so a source with longer rows gets fewer rows for the same weight. Use 'tokens' for
+        `Packed` and `Concatenated`.
     block : int
-        The number of units to mix with each other. The number of sources may be larger.
+        The number of units in a block. There may be more sources than this.
     epoch_size : int, optional
         The number of units in an epoch.
     stop : 'all' or 'first'
-        How to choose the epoch length if `epoch_size` is not given. The first epoch ends once every
-        source has completed a pass ('all') or before any source starts a second pass ('first'). The
-        length is a multiple of `block`, based on the first weights, and is the same in all epochs.
+        How to choose the epoch size if `epoch_size` is not given. The first epoch ends when every
+        source has completed a pass ('all'), or before any source starts a second pass ('first').
+        The size is a multiple of `block`, is based on the first weights, and is the same for all
+        epochs.
 
     Warns
     -----
@@ -74,9 +78,9 @@ class Mixture(Composed):
 
     Notes
     -----
-    A state also loads into a mixture with other weights, another block size, or added or removed
-    sources. The mixture and each source continue from their saved positions, but earlier units
-    differ from the original. If the epoch size would change, pass `epoch_size`.
+    A state can be loaded into a mixture with different weights, a different block size, or added or
+    removed sources. The mixture and its sources then continue from their saved positions. The epoch
+    size must not change, so pass `epoch_size` if necessary.
 
     Examples
     --------
@@ -133,7 +137,7 @@ class Mixture(Composed):
             )
 
     def _rates(self, weights: list[float]) -> list[float]:
-        """Convert weights, which may be based on tokens, to unit weights."""
+        """Convert weights to unit weights if they measure tokens."""
         if not self._by_tokens:
             return weights
         for name, order in self.sources.items():
@@ -149,7 +153,7 @@ class Mixture(Composed):
         return rates
 
     def _end(self, stop: str) -> int:
-        """Return the first epoch's number of units, in whole blocks with the first weights."""
+        """Return the number of units in an epoch, a multiple of the block size."""
         shares = self._plan.shares[0]
         used = zip(self.sources.values(), shares.whole, strict=True)
         units = np.array([order.units if weight else 0 for order, weight in used], np.uint64)
@@ -176,7 +180,7 @@ class Mixture(Composed):
         return blocks * shares.block
 
     def _rare(self) -> list[str]:
-        """Return the sources in use that get less than one unit per epoch in all phases."""
+        """Return the weighted sources that get less than one unit per epoch in all phases."""
         phases = self._plan.shares
         return [
             name
@@ -188,8 +192,9 @@ class Mixture(Composed):
     def facts(self) -> dict[str, Any]:
         """Return everything that determines the order.
 
-        `since` and `taken` describe the position where the weights take effect. `weights` are the
-        original weights, and `reweighed` are the later ones. `meant` has the given token weights.
+        `weights` are the unit weights that the mixture was created with, and `reweighed` are the
+        weights that replaced them. `since` and `taken` describe the position from which the plan
+        counts. `meant` contains the original token weights.
         """
         plan = self._plan
         return ({"meant": self._meant} if self._by_tokens else {}) | {
@@ -236,10 +241,11 @@ class Mixture(Composed):
         return order
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return an order that continues from a position with new weights.
+        """Return an order that has new weights from a position onwards.
 
-        The epoch size does not change. The new order's state loads into a mixture with the original
-        weights, which then continues with the new weights. See `MSequence.reweigh`.
+        The epoch size does not change. If a state of the new order is loaded into a mixture that
+        was created with the original weights, that mixture also continues with the new weights. See
+        `MSequence.reweigh`.
         """
         names, plan = list(self.sources), self._plan
         unit = epoch * self.units + consumed
@@ -251,7 +257,7 @@ class Mixture(Composed):
         return order
 
     def _outdated(self, facts: dict[str, Any]) -> list[str]:
-        """Describe how sources have changed since an earlier definition's state was saved."""
+        """Describe what has changed in the sources since an older version saved the facts."""
         if str(facts.get("name")) not in self.replaced:
             return []
         _, source_facts = _before(facts)
@@ -267,7 +273,7 @@ class Mixture(Composed):
         order = self.sources[name]
         if facts is None or facts == order.facts():
             return order
-        # If the number of units differs, the source's passes have changed.
+        # If the number of units differs, the position in a pass is meaningless.
         same = facts.get("units", order.units) == order.units
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
@@ -325,10 +331,10 @@ class Mixture(Composed):
 
 
 class Resized(Composed):
-    """Another order's epochs, joined and then cut into epochs of `epoch_size` units.
+    """An order whose epochs are joined and then cut into epochs of `epoch_size` units.
 
-    With a small size, each epoch covers part of the data, and all samples appear before any
-    repeats. With a large size, samples appear several times per epoch.
+    If the new epochs are shorter, each of them covers a part of the data, and all samples appear
+    before any sample repeats. If they are longer, samples appear several times per epoch.
 
     Parameters
     ----------
@@ -381,7 +387,7 @@ class Resized(Composed):
 
 
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
-    """Check a state's facts, and return the plan that they define and each source's facts."""
+    """Validate the facts in a state. Return the plan they describe and the facts per source."""
     try:
         source_facts = {name: dict(values) for name, values in facts["sources"]}
         names = list(source_facts)
@@ -401,11 +407,11 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
 
 
 class _Plan:
-    """The assignment of units to sources in phases with separate shares.
+    """Assigns units to sources. The shares are constant within each phase.
 
-    Each of the `phases` starts at a unit. Block 0 starts at unit `since`. By then, `taken` units
-    have been drawn from each source, including removed sources. A phase's counts start at its first
-    block.
+    `phases` contains the first unit and the weights of each phase. Block 0 starts at unit `since`,
+    and `taken` is the number of units that were drawn from each source before, including sources
+    that have been removed.
     """
 
     def __init__(
@@ -434,9 +440,9 @@ class _Plan:
     def block_of(
         self, seed: int, before: Callable[[int], NDArray[np.uint64]], block: int
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-        """Return each unit's source in a block, and the unit's index among the source's draws.
+        """Return the source of each unit in a block, and the unit's index among the source's draws.
 
-        `before` is this plan's method of that name or a cached version.
+        `before` is `self.before`, which may be cached.
         """
         first = before(block)
         quotas = before(block + 1) - first
@@ -465,7 +471,7 @@ def _listed(texts: list[str]) -> str:
 def _phases(
     weights: Weights | Sequence[tuple[int, Weights]], names: list[str]
 ) -> list[tuple[int, list[float]]]:
-    """Check `weights`, and return each phase's first unit and its weights in source order."""
+    """Validate `weights`. Return each phase's first unit and its weights in source order."""
     phases = [(0, weights)] if isinstance(weights, Mapping) else weights
     if not isinstance(phases, (list, tuple)) or not phases:
         raise TypeError(
@@ -486,7 +492,7 @@ def _phases(
 
 
 def _weights(weights: Weights, names: list[str]) -> list[float]:
-    """Check a weights dict, and return the weights in source order."""
+    """Validate a dict of weights, and return the weights in source order."""
     sources = set(names)
     for name in [*weights, *names]:
         if name not in sources:

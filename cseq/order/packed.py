@@ -1,4 +1,4 @@
-"""Rows of samples whose total length is nearly or exactly a budget."""
+"""An order that packs samples into rows whose total length is close to a budget."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-# Mention the bound on how full rows can be if it increases the number of rows by this factor.
+# `describe` mentions that rows cannot be full if this takes at least this factor more rows.
 SHOWN = 1.001
-# The maximum number of quanta in a row of pieces. Counts take 8 bytes per quantum.
+# The maximum number of quanta in a row of pieces. Counting pieces takes 8 bytes per quantum.
 MOST_COUNTED = 2**24
 
-# A class, the number of its samples in a row, and the row's earlier contents.
+# The contents of a row as a linked list. Each entry has a class and its number of samples.
 Contents: TypeAlias = "tuple[int, int, Contents] | None"
 
 
 class Packed(Recipes, CachedOrder):
     """Rows of whole samples with at most `budget` tokens. Nearly every row is full.
 
-    Every sample appears once per epoch, and samples are cut only with ``too_long='split'``. Each
-    epoch reshuffles samples of equal length among rows and reshuffles the rows. The combinations of
-    lengths do not change between epochs. A batch has `batch_size` rows. In the indexer,
-    `cseq.parts` returns the number of samples in each row.
+    Every sample appears once per epoch. Samples are cut only with ``too_long='split'``. Each epoch
+    exchanges samples of equal length between rows at random, and then shuffles the rows. Which
+    lengths are combined in a row does not change between epochs. A batch consists of `batch_size`
+    rows. In the indexer, `cseq.parts` returns the number of samples in each row.
 
     Parameters
     ----------
@@ -46,24 +46,24 @@ class Packed(Recipes, CachedOrder):
     budget : int
         The maximum number of tokens in a row.
     quantum : int
-        Lengths are rounded up to a multiple of this value. With a larger quantum, more samples are
-        interchangeable, but rows are less full.
+        Lengths are rounded up to a multiple of this value. A larger quantum makes more samples
+        interchangeable, but rows become less full.
     too_long : 'error', 'drop' or 'split'
-        How to handle samples longer than the budget. `describe` reports dropped tokens, and a
-        warning is issued if more than 1 % of all tokens or samples are dropped. With 'split',
-        samples are documents, which may be empty (see Notes).
+        What to do with samples longer than the budget. If samples are dropped, `describe` reports
+        how many tokens are lost, and a warning is issued if this affects more than 1 % of all
+        tokens or samples. With 'split', samples are documents, which may be empty (see Notes).
     cache : path, optional
-        A local folder for ``too_long='split'``. All processes map a file in this folder, which
-        stores the order's tables in 4 bytes per document. One process creates it while the others
-        wait, and later runs reuse it. The file can be deleted at any time. (Unused on Windows.)
+        A local folder for the tables of ``too_long='split'``, which take 4 bytes per document. The
+        first process creates a file while the others wait, and then all processes map this file.
+        Later runs reuse the file, which can be deleted at any time. Ignored on Windows.
 
     Notes
     -----
-    With ``too_long='split'``, documents are cut into pieces of `budget` tokens and a remainder, and
-    rows consist of pieces. Indices are token positions in the concatenation of all documents. Each
-    index is the position of a piece's first token. A piece ends at the end of its document or row.
-    `samples` is the total number of tokens, which must be below 2**48. `describe` reports how full
-    rows can be if the maximum is less than 99.9 %.
+    With ``too_long='split'``, each document is cut into pieces of `budget` tokens and a remainder,
+    and rows consist of pieces. Each index is the position of the first token of a piece in the
+    concatenation of all documents. A piece extends to the end of the document, but has at most
+    `budget` tokens. `samples` is the total number of tokens, which must be below 2**48. If the
+    pieces cannot fill rows to at least 99.9 %, `describe` reports the maximum.
 
     Examples
     --------
@@ -132,7 +132,7 @@ class Packed(Recipes, CachedOrder):
         self._tokens = None
         if quantum == 1:
             self._tokens = np.add.reduceat(lengths_in * counts, self.first[:-1])
-        # Units are rows, even if each row has only one sample.
+        # A value of 1 would mean that units are samples instead of rows.
         self.room = max(2, self.room)
         self.tokens = total / self.units
         self._used = self.tokens / budget
@@ -159,12 +159,12 @@ class Packed(Recipes, CachedOrder):
 
 
 def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints]:
-    """Pack samples into rows by best fit decreasing, and return the recipes for these rows.
+    """Pack samples into rows with the best-fit decreasing algorithm.
 
-    `lengths` (ascending, in [1, `budget`]) and `counts` describe the classes. The return values are
-    `copies`, `first` and `parts` for `Recipes`.
+    `lengths` (ascending, in [1, `budget`]) and `counts` describe the classes of samples. Return the
+    arguments `copies`, `first` and `parts` of `Recipes`.
     """
-    # Distinct amounts of free space, ascending, and the number and contents of rows with each one.
+    # The distinct amounts of free space in ascending order, and the rows with each amount.
     rooms: list[int] = []
     kinds: dict[int, deque[tuple[int, Contents]]] = {}
 

@@ -1,4 +1,4 @@
-"""Document pieces, which are full rows of tokens or remainders grouped by length."""
+"""Cuts documents into pieces, which are full rows or remainders grouped by length."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ TOGETHER = 2**20
 
 
 class Pieces(Classes):
-    """Documents cut every `budget` tokens into pieces, which are members of classes.
+    """The pieces of documents that are cut every `budget` tokens, classified by length.
 
-    Remainders with the same number of quanta form a class. The last class contains the pieces with
-    `budget` tokens. A table lists the remainders' documents by class, with 4 bytes per document.
+    Remainders with the same number of quanta form a class. The last class consists of the pieces
+    with `budget` tokens. `table` contains the documents with remainders, sorted by class, with 4
+    bytes per document.
 
     Attributes
     ----------
     lengths : array
-        The number of quanta in each class's pieces.
+        The number of quanta per piece in each class.
     sizes, offsets : array
         The number of pieces in each class, and the start of each class of remainders in `table`.
     """
@@ -60,7 +61,7 @@ class Pieces(Classes):
         self.recipes = arrays["copies"], arrays["first"], arrays["parts"].reshape(-1, 3)
 
     def _make(self, lengths: NDArray[Any], pack: Pack, new: New) -> None:
-        """Count the pieces in each class, pack the pieces and sort the documents."""
+        """Count the pieces in each class, pack them into rows, and sort the documents."""
         self.ends, self.whole = DocumentEnds(lengths), DocumentEnds(lengths, self.budget)
         if not self.ends.total:
             raise ValueError("all lengths are 0: no document has a token; leave this source out")
@@ -81,7 +82,7 @@ class Pieces(Classes):
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
-        """Yield the number of quanta in each document's remainder (possibly 0), in chunks."""
+        """For each chunk of documents, yield its start and the quanta in each remainder."""
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
@@ -95,7 +96,7 @@ class Pieces(Classes):
 
     def _sort(self, counts: Ints) -> None:
         """Write the document table."""
-        # The table index of each class's next document.
+        # The table index for the next document in each class.
         following = counts.cumsum() - counts
         for start, quanta in self._quanta():
             order = quanta.argsort(kind="stable")
@@ -108,7 +109,7 @@ class Pieces(Classes):
             following += counts_here
 
     def _positions(self, classes: Ints, members: Ints) -> Ints:
-        """Return the corpus positions of the given class members."""
+        """Return the positions of pieces in the corpus, given their classes and member numbers."""
         is_rest = classes < self.rests
         documents = np.empty(len(classes), np.int64)
         documents[is_rest] = self.table.take(self.offsets.take(classes[is_rest]) + members[is_rest])
@@ -120,7 +121,7 @@ class Pieces(Classes):
         return starts
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return a function that reads pieces, shuffled within each class by the class number."""
+        """Return a function that reads the positions of pieces, shuffled within each class."""
 
         def read(classes: Ints, ranks: Ints, counts: Ints) -> Ints:
             class_of = classes.repeat(counts)
@@ -135,17 +136,18 @@ class Pieces(Classes):
 def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     """Return a lower bound on the number of rows in any packing of whole pieces.
 
-    A row can hold one piece longer than half a budget, two longer than a third, and so on. Pieces
-    between k and half a budget fit only next to pieces that leave room for k, or in additional rows
-    (Martello and Toth's bound for every k).
+    A row has room for one piece longer than half the budget, for two pieces longer than a third,
+    and so on. Pieces that have at least k tokens but at most half the budget need additional rows,
+    unless they fit next to pieces that leave room for k tokens. This is the bound by Martello and
+    Toth, maximized over k.
     """
     tokens = lengths * counts
-    # The number of pieces in each class and all later classes.
+    # The number of pieces in each class and in all classes of longer pieces.
     above = np.append(counts[::-1].cumsum()[::-1], 0)
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    # Pieces in this class and all later classes leave no room for k.
+    # For each k, the first class of pieces that leave no room for k.
     beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())

@@ -1,4 +1,4 @@
-"""The training loop's position in an epoch, counted in units that ranks consumed."""
+"""The training loop's position, as an epoch and the number of units that all ranks consumed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Progress(Protocol):
 
     @property
     def taken(self) -> int:
-        """The number of batches, or exceptions raised instead, that the loop has received."""
+        """The number of batches and exceptions that the loop has received."""
 
     @property
     def ended(self) -> bool:
-        """Whether the loop has been notified that no more batches follow."""
+        """Whether the loop has reached the end of the iterator."""
 
     @property
     def position(self) -> int:
-        """The number of units that all ranks consumed or skipped since the first epoch's start."""
+        """The number of units that all ranks consumed or skipped since the first epoch started."""
 
 
 class Last(NamedTuple):
-    """The final progress of a feed whose pool was closed. The default values mean no progress."""
+    """The final progress of a feed whose pool was closed, or no progress by default."""
 
     taken: int = 0
     ended: bool = False
@@ -35,7 +35,7 @@ class Last(NamedTuple):
 
 
 class Now(NamedTuple):
-    """The current epoch, how many of its units all ranks have consumed, and whether it is over."""
+    """The current epoch, the number of units that all ranks consumed, and whether it is over."""
 
     epoch: int
     position: int
@@ -43,9 +43,9 @@ class Now(NamedTuple):
 
 
 class Place:
-    """An iterator's starting point and the training loop's progress from there.
+    """The starting point of an iterator, and the progress of the training loop since then.
 
-    An iterator covers one epoch or several consecutive ones.
+    An iterator covers one or more consecutive epochs.
 
     Attributes
     ----------
@@ -54,9 +54,9 @@ class Place:
     consumed : int
         The number of units in the first epoch that all ranks consumed before the iterator started.
     progress : Progress
-        The progress of the feed, once the feed has started this epoch.
+        The feed's progress, or no progress until the feed starts the epoch.
     again : bool
-        Whether the next iterator restarts the current epoch if the epoch is not over by then.
+        Whether the next iterator restarts the current epoch if it is not over by then.
     tally : Tally
         The number of tokens that the run has consumed.
     """
@@ -76,11 +76,11 @@ class Place:
 
     @property
     def begun(self) -> bool:
-        """Whether the loop has received a batch or an exception, or has reached the end."""
+        """Whether the loop has received anything or reached the end."""
         return self.progress.ended or self.progress.taken > 0
 
     def now(self, sampler: Sampler) -> Now:
-        """Return the current epoch and progress. Other threads may consume batches concurrently."""
+        """Return the current position. Other threads may consume batches at the same time."""
         if not self.begun:
             return Now(self.first, self.consumed, is_over=False)
         ended, position = self.progress.ended, self.progress.position
@@ -91,7 +91,7 @@ class Place:
         return Now(epoch, position, ended or position == last)
 
     def keep(self) -> None:
-        """Save the progress before the pool is closed."""
+        """Save the progress before the pool closes."""
         last = self.progress
         self.progress = Last(last.taken, last.ended, last.position)
 
@@ -109,7 +109,7 @@ class Place:
         )
 
     def count_tokens(self, sampler: Sampler, now: Now) -> dict[str, int]:
-        """Return the tokens that the run has consumed from each source, or {} if unknown."""
+        """Return the number of tokens consumed from each source, or {} if it is unknown."""
         if sampler.data is not None:
             self.tally = self.tally.counted(sampler, (self.first, self.consumed), now[:2])
         return dict(self.tally.counts)

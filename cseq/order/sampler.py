@@ -1,20 +1,20 @@
-"""Batches for an epoch, made from an order's units and divided among ranks.
+"""Groups the units of an order into batches, and divides the batches among ranks.
 
-An order is a pure function of (seed, epoch, position), as explained in `base`. Most orders have
-single samples as units. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where
-``G = batch_size * world_size``, and every rank gets a contiguous part. For example, this is how 20
-units are divided with ``batch_size=3`` and ``world_size=2``::
+An order is a pure function of (seed, epoch, position), as explained in `base`. In most orders, a
+unit is a single sample. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where
+``G = batch_size * world_size``, and every rank gets a contiguous part of each global batch. For
+example, 20 units are divided as follows with ``batch_size=3`` and ``world_size=2``::
 
     position  0  1  2  3  4  5 │ 6  7  8  9 10 11 │12 13 14 15 16 17 │18 19
     rank      0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  1
               global batch 0   │ global batch 1   │ global batch 2   │ tail
 
-If `drop_last` is set, the tail is omitted. Otherwise, the tail's ``m`` units are cut into
-`world_size` contiguous parts of ``ceil(m / world_size)``, and units from the start of the epoch are
-repeated to fill the last parts. Every rank then has the same number of batches and units, and each
-batch has the same size on all ranks. There is no other padding. At most ``world_size - 1`` units
-are repeated per epoch, and none on a single rank. Without `pad`, the tail's parts differ by up to
-one unit, and some ranks may have one batch fewer than others.
+If `drop_last` is set, the tail is omitted. Otherwise, the ``m`` units in the tail are divided into
+`world_size` contiguous parts of ``ceil(m / world_size)`` units. If there are too few units, the
+tail is padded with units from the start of the epoch, at most ``world_size - 1`` per epoch. There
+is no other padding. All ranks therefore have the same number of batches, and each batch has the
+same size on all ranks. Without `pad`, the parts may differ by one unit, and some ranks may have one
+batch fewer than others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Order, Read
 
-# Log a message only once for the same numbers.
+# Each distinct message is logged only once.
 warn = functools.cache(logging.getLogger("cseq").warning)
 
 # The number of units to count tokens for at a time.
@@ -52,32 +52,33 @@ COUNTED = 2**20
 
 
 class Data(Protocol):
-    """Data that can report which sources the tokens in samples come from."""
+    """A data set that can report how many tokens come from each of its sources."""
 
     fingerprints: dict[str, int]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that sums the tokens from each source in an epoch's units."""
+        """Return a function that counts the tokens per source in the given units of an epoch."""
 
 
 class Cut(NamedTuple):
-    """The division of an epoch (or the remaining part) into batches for one rank.
+    """How an epoch, or the rest of an epoch, is divided into batches for one rank.
 
-    `_source.pyx` has a struct with the same fields.
+    `_source.pyx` defines a struct with the same fields.
 
     Attributes
     ----------
     first : int
-        The number of batches with this size that precede batch 0 in the epoch.
+        The number of batch 0 in the epoch, based on the current batch size.
     batches, full : int
         The total number of batches, and the number of full batches. Full batches come first.
     start, stride : int
-        The position of batch 0's first unit, and the number of positions from one batch to the
-        next, which is the size of a global batch.
+        The position of the first unit in batch 0, and the distance to the next batch, which is the
+        size of a global batch.
     size : int
         The number of units in a full batch.
     part_start, part : int
-        The position and size of the batch after the full batches. A size of 0 means no such batch.
+        The position and size of the batch that follows the full batches. The size is 0 if there is
+        no such batch.
     consumed : int
         The total number of units that all ranks consumed before batch 0.
     """
@@ -100,24 +101,25 @@ class Sampler:
     Parameters
     ----------
     dset_size : int or sequence of int
-        The number of samples, or the samples themselves as a non-empty one-dimensional array or
-        list of integer indices. An integer array is neither copied nor modified. The `dset_size`
-        attribute is the number of samples.
+        The number of samples, or the sample indices as a non-empty one-dimensional array or list of
+        integers. An integer array is neither copied nor modified. The attribute `dset_size` is
+        always the number of samples.
     batch_size : int
-        The number of units in a batch, per rank.
+        The number of units in a batch on each rank.
     pad : bool
-        If False, no unit is repeated, so ranks may get parts of the tail with different sizes.
+        If False, no units are repeated, so the last batch may have different sizes on different
+        ranks.
     repeat : int
         The number of epochs that each `OrderSource` covers.
     data : Data, optional
-        Data that reports the samples' sources, whose token counts are recorded in states.
+        A data set whose token counts per source are recorded in states.
 
     Attributes
     ----------
     indices : numpy.ndarray or None
-        The samples, if they were passed as indices.
+        The sample indices, if they were passed.
     length : int
-        The number of batches in an epoch for this rank.
+        The number of batches per epoch on this rank.
     """
 
     dset_size: int
@@ -157,7 +159,7 @@ class Sampler:
             )
 
     def changed(self, **fields: Any) -> Sampler:
-        """Return a copy of this sampler with another order, seed, rank or world_size."""
+        """Return a copy of this sampler with a different order, seed, rank or world_size."""
         samples: Any = self.dset_size if self.indices is None else self.indices
         return replace(self, dset_size=samples, **fields)
 
@@ -186,16 +188,16 @@ class Sampler:
 
     @property
     def words(self) -> int:
-        """The maximum number of words in a ticket, for samples and for unit sizes if they vary."""
+        """The maximum number of words in a ticket, for samples and varying unit sizes."""
         room = self.order.room
         return min(self.batch_size, self.order.units) * (room + 1 if room > 1 else 1)
 
     def source(self, epoch: int, consumed: int = 0, *, own: bool = False) -> OrderSource:
         """Return the batches of an epoch, and of the following epochs if `repeat` exceeds 1.
 
-        The units after `consumed` are cut into new global batches, so `batch_size` and
-        `world_size` may differ from earlier values. If `own` is set, the source has a separate
-        reader and can be used alongside the run that reads the epochs.
+        The units after `consumed` are divided into global batches from scratch, so `batch_size` and
+        `world_size` may have changed since then. If `own` is set, the source gets its own reader
+        and can be used at the same time as other sources.
         """
         reader = self._make_reader() if own else self._reader
         number = integer("epoch", epoch, 0, MOST_SEED)
@@ -203,7 +205,7 @@ class Sampler:
         return OrderSource(reader, number, cut, later, self.repeat - 1)
 
     def cut_at(self, consumed: int) -> Cut:
-        """Cut the positions after the first `consumed` units into batches. See `source`."""
+        """Divide the units after the first `consumed` ones into batches."""
         units = self.order.units
         consumed = integer("consumed", consumed, 0, units)
         full, tail = divmod(units - consumed, self._stride)
@@ -233,7 +235,7 @@ class Sampler:
         return counts
 
     def _share(self, tail: int) -> tuple[int, int]:
-        """Return the size of this rank's part of the tail, and its offset in the tail."""
+        """Return the size of this rank's part of the tail, and the part's offset."""
         if self.drop_last:
             return 0, 0
         if self.pad:
@@ -243,19 +245,23 @@ class Sampler:
         return size + (self.rank < more), self.rank * size + min(self.rank, more)
 
     def end(self, consumed: int = 0) -> int:
-        """Return the units consumed by all ranks when an epoch resumed at `consumed` ends."""
+        """Return how many units all ranks have consumed at the end of an epoch.
+
+        If `drop_last` is set, the result depends on `consumed`, where the epoch was started or
+        resumed.
+        """
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
 
     @property
     def units(self) -> int:
-        """The number of units in an epoch for this rank."""
+        """The number of units per epoch on this rank."""
         full, tail = divmod(self.order.units, self._stride)
         return full * self.batch_size + self._share(tail)[0]
 
 
 def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
-    """Return the number of samples, and the sample indices if they were passed."""
+    """Return the number of samples, and the indices if `dset_size` is not just a number."""
     if isinstance(dset_size, Iterator):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}, which has no length; pass the number of "
@@ -278,8 +284,8 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 def _holds_numbers(indices: object) -> bool:
     """Return True if an object is an array of numbers rather than a data set.
 
-    numpy reads objects with ``__len__`` and ``__getitem__`` until they raise IndexError, which a
-    data set may never do.
+    Data sets must not be passed to numpy, which would read all of their samples, and would never
+    finish if the data set does not raise IndexError.
     """
     if isinstance(indices, (list, tuple)):
         return (
@@ -291,7 +297,7 @@ def _holds_numbers(indices: object) -> bool:
 
 
 class RankSampler:
-    """The type of `MSequence.sampler`, for frameworks that require `set_epoch` and a length."""
+    """The type of `MSequence.sampler`, for frameworks that call `set_epoch` and `len` on it."""
 
     __slots__ = ("_count", "set_epoch")
 
@@ -300,5 +306,5 @@ class RankSampler:
         self.set_epoch = set_epoch
 
     def __len__(self) -> int:
-        """Return this rank's number of units per epoch (samples, rows or batches)."""
+        """Return the number of units per epoch on this rank (samples, rows or batches)."""
         return self._count()

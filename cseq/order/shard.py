@@ -1,9 +1,9 @@
-"""Detection of this process's rank and the number of ranks.
+"""Detects this process's rank and the number of ranks.
 
-``shard='auto'`` queries Ray Train, torch, JAX and then launchers' environment variables. A manager
-uses the first answer for its whole lifetime. If a later answer differs, an error is raised, because
-some ranks would silently process the same samples. 'auto' also raises an error if ranks share a
-model, because these ranks need identical batches.
+``shard='auto'`` queries Ray Train, torch, JAX and the environment variables of launchers, in this
+order. A manager keeps the first answer for its whole lifetime. If a later answer differs, it raises
+an error, because otherwise several ranks would silently process the same samples. 'auto' also
+raises an error if ranks share a model, because such ranks need identical batches.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("cseq")
 
 FORMS = "(rank, world_size), a process group, a DeviceMesh of one dimension, 'auto' or None"
-# Mesh dimensions whose names contain one of these words divide the batches.
+# A mesh dimension divides the batches if its name contains one of these words.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-# If two mesh dimensions divide the batches, each name contains one of these words.
+# If the batches are divided by two mesh dimensions, their names contain these words.
 HALVES = {"replicate", "replica", "shard"}
-# Megatron uses these groups instead of a mesh.
+# Megatron uses these process groups instead of a mesh.
 MEGATRON = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "CONTEXT_PARALLEL_GROUP": "context",
 }
-# Variables set by torchrun and many other launchers, Lightning's launcher (which does not set
-# RANK), Open MPI's mpirun, mpiexec (MPICH and Intel MPI) and srun. The innermost launcher is first,
-# since torchrun and mpirun run inside Slurm. Batch scripts also set SLURM_NTASKS, so do not use it.
+# The variables set by torchrun and many other launchers, by Lightning's launcher (which does not
+# set RANK), by Open MPI's mpirun, by mpiexec of MPICH and Intel MPI, and by srun. Because torchrun
+# and mpirun can run inside a Slurm job, their variables take precedence. SLURM_NTASKS is not used,
+# because it is also set in batch scripts.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("LOCAL_RANK", "WORLD_SIZE"),
@@ -69,7 +70,8 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        Where the values were found. If empty, none were found and this process gets all samples.
+        Where the values come from. If empty, no values were found, and this process gets all
+        samples.
     """
 
     rank: int
@@ -80,7 +82,7 @@ class Shard(NamedTuple):
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
 
     def check_drawn(self, order: Order) -> None:
-        """Raise ValueError if an order depends on a seed that each rank has drawn independently."""
+        """Raise ValueError if the order depends on a seed, because each rank drew its own seed."""
         if self.world_size > 1 and order.is_seeded:
             raise ValueError(
                 f"{self} needs a seed: ranks that draw their own would go through different "
@@ -92,7 +94,7 @@ ALONE = Shard(0, 1, "")
 
 
 def check_shard(shard: object) -> Shard | None:
-    """Check the `shard` argument, and return None for 'auto', which `resolve` handles."""
+    """Validate the `shard` argument. Return None for 'auto', which `resolve` handles."""
     if shard is None:
         return ALONE
     if isinstance(shard, str):
@@ -130,9 +132,9 @@ def check_shard(shard: object) -> Shard | None:
 
 
 def _remedy(names: Iterable[str]) -> str:
-    """Return the `shard` argument that selects the mesh dimensions that divide the batches."""
+    """Suggest a `shard` argument, given the names of mesh dimensions."""
     data = [name for name in names if _words(name) <= DATA | {"parallel"}]
-    # Dimensions named "dp_…" are parts of "dp".
+    # Dimensions whose names start with "dp_" are parts of "dp".
     if "dp" in data and all(name.startswith("dp") for name in data):
         data = ["dp"]
     if not data:
@@ -159,12 +161,15 @@ def find_shard() -> Shard:
 
 
 def model_parallel() -> list[tuple[str, int]]:
-    """Return a mesh's dimensions and sizes if ranks seem to share a model.
+    """Return the dimensions and sizes of meshes if ranks seem to share a model.
 
-    Ranks share a model if a dimension's name has no word from `DATA`, or if the only data dimension
-    does not include all ranks. torch has no list of meshes. Since torch 2.6, each dimension's
-    process group has a description; earlier versions list the meshes that others were sliced from.
-    The default group has no description, so a one-dimensional mesh of all ranks is not found.
+    Ranks share a model if the name of a dimension contains no word from `DATA`, or if the only
+    data dimension does not include all ranks.
+
+    torch does not keep a list of meshes. Since torch 2.6, the process groups of mesh dimensions
+    have descriptions. Earlier versions keep track of meshes that other meshes were sliced from. A
+    one-dimensional mesh of all ranks is not found, because it uses the default group, which has no
+    description.
     """
     torch = _torch()
     if torch is None:
@@ -192,7 +197,7 @@ def _words(name: str) -> set[str]:
 
 
 def agree(earlier: Shard | None) -> Shard:
-    """Resolve 'auto', and raise ValueError if the result differs from an earlier one."""
+    """Resolve 'auto'. Raise ValueError if the result differs from an earlier result."""
     now = resolve()
     if earlier is None:
         if not now.source:
@@ -217,7 +222,7 @@ def warn_alone() -> None:
 
 
 def _ray_train() -> Shard | None:
-    """Query Ray Train if this process is one of several Ray Train workers."""
+    """Query Ray Train. Return None unless this process is one of several Ray Train workers."""
     train = sys.modules.get("ray.train")
     # Ray raises RuntimeError outside workers, and DeprecationWarning in Tune trials.
     with contextlib.suppress(RuntimeError, DeprecationWarning):
@@ -228,7 +233,7 @@ def _ray_train() -> Shard | None:
 
 
 def _torch() -> Any:
-    """Return torch.distributed if it has been imported and has a process group."""
+    """Return torch.distributed if torch has been imported and a process group exists."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -243,7 +248,10 @@ def _torch_group() -> Shard | None:
 
 
 def _jax() -> Shard | None:
-    """Query JAX if processes are connected or a backend exists, because queries create one."""
+    """Query JAX, but only if its processes are connected or a backend exists.
+
+    Otherwise, the query itself would create a backend.
+    """
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if getattr(state, "client", None) is not None:
         return Shard(state.process_id, state.num_processes, "JAX's processes")
@@ -255,10 +263,10 @@ def _jax() -> Shard | None:
 
 
 def _launched() -> Shard | None:
-    """Read the first pair of `VARIABLES` that is set, and reject a WORLD_SIZE without a rank."""
+    """Read the first pair of `VARIABLES` that is set. Reject a WORLD_SIZE without a rank."""
     said = os.environ
     for names in VARIABLES:
-        # Lightning's variables do not include the number of ranks on other nodes.
+        # LOCAL_RANK is the rank only on the first node.
         if names[0] == "LOCAL_RANK" and said.get("NODE_RANK") != "0":
             continue
         if not {*names} <= said.keys():

@@ -18,7 +18,7 @@ TABLE, COMPUTED = ALGORITHMS
 
 
 class Samples(Order):
-    """An order whose units are single samples, each of which appears once."""
+    """An order in which every sample is a unit and appears once per epoch."""
 
     _facts: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
@@ -37,7 +37,7 @@ class Samples(Order):
 
 
 class Sequential(Samples):
-    """The samples in their natural order, which is the same in every epoch.
+    """All samples in their natural order, in every epoch.
 
     Parameters
     ----------
@@ -68,9 +68,9 @@ class Shuffled(Samples):
     samples : int, optional
         The number of samples. Defaults to the size of the data.
     algorithm : 'feistel-v1' or 'fisher-yates-v1'
-        'feistel-v1' needs no memory and can start at any position immediately. 'fisher-yates-v1' is
-        the algorithm behind ``shuffle=True``. It needs a table of 4 bytes per sample and is faster
-        below about 10**5 samples. See docs/inside/shuffle.md.
+        'feistel-v1' needs no memory and can start at any position without delay. 'fisher-yates-v1',
+        which ``shuffle=True`` uses, needs a table with 4 bytes per sample and is faster for fewer
+        than about 10**5 samples. See docs/inside/shuffle.md.
 
     Examples
     --------

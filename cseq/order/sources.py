@@ -1,4 +1,4 @@
-"""Common code for orders that are composed of other orders."""
+"""The base class for orders that are composed of other orders."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Works
 
 MOST_SOURCES = 2**16 - 1
-# The number of units per source that justifies a call to the source's reader.
+# The number of units to read ahead per source, which amortizes the call to the source's reader.
 FEW = 64
-# Units sorted by source: their original positions, their numbers counted over all source epochs (a
-# contiguous array, modulo 2**64), and the (source, start, stop) of each part.
+# Units sorted by source. The first item contains their original positions. The second item contains
+# their numbers in the source, counted over all epochs modulo 2**64, as a contiguous array. The
+# third item contains (source, start, stop) for each part.
 Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint64], list[tuple[int, int, int]]]"
 Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 
@@ -30,17 +31,17 @@ Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 class Composed(Order):
     """An order whose units come from other orders, which are called sources.
 
-    Each source's sample numbers are contiguous and follow the previous source's numbers.
+    Samples are numbered consecutively over all sources.
     """
 
     sources: dict[str, Order]
 
     def seeded(self, seed: int) -> list[tuple[Order, int]]:
-        """Return each source and its seed."""
+        """Return the sources and their seeds."""
         return [(order, seed) for order in self.sources.values()]
 
     def draws(self, seed: int) -> Draws:
-        """Return a function that maps an epoch's units to the sources' units."""
+        """Return a function that maps units of an epoch to units of the sources."""
         raise NotImplementedError
 
     def reader(self, seed: int) -> Reader:
@@ -76,7 +77,7 @@ class Composed(Order):
 
 
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
-    """Check that `sources` maps names to orders with the same type of units."""
+    """Return `sources` as a dict, after checking that all orders have the same type of units."""
     if not hasattr(sources, "keys") or not sources:
         raise TypeError(f"sources={sources!r}: pass a dict of names and orders, one at least")
     orders = dict(sources)
@@ -99,14 +100,14 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
 
 
 def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Drawn:
-    """Sort units by source. `unit_sources` contains each unit's source."""
+    """Sort units by source. `unit_sources` contains the source of each unit."""
     order = unit_sources.argsort(kind="stable")
     pairs = enumerate(itertools.pairwise([0, *np.bincount(unit_sources).cumsum().tolist()]))
     return order, draws.take(order), [(s, a, b) for s, (a, b) in pairs if a < b]
 
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
-    """Split drawn units at source epoch boundaries. Yield each part's source, epoch and units."""
+    """Split units at the epoch boundaries of their sources. Yield (source, epoch, units)."""
     sizes = [order.units for order in sources.values()]
     for s, start, stop in drawn[2]:
         epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
@@ -115,7 +116,7 @@ def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, in
 
 
 def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
-    """Restore the original order of units that have at most `room` samples each."""
+    """Restore the original order of units, which contain at most `room` samples each."""
     if isinstance(order, slice):
         return values, None if room == 1 else sizes
     if room == 1:

@@ -1,4 +1,4 @@
-"""Tables written to a file by one process and mapped by all processes."""
+"""Tables that one process writes to a file and all processes map."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
 MAGIC = b"cseqtab1"
-# Arrays start at multiples of this file offset, which every system can map.
+# The alignment of arrays in a file. Every system can map a file at multiples of this offset.
 ALIGNED = 2**16
-# The number of 8-byte words in each partial sum for a file's digest.
+# The number of 8-byte words in each partial sum that goes into the digest of a file.
 SUMMED = 2**17
 
 
@@ -34,20 +34,20 @@ def tables(
 ) -> Tables:
     """Return the named arrays from a file in a folder. Create the file if it does not exist.
 
-    If several processes request the file concurrently, one process creates the file while the
-    others wait. If the creating process is killed, another takes over. A file is recreated if it
-    is damaged or has a different definition.
+    If several processes need the file at the same time, one process creates it while the others
+    wait. If that process is killed, another process takes over. The file is recreated if it is
+    damaged or was written for a different name.
 
     Parameters
     ----------
     folder : str or None
-        If None, or on Windows, each process creates the arrays in memory.
+        If this is None, or on Windows, each process creates its own arrays in memory.
     name : str
-        The file name, which encodes everything that determines the arrays.
+        The name of the file. It must encode everything that determines the arrays.
     make : callable
         ``make(new)``, where ``new(key, length, dtype)`` returns an array to fill.
     epoch : int, optional
-        The epoch that the file is for. Files for epochs before the previous epoch are removed.
+        The epoch that the arrays belong to. Files for epochs before the previous one are removed.
     """
     if folder is None or os.name == "nt":
         made: Tables = {}
@@ -61,7 +61,7 @@ def tables(
     arrays = _load(path, name)
     while arrays is None:
         with _claimed(f"{path}.part") as fd:
-            # Another process may have created the file while this one was waiting.
+            # Another process may have created the file in the meantime.
             arrays = _load(path, name)
             if arrays is not None or fd is None:
                 continue
@@ -78,14 +78,14 @@ def tables(
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
-    """Check an order's `cache` argument, and return an absolute path or None."""
+    """Validate the `cache` argument of an order, and return an absolute path or None."""
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
         raise TypeError(f"cache={cache!r} is not a path; pass a folder of this machine, or None")
     return None if cache is None else os.path.abspath(cache)
 
 
 def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return document lengths and their digest. With a folder, map the lengths from a file."""
+    """Return the lengths of documents, mapped from a file if `folder` is set, and their digest."""
     total = digest(lengths)
 
     def make(new: New) -> None:
@@ -97,7 +97,7 @@ def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any],
 
 
 def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-    """Map part of a file as a plain array, because slicing a `numpy.memmap` is expensive."""
+    """Map a part of a file. Return a plain array, because slicing a `numpy.memmap` is slow."""
     kind = np.dtype(dtype)
     number = (os.path.getsize(path) - offset) // kind.itemsize if count is None else count
     if not number:
@@ -106,7 +106,7 @@ def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = Non
 
 
 class Mapped(NamedTuple):
-    """The part of a file that an array is mapped from, as arguments for `mapped`."""
+    """The location of a memory-mapped array in its file. The fields are arguments of `mapped`."""
 
     path: str
     dtype: str
@@ -115,7 +115,7 @@ class Mapped(NamedTuple):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Mapped | None:
-        """Return an array's location, or None if the array is not mapped from a read-only file."""
+        """Return the location of an array, or None if it is not a read-only memory map."""
         whole: Any = array
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
@@ -128,9 +128,9 @@ class Mapped(NamedTuple):
 
 
 class CachedOrder(Order):
-    """An order based on document lengths that can store its tables in a folder.
+    """An order that is computed from the lengths of documents and can store tables in a folder.
 
-    If a folder is used, the pickle refers to files instead of containing data for each document.
+    If a folder is used, pickles of the order refer to files and contain no data per document.
     """
 
     _folder: str | None = None
@@ -157,7 +157,7 @@ def again(
 
 
 def _forget(folder: str, start: str, before: int) -> None:
-    """Remove files whose names consist of a prefix and a number below a limit."""
+    """Remove files whose names consist of `start` and a number below `before`."""
     for name in os.listdir(folder):
         number = name[len(start) :]
         if name.startswith(start) and number.isdecimal() and int(number) < before:
@@ -167,7 +167,7 @@ def _forget(folder: str, start: str, before: int) -> None:
 
 @contextlib.contextmanager
 def _claimed(path: str) -> Iterator[int | None]:
-    """Wait for exclusive access to a file. Yield a descriptor, or None if the file was renamed."""
+    """Lock a file. Yield its descriptor, or None if another process has renamed the file."""
     try:
         fd = locked(path)
     except OSError as error:
@@ -181,7 +181,7 @@ def _claimed(path: str) -> Iterator[int | None]:
 
 
 def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
-    """Write the arrays, a description of the arrays, and a digest of both."""
+    """Write the arrays, their description, and a digest of both."""
     os.ftruncate(fd, 0)
     parts: dict[str, tuple[str, int, int]] = {}
     end = 0
@@ -192,7 +192,8 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
         size = max(1, length * kind.itemsize)
         parts[key], end = (kind.str, length, start), start + -(-size // ALIGNED) * ALIGNED
         if hasattr(os, "posix_fallocate"):
-            # Allocate the space now, because a write to the map on a full disk kills the process.
+            # Allocate the space up front. If the disk is full, writing to the map would otherwise
+            # kill the process.
             os.posix_fallocate(fd, start, end - start)
         else:
             os.ftruncate(fd, end)
@@ -209,14 +210,14 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
 
 
 def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
-    """Return a digest of the file content before `end` and the text that follows."""
+    """Return a digest of the first `end` bytes of a file and the text that follows them."""
     words = np.frombuffer(file, np.uint64, end // 8)
     sums = np.add.reduceat(words, np.arange(0, len(words), SUMMED))
     return digest(np.append(sums.view(np.int64), np.frombuffer(text, np.uint8).astype(np.int64)))
 
 
 def _load(path: str, name: str) -> Tables | None:
-    """Map a file, or return None if it is missing, damaged or has a different definition."""
+    """Map the arrays in a file. Return None if the file is missing, damaged or has another name."""
     try:
         file = mapped(path, np.uint8)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The tokens that a run has consumed from each source, computed from positions."""
+"""Counts the tokens that a run has consumed from each source, based on positions."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ if TYPE_CHECKING:
 
 
 class Tally(NamedTuple):
-    """The number of tokens from each source in the units that all ranks have consumed.
+    """The number of tokens that all ranks have consumed from each source.
 
-    Tokens are counted only on request.
+    Tokens are counted only when `counted` is called.
 
     Attributes
     ----------
     counts : Counter
         The token counts so far.
     due : tuple of (Sampler, epoch, start, stop)
-        The ranges of units from earlier places that have not been counted yet.
+        Ranges of units from earlier places whose tokens have not been counted yet.
     mark : (epoch, position) or None
-        The position up to which the current place has been counted, or None for the place's start.
+        The position up to which tokens have been counted in the current place, or None if nothing
+        has been counted there.
     """
 
     counts: Counter[str] = Counter()  # noqa: RUF012 - never changed
@@ -29,7 +30,7 @@ class Tally(NamedTuple):
     mark: tuple[int, int] | None = None
 
     def leave(self, sampler: Sampler, begun: tuple[int, int], now: tuple[int, int]) -> Tally:
-        """Return the tally for the next place. The current place spans `begun` to `now`."""
+        """Return a tally for the next place, given the current place's start and end."""
         if sampler.data is None or now == begun:
             return self
         due, last = [*self.due], now[0]

@@ -1,4 +1,4 @@
-"""Orders that draw samples by weight."""
+"""An order that draws samples by weight."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ if TYPE_CHECKING:
 
 # The sum of all integer weights must be below this limit.
 MOST_TOTAL = 2**62
-# The number of sequential steps before a binary search is used.
+# The number of steps to search sequentially before switching to a binary search.
 STEPS = 8
-# The number of bits to divide at a time. Together with a 48-bit size, they fit into 64 bits.
+# The number of bits to divide at a time. With a 48-bit size, intermediate values fit into 64 bits.
 DIGIT = 15
 
 
 class Weighted(Order):
-    """Samples in random order, each with a frequency proportional to its weight.
+    """Samples in random order, with frequencies proportional to their weights.
 
-    In an epoch of N draws, a sample of weight w appears N * w / (sum of all weights) times, rounded
-    up or down. Each epoch chooses without bias which samples are rounded up, regardless of the data
-    order. With equal weights and no `size`, the result is a plain shuffle.
+    In an epoch of N draws, a sample with weight w appears N * w / (sum of all weights) times,
+    rounded up or down. Each epoch chooses at random which samples are rounded up, without bias and
+    regardless of the order of the data. With equal weights and without `size`, every sample appears
+    once, as in a plain shuffle.
 
     Parameters
     ----------
@@ -53,8 +54,8 @@ class Weighted(Order):
     size : int, optional
         The number of draws in an epoch. Defaults to the number of samples.
     replacement : bool
-        Draw samples independently, like torch's ``WeightedRandomSampler``. Frequencies then vary
-        randomly, and more samples are left out.
+        Whether to draw samples independently, like torch's ``WeightedRandomSampler`` with
+        replacement. Frequencies then vary at random, and more samples are left out of an epoch.
 
     Examples
     --------
@@ -102,8 +103,8 @@ class Weighted(Order):
 
         Parameters
         ----------
-        labels : array
-            Each sample's class, as an integer or a string.
+        labels : array of int or of str
+            The class of each sample.
         size, replacement :
             See `Weighted`.
         """
@@ -137,9 +138,10 @@ class Weighted(Order):
 
 
 class Guide:
-    """A lookup table that maps the first number in each range of 2**shift numbers to a sample.
+    """A lookup table for the first sample in each range of 2**shift numbers.
 
-    A range has about four samples. `numpy.searchsorted` alone waits for memory three times as long.
+    There are about four samples per range. A plain `numpy.searchsorted` would take three times as
+    long, because it waits for memory.
     """
 
     def __init__(self, sums: NDArray[np.uint64]) -> None:
@@ -153,7 +155,7 @@ class Guide:
             self.first[start : start + CHUNK] = np.searchsorted(sums, marks, "right")
 
     def first_above(self, numbers: NDArray[np.uint64]) -> Ints:
-        """Return the first sample whose cumulative sum exceeds each number."""
+        """For each number, return the first sample whose cumulative sum exceeds the number."""
         samples: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
         left = np.flatnonzero(self.sums.take(samples) <= numbers)
         for _ in range(STEPS):
@@ -167,7 +169,8 @@ def spread(positions: NDArray[np.uint64], total: int, offset: int, size: int) ->
     """Return exactly ``(position * total + offset) // size`` for positions below `size`.
 
     With total = size * a + b and offset = size * c + d, this equals position * a + c +
-    (position * b + d) // size. The last term is divided digit by digit of the position.
+    (position * b + d) // size. The last term is computed by long division, one digit of the
+    position at a time.
     """
     (a, b), (c, d) = divmod(total, size), divmod(offset, size)
     quotient, rest = np.zeros((2, len(positions)), np.uint64)
@@ -187,10 +190,10 @@ def integers_of(
     weights: NDArray[np.float64],
     arrange: Callable[[NDArray[np.float64]], NDArray[np.float64]] = np.copy,
 ) -> NDArray[np.uint64]:
-    """Return sample weights as integers in a new array with the layout that `arrange` creates.
+    """Convert weights to integers, in a new array with the layout that `arrange` creates.
 
-    Each integer is ``weight * 2**k`` rounded half to even, and at least 1 unless the weight is 0.
-    The exponent k is the largest for which the total is below 2**62.
+    Each integer is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0.
+    The exponent k is as large as possible while the total stays below 2**62.
     """
     most = 0.0
     pieces = [(start, weights[start : start + CHUNK]) for start in range(0, len(weights), CHUNK)]
