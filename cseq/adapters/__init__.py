@@ -1,7 +1,7 @@
 """Adapters for other libraries, with one package or module per library.
 
 ``torch``          `DataLoader`: torch's loader with cseq's workers
-``returnn``        `MultiProcDataset`: a RETURNN dataset that loads its sequences in workers
+``returnn``        `MultiProcDataset`: a RETURNN dataset that loads sequences in worker processes
 ``torchdata``      `MultiProcessingReadingService`: runs DataLoader2's data pipes in workers
 
 ``lightning``      `DataModule`, `SaveState`; `Monitor`, which sends metrics to Lightning's loggers
@@ -9,8 +9,9 @@
 ``keras``          `Batches`, `SaveState`
 ``torchtitan``     `TokenDataLoader`, which feeds `cseq.tokens` rows to torchtitan's trainer
 
-cseq never imports the adapters itself. An adapter whose library is missing raises an ImportError
-with install instructions. Inside an adapter, ``import NAME`` imports the library, not the adapter.
+cseq does not import adapters on its own. If the library of an adapter is missing, importing the
+adapter raises an ImportError with install instructions. Inside an adapter, ``import NAME`` imports
+the library, not the adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["needs"]
 
 @contextlib.contextmanager
 def needs(library: str, package: str) -> Iterator[None]:
-    """Raise an ImportError with install instructions if `library` is missing in the block."""
+    """Raise an ImportError with install instructions if the block cannot import `library`."""
     try:
         yield
     except ModuleNotFoundError as error:

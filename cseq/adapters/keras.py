@@ -1,4 +1,4 @@
-"""Keras support for the torch and JAX backends: managers in `fit` and checkpoints."""
+"""Keras support for the torch and JAX backends: a data adapter for `fit`, and checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        # If this is None, Keras ends epochs by `steps_per_epoch` and keeps the same iterator.
+        # With None, Keras ends epochs after `steps_per_epoch` and keeps the iterator.
         return len(self._manager) if self._manager._sampler.repeat == 1 else None
 
     def get_numpy_iterator(self) -> MSequence[Any]:
@@ -45,17 +45,18 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """Sets a manager's epoch, and saves and restores the model and the manager's state.
+    """A callback that saves and restores the model and the state of a manager.
 
-    If the folder contains a checkpoint, `fit` resumes with the next batch. Checkpoints are replaced
-    atomically, so a crash during a save keeps the previous one.
+    If the folder contains a checkpoint, `fit` resumes with the next batch. The callback also sets
+    the manager's epoch. Checkpoints are replaced atomically, so the previous checkpoint survives a
+    crash during a save.
 
     Parameters
     ----------
     manager : manager
         The manager that `fit` trains on.
     folder : str
-        The checkpoint folder. It is created if missing.
+        The checkpoint folder, which is created if necessary.
     every : int
         The number of batches between checkpoints within an epoch.
     """
@@ -63,7 +64,7 @@ class SaveState(Callback):  # type: ignore[misc]
     def __init__(self, manager: MSequence[Any], folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, integer("every", every)
-        # The complete weights file to which the saved state refers.
+        # The weights file that the saved state refers to, once it is complete.
         self._weights: str | None = None
 
     def on_train_begin(self, logs: object = None) -> None:
@@ -78,7 +79,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self.model._initial_epoch = self._manager.epoch
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        # This also restores the batch that Keras consumed to build the model.
+        # Keras has consumed a batch to build the model. This call also restores that batch.
         self._manager.set_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
@@ -89,7 +90,7 @@ class SaveState(Callback):  # type: ignore[misc]
         """Save a checkpoint and replace the previous one."""
         state = self._manager.state_dict()
         os.makedirs(self._folder, exist_ok=True)
-        # Keep the previous weights until the state refers to the new file, in case saving fails.
+        # In case saving fails, keep the previous weights until the state refers to the new file.
         weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
         self.model.save_weights(os.path.join(self._folder, weights))
         path = os.path.join(self._folder, "batches.json")

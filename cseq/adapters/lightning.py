@@ -1,4 +1,4 @@
-"""Lightning support: a data module for managers, exact resumes and a monitor."""
+"""Lightning support: a data module for managers, a callback for exact resumes, and a monitor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.sequence import MSequence
 
     class Loop(Protocol):
-        """The subset of Lightning's loop interface used here."""
+        """The part of Lightning's loop interface that is used here."""
 
         total_batch_idx: int
         restarted_on_last: bool
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
         def setup_data(self) -> object: ...
 
     class Strategy(Protocol):
-        """The subset of Lightning's strategy interface used here."""
+        """The part of Lightning's strategy interface that is used here."""
 
         def broadcast(self, number: int) -> int: ...
 
     class Logger(Protocol):
-        """The subset of Lightning's logger interface used here."""
+        """The part of Lightning's logger interface that is used here."""
 
         def log_metrics(self, metrics: dict[str, float], step: int) -> object: ...
 
     class Trainer(Protocol):
-        """The subset of Lightning's Trainer used here."""
+        """The part of Lightning's Trainer that is used here."""
 
         strategy: Strategy
         is_last_batch: bool
@@ -63,13 +63,14 @@ State = dict[str, Any]
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc]
-    """Starts managers when Lightning requests them and finishes them on teardown.
+    """A data module that starts managers when Lightning needs them, and finishes them on teardown.
 
     Parameters
     ----------
     train : callable
-        A function that takes no arguments and returns an unstarted manager. Each process in the
-        group calls the function when training starts. Create the manager with ``shard="auto"``.
+        A function that takes no arguments and returns a manager that has not been started. It is
+        called in every process of the group when training starts, and should create the manager
+        with ``shard="auto"``.
     val, test, predict : callable, optional
         Functions that return the managers for validation, test and prediction.
 
@@ -108,7 +109,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Start a new manager and finish any running one. Return [] if there is no function."""
+        """Start a new manager after finishing a running one. Return [] if there is no function."""
         make = self._makers[name]
         if make is None:
             return []
@@ -124,11 +125,11 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """Makes resumes exact where Lightning itself does not save the state of a cseq DataLoader.
+    """A callback for exact resumes, which saves what Lightning does not save for a cseq DataLoader.
 
-    Validation loaders are seeded from a seed stored in each checkpoint and the number of training
-    batches so far. A checkpoint saved at the last batch of an epoch positions the training loaders
-    at the start of the next epoch.
+    Validation loaders are seeded from the number of training batches so far and a seed that is
+    stored in the checkpoint. If a checkpoint was saved at the last batch of an epoch, training
+    loaders resume at the start of the next epoch.
 
     Examples
     --------
@@ -159,7 +160,7 @@ class SaveState(Callback):  # type: ignore[misc]
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(trainer.current_epoch)
-        # Lightning has already called `iter`. It does so again after validating at the last batch.
+        # Lightning has already called `iter`, and calls it again if it restarted on the last batch.
         if states and not loop.epoch_loop.restarted_on_last:
             iter(loop._data_fetcher)
         if trainer.val_dataloaders is None:
@@ -170,7 +171,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed_validation(trainer)
 
     def _seed_validation(self, trainer: Trainer) -> None:
-        """Seed the next validation early, because Lightning draws numbers before calling hooks."""
+        """Seed the next validation now, because Lightning draws numbers before it calls hooks."""
         for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
             if loader.generator is None:
                 loader.generator = torch.Generator()
@@ -185,17 +186,17 @@ def loaders_in(collection: object) -> list[DataLoader[Any]]:
 
 
 class Monitor(Callback):  # type: ignore[misc]
-    """Logs a manager's metrics to the trainer's loggers.
+    """A callback that sends the metrics of a manager to the trainer's loggers.
 
-    The metrics come from `Stats.as_dict` and cover the batches since the previous log. Each rank
-    measures its own manager, but Lightning's loggers write only rank 0's metrics.
+    The metrics come from `Stats.as_dict` and cover the batches since the previous log entry. Each
+    rank measures its own manager, but Lightning's loggers write only the metrics of rank 0.
 
     Parameters
     ----------
     manager : manager or DataLoader, optional
-        The manager to measure. The default is the trainer's training loader.
+        The manager to measure. Defaults to the trainer's training loader.
     every : int
-        The number of training batches between logs.
+        How often to log metrics, in training batches.
     """
 
     def __init__(self, manager: object = None, every: int = 50) -> None:
@@ -210,5 +211,5 @@ class Monitor(Callback):  # type: ignore[misc]
         loop = trainer.fit_loop.epoch_loop
         figures = self._every.at(loop.total_batch_idx + 1)
         for logger in trainer.loggers if figures else ():
-            # Use the same step as Lightning's callbacks to align the metrics with the loss.
+            # Use the same step as Lightning's callbacks, so that metrics line up with the loss.
             logger.log_metrics(figures, step=loop._batches_that_stepped)

@@ -1,4 +1,4 @@
-"""torchtitan support: a dataloader of `cseq.tokens` rows for its trainer.
+"""torchtitan support: a dataloader that feeds `cseq.tokens` rows to its trainer.
 
 torchtitan 0.3.0 and the development versions since August 2026 have different dataloader
 interfaces. `TokenDataLoader` supports both.
@@ -37,11 +37,11 @@ KEYS = ("input_ids", "position_ids", "labels")
 class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
     """A dataloader that feeds batches of rows to torchtitan's trainer and validator.
 
-    Worker processes make the batches. A batch is ``({"input", "positions"}, labels)``. All tensors
-    are int64, with shape ``(local_batch_size, seq_len)`` in torchtitan 0.3.0 and
+    Batches are made by worker processes. A batch is ``({"input", "positions"}, labels)``. All
+    tensors are int64, and their shape is ``(local_batch_size, seq_len)`` in torchtitan 0.3.0 and
     ``(num_tokens_per_batch,)`` in newer versions. An incomplete last global batch is dropped, so
-    all ranks finish at the same step. torchtitan checkpoints resume exactly, even with a different
-    batch size or number of data-parallel ranks.
+    that all ranks finish at the same step. Runs resume exactly from torchtitan's checkpoints, even
+    with a different batch size or number of data-parallel ranks.
 
     Attributes
     ----------
@@ -65,13 +65,13 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             A function that accepts the row length in tokens (torchtitan's ``seq_len`` or
             ``max_context_length``) and returns a `cseq.tokens.Rows`.
         seed : int
-            The seed for the row order.
+            The seed for the order of rows.
         num_workers : int
-            The number of worker processes per rank. With 0, the trainer makes the batches itself.
+            The number of worker processes per rank. If this is 0, the trainer makes the batches.
         repeat : bool
             If False, training stops after one epoch.
         infinite : bool, optional
-            An override for `repeat` that torchtitan 0.3.0's validator sets.
+            Overrides `repeat`. The validator of torchtitan 0.3.0 sets this.
         """
 
         rows: Annotated[Callable[[int], Any] | None, tyro.conf.Suppress] = None
@@ -137,10 +137,10 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Start new workers and iterate from the loader's current position.
+        """Start new workers, and iterate from the current position.
 
-        Raises StopIteration when the data is exhausted. The trainer converts the exception to a
-        DataloaderExhaustedError, and the validator handles only StopIteration.
+        The end of the data is signaled by StopIteration. The trainer converts this exception to a
+        DataloaderExhaustedError, and it is the only exception that the validator handles.
         """
         manager, state = self.manager, self.state_dict()
         if state["epoch"] and not self._is_endless:
@@ -156,7 +156,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             manager.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as a small JSON-serializable dict that is identical on all ranks."""
+        """Return the position as a small dict of JSON values, which is the same on all ranks."""
         return self.manager.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer support: manager data sets, exact resumes and a monitor."""
+"""Hugging Face Trainer support: managers as data sets, exact resumes and a monitor."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.stateful import Stateful
 
     class Args(Protocol):
-        """The subset of TrainingArguments used here."""
+        """The part of TrainingArguments that is used here."""
 
         ignore_data_skip: bool
         seed: int
         data_seed: int | None
 
     class Progress(Protocol):
-        """The subset of TrainerState used here."""
+        """The part of TrainerState that is used here."""
 
         epoch: float | None
         global_step: int
         stateful_callbacks: dict[str, dict[str, dict[str, Any]]]
 
     class Control(Protocol):
-        """The subset of TrainerControl used here."""
+        """The part of TrainerControl that is used here."""
 
         should_log: bool
 
     class Logs(Protocol):
-        """The subset of Trainer used here."""
+        """The part of Trainer that is used here."""
 
         def log(self, figures: dict[str, float]) -> object: ...
 
@@ -60,7 +60,7 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
         return self.train_dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        # A string names one of several data sets.
+        # If there are several data sets, a string selects one.
         if isinstance(eval_dataset, str):
             return self.eval_dataset[eval_dataset]
         return self.eval_dataset if eval_dataset is None else eval_dataset
@@ -70,9 +70,10 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
 
 
 class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """Stores the training loader's state in each checkpoint's `trainer_state.json`.
+    """A callback that saves the state of the training loader in every checkpoint.
 
-    With this callback, ``trainer.train(resume_from_checkpoint=…)`` continues with the next batch.
+    ``trainer.train(resume_from_checkpoint=…)`` then continues with the next batch. The state is
+    stored in `trainer_state.json`.
     """
 
     batches: Stateful | None = None
@@ -103,11 +104,12 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class SeedEpochs(TrainerCallback):  # type: ignore[misc]
-    """Makes mid-epoch resumes exact for samplers other than the Trainer's default.
+    """A callback for exact resumes in the middle of an epoch with any sampler.
 
-    On a resume, the Trainer redraws and skips the keys of batches already used. This callback makes
-    the Trainer redraw the same keys. In each epoch, the callback seeds the loader's generator and
-    the sampler's, if any, from the epoch number and the run's `data_seed` or `seed`.
+    When the Trainer resumes an epoch, it draws the keys of all batches again and skips those that
+    were used. It draws the same keys only for its default sampler. This callback makes it draw the
+    same keys for other samplers, by seeding the generators of the loader and the sampler in each
+    epoch. Seeds are derived from the epoch number and the `data_seed` or `seed` of the run.
     """
 
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
@@ -123,7 +125,7 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
             if hasattr(drawing, "generator"):
                 generator = torch.Generator()
                 drawing.generator = generator.manual_seed(seed_from(seed, self._epoch, number))
-        # After skipping batches, accelerate's dispatcher does not pass the epoch to the sampler.
+        # When batches are skipped, accelerate's dispatcher does not pass the epoch to the sampler.
         set_epoch: Callable[[int], object] | None = getattr(prepared, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self._epoch)
@@ -131,19 +133,20 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
 
 
 class Monitor(TrainerCallback):  # type: ignore[misc]
-    """Logs a manager's metrics with `Trainer.log`, which sends them to every target in `report_to`.
+    """A callback that logs the metrics of a manager with `Trainer.log`.
 
-    The metrics come from `Stats.as_dict` and cover the batches since the previous log. Each rank
-    measures its own manager, but the Trainer's integrations write only rank 0's metrics.
+    The Trainer sends them to all integrations in `report_to`. The metrics come from `Stats.as_dict`
+    and cover the batches since the previous log entry. Each rank measures its own manager, but the
+    integrations write only the metrics of rank 0.
 
     Parameters
     ----------
     manager : manager or DataLoader, optional
-        The manager to measure. The default is the Trainer's training loader.
+        The manager to measure. Defaults to the Trainer's training loader.
     every : int
-        The number of Trainer steps between logs.
+        How often to log metrics, in Trainer steps.
     trainer : Trainer, optional
-        The Trainer to log with. A `BatchTrainer` sets this on its monitors.
+        The Trainer whose `log` is called. `BatchTrainer` sets this attribute of its monitors.
     """
 
     def __init__(
@@ -165,7 +168,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
-            # `log` cancels any pending request to log this step's loss, so restore the request.
+            # `log` cancels a pending request to log the loss of this step. Restore the request.
             wanted = control.should_log
             self.trainer.log(figures)
             control.should_log = wanted

@@ -1,8 +1,8 @@
-"""RETURNN's `MultiProcDataset` with sequences loaded by cseq's worker processes.
+"""A replacement for RETURNN's `MultiProcDataset` that uses cseq's worker processes.
 
 The class wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset configuration. Each
-worker process creates its own copy of the dataset. Worker 0 returns the sequence order for each
-epoch. Each worker prefetches its share of the sequences, which are delivered in this order.
+worker process creates its own copy of the dataset. At the start of an epoch, worker 0 returns the
+order of the sequences. Each worker prefetches its share, and the sequences are delivered in order.
 
 ::
 
@@ -14,8 +14,8 @@ epoch. Each worker prefetches its share of the sequences, which are delivered in
         ⋮                         │
     worker N-1: …               ──┘
 
-With ``sharding_method='dedicated'``, no order is requested. Each worker's dataset is one of N
-shards, and the round robin skips exhausted workers.
+With ``sharding_method='dedicated'``, the order is not requested. Instead, the dataset of each
+worker is one of N shards, and the round robin skips workers that are exhausted.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ __all__ = ["MultiProcDataset", "install"]
 
 SHARDING_METHODS = ("seq_order", "dedicated")
 
-# The `install` function once it has been called. The workers then call it as well.
+# The function `install` after it has been called, so that workers call it as well.
 _installed: Callable[[], None] | None = None
 
 
 def install() -> None:
     """Register this class as RETURNN's ``"MultiProcDataset"``.
 
-    Call this before the first dataset is created. The registration applies to this process until it
-    exits, and to the workers of this module's datasets. Other processes that RETURNN starts receive
-    pickled datasets, which keep their class.
+    Call this before the first dataset is created. The registration applies to this process and to
+    the workers of datasets of this class. Other processes that RETURNN starts do not need it,
+    because pickled datasets keep their class.
     """
     global _installed
     from returnn.datasets import multi_proc
 
     multi_proc.MultiProcDataset = MultiProcDataset
-    # RETURNN fills this cache on the first lookup. Before that, the line above suffices.
+    # RETURNN fills this cache on the first lookup. Until then, the line above is enough.
     if basic._dataset_classes:
         basic._dataset_classes["MultiProcDataset"] = MultiProcDataset
     _installed = install
@@ -82,31 +82,33 @@ def install() -> None:
 class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     """A dataset whose sequences are loaded by worker processes.
 
-    Replaces ``returnn.datasets.multi_proc.MultiProcDataset``, with the same arguments and order.
+    This class replaces ``returnn.datasets.multi_proc.MultiProcDataset``. It accepts the same
+    arguments and returns the same sequences in the same order.
 
     Parameters
     ----------
     dataset : dict
-        The dataset that every worker creates, as in a RETURNN configuration.
+        The configuration of the dataset that every worker creates.
     num_workers : int
+        The number of worker processes.
     buffer_size : int
         The number of sequences that each worker prefetches.
     sharding_method : {'seq_order', 'dedicated'}
-        'seq_order' keeps the wrapped dataset's order for any number of workers. The dataset must
-        support `get_current_seq_order`. With 'dedicated', each worker's dataset is one of
-        `num_workers` shards, whose sizes may differ or be unknown. The sequences are the same, but
-        their order depends on the number of workers.
+        'seq_order' keeps the order of the wrapped dataset for any number of workers, and requires
+        that the dataset supports `get_current_seq_order`. With 'dedicated', the dataset of each
+        worker is one of `num_workers` shards, whose sizes may differ or be unknown. The epoch
+        contains the same sequences, but their order depends on the number of workers.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        The start method for the workers. The default is cseq's default on this system.
+        How to start the workers. Defaults to cseq's default on this system.
     max_restarts : int
         The maximum number of dead workers to replace per epoch before raising `cseq.WorkerDied`.
     timeout : float or None
         The time limit in seconds for loading a sequence, answering a query or creating the dataset.
     on_timeout : {'raise', 'restart'}
-        Whether to raise `cseq.WorkerTimeout` or to replace the worker and try again.
+        Whether to raise `cseq.WorkerTimeout`, or to replace the worker and try again.
     **kwargs
         General dataset arguments (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
-        passed to `dataset`, whose own entries take precedence.
+        passed on to the wrapped dataset, but entries in `dataset` take precedence.
 
     Raises
     ------
@@ -118,15 +120,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     Notes
     -----
     Workers start on first use. If the wrapped dataset raises an exception in a worker, the
-    exception is re-raised here with the same type and the worker's traceback. A dead worker is
-    replaced, and the sequences it had prefetched are loaded again.
+    exception is re-raised in this process with the same type and the traceback from the worker. If
+    a worker dies, it is replaced, and the sequences that it had prefetched are loaded again.
 
-    In a worker, the global generators of Python, NumPy and torch are seeded for each sequence from
-    `random_seed_offset`, the epoch and the sequence's position in the epoch. Augmentation that uses
-    these generators therefore differs between sequences and, with 'seq_order', is the same for any
-    number of workers. A `PostprocessingDataset`'s ``rng`` is seeded the same way.
+    Workers seed the global generators of Python, NumPy and torch before every sequence, based on
+    `random_seed_offset`, the epoch and the position in the epoch. Augmentation that uses these
+    generators is therefore different for every sequence and, with 'seq_order', the same for any
+    number of workers. The ``rng`` of a `PostprocessingDataset` is seeded in the same way.
 
-    Any exception in `load_seqs` ends the epoch, whether a sequence or a signal handler raised it.
+    Any exception in `load_seqs` ends the epoch, even if it was raised by a signal handler.
     """
 
     num_inputs: Any
@@ -168,11 +170,12 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._max_restarts = max_restarts
         self._timeout = timeout
         self._on_timeout = on_timeout
-        # The wrapped dataset's cached answers.
+        # Cached answers of the wrapped dataset.
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
-        # The number and arguments of the last `init_seq_order` call, and its order if known.
+        # The serial number and arguments of the last call to `init_seq_order`, and the order if it
+        # is known.
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
@@ -180,7 +183,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # The largest `complete_frac` so far, and the frame count so far for each data key.
+        # The largest `complete_frac` so far, and the number of frames so far for each data key.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -193,14 +196,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy receives all `Dataset` arguments, even defaults, and must not pass them on.
+        # The copy receives all arguments of `Dataset`, including defaults, and must not pass them
+        # to the wrapped dataset.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
     # -- properties of the wrapped dataset ------------------------------------------------------
 
     def initialize(self) -> None:
-        """Start the workers and query the wrapped dataset for its description."""
+        """Start the workers and query the properties of the wrapped dataset."""
         self._describe()
         super().initialize()
 
@@ -210,7 +214,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         )
 
     def _answer(self, question: str) -> Any:
-        """Return a constant property, or raise NotImplementedError if the dataset lacks it."""
+        """Return a constant property of the dataset. Raise NotImplementedError if it is missing."""
         if question not in self._meta:
             with self._guarded() as streams:
                 self._meta[question] = streams.ask("answer", question, worker=0)
@@ -224,14 +228,14 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return list(self._answer("get_data_keys"))
 
     def get_data_dtype(self, key: str) -> str:
-        """Return the dtype of a key's data as a string."""
+        """Return the dtype of a data key as a string."""
         return str(self._answer("data_dtypes")[key])
 
     def get_total_num_seqs(self, *, fast: bool = False) -> int:
         """Return the total number of sequences in all parts of the epoch.
 
-        Raises NotImplementedError if the wrapped dataset cannot provide the number. With `fast`,
-        this never starts a worker.
+        Raises NotImplementedError if the wrapped dataset does not know the number. If `fast` is
+        set, no worker is started.
         """
         if fast and "get_total_num_seqs" not in self._meta and not self._is_running():
             raise NotImplementedError(f"{self}: no worker is running that could be asked")
@@ -255,13 +259,13 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return bool(self._answer("have_corpus_seq_idx"))
 
     def get_corpus_seq_idx(self, seq_idx: int) -> int:
-        """Return the corpus index of a sequence from its index in the epoch."""
+        """Return the corpus index of a sequence, given its index in the epoch."""
         if self.have_corpus_seq_idx():
             return int(self.get_current_seq_order()[seq_idx])
         return int(super().get_corpus_seq_idx(seq_idx))
 
     def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
-        """Make this dataset a single shard, starting with the next `init_seq_order` call."""
+        """Restrict this dataset to a shard, starting with the next call to `init_seq_order`."""
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
@@ -272,7 +276,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._streams is not None and self._streams._run.is_ours
 
     def _workers(self) -> Streams:
-        """Return the workers, starting them on the first call in this process."""
+        """Return the workers. The first call in each process starts them."""
         if self._streams is None or not self._is_running():
             self._is_under_way = False
             plan = CONFIGURATION, self.dataset, self._sharding_method, self.name, _installed
@@ -289,7 +293,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Streams]:
-        """Yield the workers, and close them if the block raises a fatal worker error."""
+        """Yield the workers. If the block raises a fatal worker error, close them."""
         streams = self._workers()
         try:
             yield streams
@@ -299,15 +303,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             raise
 
     def close(self) -> None:
-        """Stop the workers without waiting for garbage collection. The next use restarts them."""
+        """Stop the workers now rather than at garbage collection. The next use restarts them."""
         streams, self._streams = self._streams, None
         self._is_under_way, self._items = False, iter(())
-        # In a forked process, `close` does nothing.
+        # In a forked process, this does nothing.
         if streams is not None:
             streams.close()
 
     def stats(self) -> Stats | None:
-        """Return counts and times since the workers started, or None if there are no workers."""
+        """Return statistics since the workers started, or None if there are no workers."""
         return self._streams.stats() if self._streams is not None else None
 
     @property
@@ -334,7 +338,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_order : sequence of int, optional
             The corpus indices of the sequences to load, in order.
         """
-        # Reset this first, so that no epoch is running if this method is interrupted.
+        # Reset this first, so that there is no running epoch if this method is interrupted.
         self._is_under_way = False
         self._taken, self._complete, self._frames = 0, 0.0, {}
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
@@ -360,9 +364,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return True
 
     def get_current_seq_order(self) -> Sequence[int]:
-        """Return the order of the epoch that `init_seq_order` last started, even if it has ended.
+        """Return the sequence order of the latest epoch, even if it has ended.
 
-        Raises NotImplementedError if the wrapped dataset cannot provide the order.
+        Raises NotImplementedError if the wrapped dataset does not know the order.
         """
         if self._asked is None:
             return []
@@ -384,7 +388,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return [index for turn in rounds for index in turn if index is not None]
 
     def finish_epoch(self, *, free_resources: bool = False) -> None:
-        """Finish the epoch. If `free_resources`, workers drop their datasets until the next one."""
+        """Finish the epoch. If `free_resources` is set, workers also drop their datasets."""
         super().finish_epoch(free_resources=free_resources)
         self._is_under_way = False
         if self._is_running():
@@ -395,7 +399,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- sequences ------------------------------------------------------------------------------
 
     def is_less_than_num_seqs(self, n: int) -> bool:
-        """Return True if sequence `n` exists, loading up to `n` if the length is unknown."""
+        """Return True if sequence `n` exists, which may require loading sequences up to `n`."""
         if n < self.expected_load_seq_start:
             return True
         if self.epoch is None:
@@ -413,7 +417,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        # Any exception ends the epoch, even one raised by a signal handler.
+        # Any exception ends the epoch, including exceptions from signal handlers.
         self._is_under_way = False
         try:
             while self._taken < (end if self._num_seqs is None else min(end, self._num_seqs)):

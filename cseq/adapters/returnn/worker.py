@@ -36,9 +36,9 @@ __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 class OrderRequest(NamedTuple):
-    """A worker's assignment for an epoch: the arguments of `init_seq_order` call number `serial`.
+    """What a worker needs to start an epoch: the arguments of call `serial` of `init_seq_order`.
 
-    The dataset is divided into the shards before each shard is divided among the workers.
+    The dataset is first divided into shards, and each shard is then divided among the workers.
     """
 
     serial: int
@@ -50,10 +50,10 @@ class OrderRequest(NamedTuple):
 
 
 class _Configuration:
-    """Restores RETURNN's global configuration when it is unpickled.
+    """A pickle of RETURNN's global configuration that restores it in another process.
 
-    The configuration's classes and functions live in ``__returnn_config__``, a module without a
-    file. A worker can import that module only after unpickling the configuration.
+    Classes and functions in the configuration belong to the module ``__returnn_config__``, which
+    has no file. A worker can import this module only after it has unpickled the configuration.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -61,7 +61,7 @@ class _Configuration:
 
 
 def _restore(pickled: bytes) -> None:
-    """Set RETURNN's configuration in this process, as RETURNN does in its own workers."""
+    """Restore RETURNN's configuration in this process, as RETURNN does in its own workers."""
     pickle.loads(pickled)()
 
 
@@ -69,11 +69,11 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """A producer for one of `num_workers` workers. It holds the worker's dataset and position."""
+    """The producer of one of `num_workers` workers, which owns the worker's dataset."""
 
     def __init__(
         self,
-        # `CONFIGURATION` must precede the arguments that need it for unpickling.
+        # `CONFIGURATION` must come before the arguments that need it to be unpickled.
         _: object,
         plan: dict[str, Any],
         sharding_method: str,
@@ -90,7 +90,7 @@ class SequenceProducer:
         self._dedicated = sharding_method == "dedicated"
         self._number = number
         self._num_workers = num_workers
-        # The dataset is created on first use and recreated after `finish` frees it.
+        # The dataset, which is created on first use and again after `finish` has dropped it.
         self._dataset: Any = None
         # The serial number of the prepared request, and the data keys in this epoch.
         self._serial: int | None = None
@@ -144,7 +144,7 @@ class SequenceProducer:
         return answer if answer is None or isinstance(answer, (int, float, dict)) else list(answer)
 
     def order(self, request: OrderRequest) -> Sequence[int] | NotImplementedError:
-        """Return the sequence order for an epoch, or for this worker's shard if 'dedicated'."""
+        """Return the sequence order of an epoch, or of this worker's shard with 'dedicated'."""
         prepared = self._dataset is not None and self._serial == request.serial
         dataset = self._made() if self._dedicated and prepared else self._prepare(request)
         try:
@@ -158,7 +158,7 @@ class SequenceProducer:
             ) from error
 
     def finish(self, free_resources: bool) -> None:  # noqa: FBT001 - `ask` passes by position
-        """Finish an epoch."""
+        """Finish an epoch, and drop the dataset if `free_resources` is set."""
         self._serial = None
         if self._dataset is not None:
             self._dataset.finish_epoch(free_resources=free_resources)
@@ -169,22 +169,22 @@ class SequenceProducer:
     # -- an epoch -------------------------------------------------------------------------------
 
     def begin(self, request: OrderRequest) -> int | float | None:
-        """Start an epoch and return this worker's number of sequences, or None if unknown."""
+        """Start an epoch. Return the number of sequences for this worker, or None if unknown."""
         return self._length(self._prepare(request))
 
     @staticmethod
     def _length(dataset: Dataset) -> int | float | None:
-        """Return the number of sequences in the epoch, or None if not known in advance."""
+        """Return the number of sequences in the epoch, or None if it is not known in advance."""
         try:
             return dataset.num_seqs
         except NotImplementedError:
             return None
 
     def items(self, start: int) -> Iterator[Loaded]:
-        """Load and yield the sequences, starting with number `start`.
+        """Load and yield the sequences of this worker, starting with number `start`.
 
-        A dataset of known length can start at any sequence. Datasets of unknown length and every
-        `PostprocessingDataset` must also load the sequences before `start`.
+        If the dataset has an unknown length or is a `PostprocessingDataset`, the sequences before
+        `start` are loaded as well. Otherwise, loading starts at `start`.
         """
         length = self._length(self._dataset)
         number = 0 if length is None or self._seeds.passed else start
@@ -213,10 +213,10 @@ class SequenceProducer:
         return bool(dataset.is_less_than_num_seqs(number))
 
     def _position(self, number: int, *, known: bool) -> int:
-        """Return a number that identifies a sequence in the epoch, whichever worker loads it.
+        """Return a number that identifies a sequence in the epoch, regardless of the worker.
 
-        This is the position in the epoch if the number of workers does not affect that position,
-        otherwise the corpus index if there is one.
+        This is the position in the epoch if the position does not depend on the number of workers.
+        Otherwise, it is the corpus index, if there is one.
         """
         num_shards, shard_index = self._shards
         if not self._dedicated:
@@ -236,5 +236,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Reduce an error to its text so that it can be sent to the trainer."""
+    """Return a copy of an error with only its text, which can be sent to the trainer."""
     return type(error)(*map(str, error.args))

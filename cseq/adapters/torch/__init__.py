@@ -1,8 +1,8 @@
 """torch's DataLoader on cseq's engine.
 
-``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose workers run on `cseq.stream.Streams`.
-`install` makes torch's own class use the same workers. docs/how-to/from-dataloader.md and
-dataloader-differences.md describe both.
+``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose workers are managed by
+`cseq.stream.Streams`. `install` makes torch's own class use the same workers. Both are described
+in docs/how-to/from-dataloader.md and dataloader-differences.md.
 
 ::
 

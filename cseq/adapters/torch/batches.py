@@ -1,4 +1,4 @@
-"""A stateful batch sampler that lets a DataLoader use cseq orders."""
+"""A stateful batch sampler for using cseq orders with a DataLoader."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ log = logging.getLogger("cseq")
 class BatchSampler:
     """A batch sampler over a `cseq.Order`, for `cseq.DataLoader` and torch's DataLoader.
 
-    ``DataLoader(…, batch_sampler=order)`` creates one. Each ``iter()`` starts the next epoch and
-    abandons an unfinished one. Frameworks that divide batches among ranks, such as accelerate,
-    divide these batches too.
+    ``DataLoader(…, batch_sampler=order)`` creates a batch sampler. Each ``iter()`` starts the next
+    epoch, even if the previous epoch is unfinished. Frameworks that divide batches among ranks,
+    such as accelerate, can divide these batches as well.
 
     Parameters
     ----------
@@ -42,15 +42,16 @@ class BatchSampler:
     batch_size : int
         The number of units per batch on each rank.
     seed : int, optional
-        A seed in [0, 2**64), the same on all ranks. The default is torch's initial seed or the seed
-        of a loaded state. With a process group, rank 0's value is used.
+        A seed in [0, 2**64), which must be the same on all ranks. Defaults to the seed of a loaded
+        state, or to torch's initial seed on rank 0.
     drop_last : bool
-        If True, a short last batch is dropped.
+        Whether to drop an incomplete last batch.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
-        This rank's part of every global batch; see `cseq.MSequence`. The default is the whole
-        batch, even with multiple ranks, because some frameworks divide the batches themselves.
+        Which part of every global batch to read; see `cseq.MSequence`. By default, every rank reads
+        whole batches, because some frameworks divide the batches themselves.
     pad : bool
-        If False, no unit is repeated, and ranks may receive unequal parts.
+        If False, no units are repeated, and the last batch may have different sizes on different
+        ranks.
 
     Examples
     --------
@@ -73,8 +74,9 @@ class BatchSampler:
             raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
         if order.samples is None:
             raise ValueError(f"order={order!r} is over no number of samples; give it one")
-        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: the seed was drawn (None
-        # if it has yet to be drawn). `_is_agreed`: the seed is known to match rank 0's.
+        # `_takes_any` is True if a loaded state may replace the seed. `_is_drawn` is None if the
+        # seed will be drawn, and True once it has been drawn. `_is_agreed` is True if the seed is
+        # known to be the same as on rank 0.
         self._takes_any = seed is None
         self._is_drawn = None if seed is None else False
         self._is_agreed = False
@@ -91,8 +93,8 @@ class BatchSampler:
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        # Both are (epoch, number of consumed samples). `_next` is the start of the next `iter`.
-        # `_now` is the position after the latest batch, or None once that batch's epoch is over.
+        # Positions are (epoch, number of consumed units). The next `iter` starts at `_next`. `_now`
+        # is the position after the latest batch, or None if the epoch of that batch is over.
         self._next = 0, 0
         self._now: tuple[int, int] | None = None
 
@@ -103,17 +105,17 @@ class BatchSampler:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples per batch, or None if the number varies. Frameworks read this."""
+        """The number of samples per batch, or None if it varies. Frameworks read this."""
         order = self._sampler.order
         return None if order.is_batch or order.room > 1 else self._sampler.batch_size
 
     @property
     def drop_last(self) -> bool:
-        """True if a short last batch is dropped."""
+        """Whether an incomplete last batch is dropped."""
         return self._sampler.drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``. Running iterators keep their epoch."""
+        """Set the epoch for the next ``iter()``. Existing iterators are not affected."""
         if integer("epoch", epoch, least=0) != self._next[0]:
             self._next = epoch, 0
 
@@ -130,7 +132,7 @@ class BatchSampler:
         """Yield the batches and track the position for `state_dict`."""
         sampler, epoch, consumed = self._sampler, begun[0], source.consumed
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        # `__iter__` cannot advance the epoch, because torch calls it more than once per epoch.
+        # Advance the epoch here, because torch may call `__iter__` more than once per epoch.
         if self._next == begun:
             self._next = epoch + 1, 0
         for batch in range(len(source)):
@@ -146,7 +148,7 @@ class BatchSampler:
         return self._shard
 
     def _agree(self) -> None:
-        """Draw a seed and adopt rank 0's, or check the given seed if ranks divide the batches."""
+        """Use the seed that rank 0 draws, or check a given seed if ranks divide the batches."""
         divider = ranks.divider(self)
         is_drawn, is_divided = self._is_drawn is None, divider not in (None, self)
         if self._is_agreed or not (is_drawn or is_divided):
@@ -175,12 +177,12 @@ class BatchSampler:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order after the last batch drawn."""
+        """Return the position in the order after the latest batch."""
         self._agree()
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the state that follows `state` by `batches` batches in the same epoch."""
+        """Return the state `batches` batches after `state`, in the same epoch."""
         sampler, consumed = self._sampler, state["consumed"]
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
         consumed = min(consumed + batches * stride, end)
@@ -197,7 +199,7 @@ class BatchSampler:
 
 
 def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a DataLoader's arguments by name, with the order wrapped in a `BatchSampler`."""
+    """Wrap an order that was passed to a DataLoader. Return all arguments by name."""
     positions = inspect.signature(DataLoader).parameters
     given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
     name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))

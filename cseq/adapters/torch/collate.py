@@ -1,9 +1,9 @@
-"""Collates tensors and arrays directly into the batch's slot.
+"""Collates tensors and arrays directly into the slot of a batch.
 
 In a worker, torch's default_collate allocates a new shared-memory file for each stacked tensor.
-Here, default_collate stacks into the batch's existing slot instead. This is done by patching its
-map from types to functions, so custom collate functions that call default_collate also benefit.
-`collating` covers custom functions that call `torch.stack` or `torch.cat`.
+This module makes it stack into the slot instead, by patching default_collate's map from types to
+functions. Custom collate functions that call default_collate benefit as well. `collating` handles
+custom functions that call `torch.stack` or `torch.cat`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# From WATCHED bytes up, a copy costs more than watching a collate function's calls. While watching
-# gains nothing, only one batch in EVERY is watched.
+# For results of at least WATCHED bytes, a copy costs more than intercepting torch's functions. As
+# long as intercepting them does not save a copy, it is done for only one in EVERY batches.
 WATCHED, EVERY = 1 << 20, 32
 
 
 def stack_in_slots(*, tensors: bool = True) -> None:
-    """Make default_collate stack into the batch's slot, but keep entries the user replaced."""
+    """Make default_collate stack into the slot. Keep entries of its map that the user replaced."""
     entries = names.collate_map
     if tensors and entries.get(torch.Tensor) is names.tensor_entry:
         entries[torch.Tensor] = collate_tensors
@@ -42,12 +42,12 @@ def stack_in_slots(*, tensors: bool = True) -> None:
 
 
 def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack tensors as torch's function does, and let torch's function raise all errors."""
+    """Stack tensors, and fall back to torch's function for special cases and errors."""
     first = batch[0]
     plain = type(first) is torch.Tensor and is_plain(first)
     if plain and first.nbytes * len(batch) >= IN_PLACE:
         return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
-    # torch's own function rejects quantized tensors in a worker.
+    # In a worker, torch's function would reject quantized tensors.
     if plain or first.is_quantized:
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
@@ -56,7 +56,7 @@ def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None)
 
 
 def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack matching arrays in a worker; otherwise, fall back to torch's function."""
+    """Stack arrays of equal type and shape in a worker, or fall back to torch's function."""
     first = batch[0]
     dtype, shape = first.dtype, first.shape
     is_ours = context.here.batch_context is not None and dtype.kind in "biufc" and dtype.isnative
@@ -73,16 +73,16 @@ def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> 
 
 
 def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Wrap a collate function so that large `torch.stack` and `torch.cat` calls use the slot."""
+    """Wrap a collate function so that the results of `torch.stack` and `torch.cat` use the slot."""
     return function if function in (default_collate, default_convert) else _Collating(function)
 
 
 class _Collating:
-    """A wrapper around the user's collate function.
+    """A wrapper around a user's collate function that intercepts torch functions.
 
-    Unlike numpy's allocator, torch's cannot be replaced, so the function's torch calls are
-    intercepted. This costs a few microseconds per call. Every batch is watched while tensors land
-    in the slot, otherwise only one batch in `EVERY`.
+    This is necessary because torch's allocator, unlike numpy's, cannot be replaced. It costs a few
+    microseconds per call of a torch function. As long as this does not place any tensors in the
+    slot, only one in `EVERY` batches is intercepted.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
@@ -102,7 +102,7 @@ class _Collating:
 
 
 class _Watch(TorchFunctionMode):
-    """Directs the results of large `stack` and `cat` calls along dimension 0 to the slot."""
+    """Makes large `stack` and `cat` calls along dimension 0 write their results to the slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
-    """Return the result's shape if the tensors match and are large enough, otherwise None."""
+    """Return the shape of the result, or None if the tensors do not match or are too small."""
     if type(tensors) not in (list, tuple) or not tensors:
         return None
     if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):

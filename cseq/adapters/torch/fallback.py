@@ -1,4 +1,4 @@
-"""Chooses a loader's iterator: cseq's, or torch's own as a fallback."""
+"""Chooses between cseq's iterator and torch's own iterator, which is the fallback."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ UNUSABLE = (
     "at the first batch, since %s; load_state_dict({}) drops the state"
 )
 
-# The iterator count for each loader class and fallback reason (None for cseq's iterator).
+# The number of iterators by loader class and reason for the fallback (None if there was none).
 made: Counter[tuple[str, str | None]] = Counter()
 
 
 def note(loader: DataLoader[Any], reason: str | None) -> None:
-    """Count an iterator for the summary that ``cseq run`` prints at exit."""
+    """Count an iterator, for the summary that ``cseq run`` prints at exit."""
     kind = type(loader)
     made[f"{kind.__module__}.{kind.__qualname__}", reason] += 1
 
 
 def lines() -> Iterator[str]:
-    """Yield a line for each loader class and reason, saying whether cseq's iterator was used."""
+    """Yield a line of the summary for each loader class and reason."""
     for (loader, reason), count in made.items():
         number = "1 iterator" if count == 1 else f"{count} iterators"
         whose = "cseq's" if reason is None else f"torch's own, since {reason}"
@@ -51,11 +51,11 @@ def lines() -> Iterator[str]:
 
 
 def _can_torch(loader: data.DataLoader[Any]) -> bool:
-    """Check whether multiprocessing's pickler can pickle a loader that cseq's pickler cannot.
+    """Return True if multiprocessing's pickler can pickle a loader that cseq's pickler cannot.
 
-    A library may have registered reducers with multiprocessing.
+    This is possible if a library has registered reducers with multiprocessing.
     """
-    # On Windows, the pickler needs the child process.
+    # On Windows, multiprocessing's pickler requires a child process.
     if os.name == "nt":
         return True
     from cseq.processes.spawning import spawning
@@ -69,9 +69,9 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 
 
 def method_of(loader: data.DataLoader[Any], default: str) -> str:
-    """Return the loader's own worker method, or `default` if the loader allows it.
+    """Return the worker method of a loader, which is `default` unless the loader specifies one.
 
-    Threads share the data set, so an IterableDataset never uses threads by default.
+    IterableDatasets do not use threads by default, because threads share the data set.
     """
     first = VALUES["worker_method"][0]
     given: str = getattr(loader, "worker_method", None) or first
@@ -81,20 +81,20 @@ def method_of(loader: data.DataLoader[Any], default: str) -> str:
 
 
 def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str | None:
-    """Return why a loader cannot use cseq's iterator, or None if it can."""
+    """Return the reason why a loader cannot use cseq's iterator, or None if it can."""
     if names.REASON is not None:
         return names.REASON
     for name, default in names.UNKNOWN.items():
         value = getattr(loader, name, inspect.Parameter.empty)
         if value is not default and value != default:
             return f"cseq does not know what its {name}={value!r} is"
-    # torch gives datapipes special treatment when it starts processes.
+    # torch handles datapipes specially when it starts processes.
     if isinstance(loader.dataset, names.DATAPIPES):
         return "its data set is a datapipe"
     if loader.num_workers == 0 or worker_method == "thread":
         return None
     chosen = loader.multiprocessing_context
-    # A custom context may start processes differently.
+    # A custom context may start processes in a different way.
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
         return f"its multiprocessing_context is {chosen!r}"
     method = start_method_of(loader)
@@ -104,7 +104,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
 
 
 def tell_lost(loader: DataLoader[Any]) -> None:
-    """Warn once about options lost when a framework rebuilds a loader as torch's DataLoader."""
+    """Warn once if a framework rebuilds a loader as torch's DataLoader, which loses options."""
     is_installed = data.DataLoader._get_iterator.__module__ != data.DataLoader.__module__
     lost = [] if is_installed else ["cseq's workers"]
     remedy = [] if is_installed else ["call cseq.adapters.torch.install()"]
@@ -138,22 +138,22 @@ def make_iterator(
     options: Options,
     resume: dict[str, Any] | None = None,
 ) -> object:
-    """Create cseq's iterator if possible, otherwise call `otherwise` to create torch's own.
+    """Create cseq's iterator, or call `otherwise` to create torch's own iterator.
 
-    The loader stores the iterator's `LoaderProgress` and the reason for any fallback. A fallback is
-    logged once per loader, along with the options (`rng`, `on_error`) that torch ignores.
+    The loader stores the `LoaderProgress` of the iterator, and the reason if torch's iterator is
+    used. This reason is logged once per loader, along with the options that torch does not have.
 
     Raises
     ------
     ValueError
-        If a state was loaded but torch's own iterator, which cannot use a state, is needed.
+        If a state was loaded but torch's iterator must be used, which cannot resume from a state.
     """
     iterator: Any = None
     options = options._replace(worker_method=method_of(loader, options.worker_method))
     has_processes = loader.num_workers > 0 and options.worker_method != "thread"
     reason = reason_against(loader, options.worker_method)
     if reason is None:
-        # Import this lazily, because it loads the engine.
+        # Import this only if necessary, because it loads the engine.
         from cseq.adapters.torch.iterator import LoaderIterator
 
         if has_processes:
@@ -168,13 +168,13 @@ def make_iterator(
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise
-            # The failed attempt may have drawn from these generators.
+            # The failed attempt may have drawn numbers from these generators.
             set_sources(before[0])
             chosen.set_state(before[1])
     if reason is not None:
         if resume is not None:
             raise ValueError(UNUSABLE % reason)
-        # If torch itself is the reason, every loader is affected, so warn only once.
+        # If the reason is the version of torch, all loaders are affected, so warn only once.
         warned = data.DataLoader if reason is names.REASON else loader
         if warned not in _warned:
             _warned.add(warned)

@@ -1,4 +1,4 @@
-"""Warnings about likely mistakes in an epoch that torch does not report."""
+"""Warnings about likely mistakes that torch does not report."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 __all__ = ["look_at"]
 
 log = logging.getLogger("cseq")
-# Each message is logged once.
+# Each distinct message is logged only once.
 warn = functools.cache(log.warning)
 
 
 def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     """Check a finished epoch for likely mistakes.
 
-    `sampler` is the source of the epoch's keys. `counts` holds each worker's batch count for an
-    IterableDataset, otherwise the total batch count.
+    `sampler` is the index sampler. `counts` contains the number of batches per worker for an
+    IterableDataset, and otherwise the total number of batches.
     """
+    # For cseq orders, the order's sampler warns about this.
     size = getattr(sampler, "batch_size", None)
     drops = bool(getattr(sampler, "drop_last", False))
     name = type(dataset).__name__

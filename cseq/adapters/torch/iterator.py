@@ -1,4 +1,4 @@
-"""The trainer's iterator over a loader's batches, made by workers or in-process."""
+"""The iterator over the batches of a DataLoader, which workers or the trainer itself make."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ INTERRUPTED = (
     "this iterator's epoch is over: its workers were closed, or they belong to the process that "
     "forked this one; call iter() of the DataLoader again"
 )
-# A placeholder for a skipped batch's exception.
+# A placeholder for the exception of a batch that is skipped.
 LEFT_OUT = Exception()
 
 
 class LoaderTimeout(WorkerTimeout, RuntimeError):
     """Raised if no batch arrives within `timeout`. The message shows where the worker is stuck.
 
-    The iterator remains usable, and the late batch keeps its position in the order.
+    The iterator can still be used, and the late batch is not lost.
     """
 
 
 class LoaderIterator(names.Workers):
-    """An iterator over a loader's batches.
+    """An iterator over the batches of a DataLoader.
 
-    The class derives from torch's multiprocessing iterator and provides the attributes and methods
-    that other libraries use. cseq handles all batch transport.
+    The class inherits from torch's multiprocessing iterator and provides the attributes and methods
+    that other libraries use. Batches are transported by cseq.
 
     Parameters
     ----------
     loader : torch.utils.data.DataLoader
     options : Options
     resume : dict, optional
-        The position from which the epoch continues; see `state.resumed`.
+        The position to resume from; see `state.resumed`.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class LoaderIterator(names.Workers):
     _num_yielded: int
     _base_seed: Any
     _sampler_iter: Any
-    # The ID of the thread that is inside `__next__`, or 0.
+    # The ID of the thread that is executing `__next__`, or 0.
     _taker = 0
     _shutdown = True
 
@@ -85,7 +85,7 @@ class LoaderIterator(names.Workers):
         self._is_seeded, self._skips_errors = options.rng == "batch", options.on_error == "skip"
         self._is_iterable = loader._dataset_kind == names.ITERABLE
         if resume is not None and resume["base_seed"] is None and loader.num_workers == 0:
-            # Restore the data set before the next epoch draws any numbers.
+            # Restore the state of the data set before the next epoch draws any numbers.
             dataset: Any = loader.dataset
             for state in filter(None, resume["workers"]):
                 if state["dataset"] is not None:
@@ -97,7 +97,8 @@ class LoaderIterator(names.Workers):
             self._check_threads(type(loader.dataset).__name__)
         keys = Keys(loader, keeps_state=self._keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, keys, rng=options.rng)
-        # The resumed epoch's seed was already drawn, so restore the trainer's generator below.
+        # torch draws a seed here, but the seed of a resumed epoch was drawn in the previous run.
+        # Restore the trainer's generator afterwards.
         goes_on = resume is not None and resume["base_seed"] is not None
         trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
@@ -106,10 +107,11 @@ class LoaderIterator(names.Workers):
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
-        # Resumes do not repeat batches of map-style data sets, so save the state after each batch.
+        # For map-style data sets, a resume does not make batches again, so the state must be saved
+        # after every batch.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        # The worker that made the latest batch (from an IterableDataset or with a state), the state
-        # after that batch, and the exception to raise instead of the next batch.
+        # The worker that made the latest batch (only for an IterableDataset or a batch with a
+        # state), the state after that batch, and the exception to raise instead of a batch.
         self._maker = 0
         self._after: bytes | None = None
         self._error: BaseException | None = None
@@ -124,7 +126,7 @@ class LoaderIterator(names.Workers):
             raise
 
     def _check_threads(self, dataset: str) -> None:
-        """Reject multiple threads if each would need its own part of the data set or its state."""
+        """Reject data sets that several threads cannot share."""
         if self._in_threads and self._is_iterable:
             raise ValueError(
                 f"dataset={dataset} is an IterableDataset, and threads do not divide one: "
@@ -195,9 +197,10 @@ class LoaderIterator(names.Workers):
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         resume: dict[str, Any] | None = None,
     ) -> None:
-        """Start an epoch and drop the previous epoch's unread batches.
+        """Start an epoch, and drop unread batches from the previous epoch.
 
-        A forked process cannot share its parent's persistent workers and starts new workers.
+        A forked process starts new workers, because it cannot share the parent's persistent
+        workers.
         """
         if not first_iter and self._num_workers and not self._run.is_ours:
             LoaderIterator.__init__(self, loader, self._options)
@@ -206,17 +209,17 @@ class LoaderIterator(names.Workers):
         self._pinner.forget()
         keys, is_seeded = self.progress.keys, self._is_seeded
         if first_iter:
-            # torch creates two sampler iterators for the first epoch.
+            # torch creates two iterators of the sampler for the first epoch.
             if self._num_workers and not is_seeded:
                 keys.look_again(resume if self._persistent_workers else None)
                 names.Base._reset(self, loader, first_iter)
         else:
-            # As in torch, finish the batches already requested, because they draw random numbers.
+            # As in torch, finish the requested batches first, because they draw random numbers.
             if not is_seeded and not self._ended:
                 self._streams.ask("get_ready", behind=True)
             keys = Keys(loader, keeps_state=self._keeps_state)
             names.Base._reset(self, loader, first_iter)
-            # Draw a base seed, as a new iterator would.
+            # Draw a base seed like a new iterator.
             if is_seeded:
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
                 self._base_seed = drawn.item()
@@ -233,7 +236,7 @@ class LoaderIterator(names.Workers):
     def _begin_epoch(self, resume: dict[str, Any] | None) -> None:
         progress, keys, index = self.progress, None, None
         if self._is_iterable:
-            # An IterableDataset has the same index for every batch.
+            # For an IterableDataset, all batches have the same index.
             index = next(iter(self._index_sampler))
         else:
             state = resume["sampler"] if resume else {}
@@ -252,7 +255,7 @@ class LoaderIterator(names.Workers):
             )
             for number in range(len(progress.counts))
         ]
-        # The data set still has its state from the end of the last epoch.
+        # The data set is still in the state in which the previous epoch left it.
         if self._shares_state and resume is None:
             dataset: Any = self._dataset
             progress.states = [dumps({"dataset": dataset.state_dict(), "made": 0})]
@@ -266,7 +269,7 @@ class LoaderIterator(names.Workers):
                 assign="free" if self._is_seeded and not is_stateful(self._dataset) else "turn",
                 first=progress.turn,
             )
-        # Restore the data set's state even if no batches remain.
+        # Restore the state of the data set even if no batches remain.
         if self._shares_state and resume:
             self._streams.ask("get_ready")
         self._items = iter(self._streams)
@@ -276,8 +279,9 @@ class LoaderIterator(names.Workers):
     def __next__(self) -> Any:
         """Return the next batch, or raise the exception that arrived instead.
 
-        The batch is counted last, without a call. If a signal handler raises (Ctrl-C), saved states
-        exclude the batch, and the iterator may lose it, as torch's may. This is not thread-safe.
+        The batch is counted at the very end, where no signal handler can run. If a handler raises
+        earlier (Ctrl-C), saved states do not include the batch, but the iterator may lose it, which
+        is also true for torch. This method is not thread-safe.
         """
         me = get_ident()
         if self._taker not in (0, me):
@@ -286,7 +290,7 @@ class LoaderIterator(names.Workers):
         try:
             while True:
                 count = self._num_yielded
-                # torch's method warns about too many batches and adds a label to profiles.
+                # torch's method warns if there are too many batches, and labels them in profiles.
                 if self._IterableDataset_len_called is not None or names.profiler_enabled():
                     batch = names.Base.__next__(self)
                 else:
@@ -305,11 +309,11 @@ class LoaderIterator(names.Workers):
                     raise failed
         finally:
             self._taker = 0
-            # The traceback refers to this frame, so a reference cycle would keep the workers alive.
+            # Break the reference cycle through the traceback, which would keep the workers alive.
             failed = None
 
     def _next_data(self) -> Any:
-        """Return the batch that `__next__` counts, or set `_error` and return None."""
+        """Return the next batch, or set `_error` and return None. `__next__` counts the batch."""
         self._error = None
         if self._ended:
             raise StopIteration
@@ -326,7 +330,8 @@ class LoaderIterator(names.Workers):
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
         except WorkerDied as died:
-            # Stop, as a generator does. The message starts like torch's, which users search for.
+            # Stop, as a generator would. The message starts like torch's message, because users
+            # search for that.
             self._ended = True
             text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
             died.args = (text,)
@@ -372,9 +377,9 @@ class LoaderIterator(names.Workers):
         return failure.show_traceback(failure.named(error, item.name))
 
     def _fail(self, error: BaseException, name: str | None = None, indices: Any = ()) -> None:
-        """Record an exception for `__next__` to raise, or skip a named batch with on_error='skip'.
+        """Record an exception that `__next__` raises. With on_error='skip', skip a named batch.
 
-        `_num_yielded` is decremented because torch's `__next__` will count the batch.
+        `_num_yielded` is decremented, because torch's `__next__` increments it.
         """
         self._num_yielded -= 1
         self._error = error
@@ -384,9 +389,9 @@ class LoaderIterator(names.Workers):
             self._error = LEFT_OUT
 
     def _pin_next(self) -> None:
-        """Start pinning the next batch in the background if that batch is ready.
+        """Start to pin the next batch in the background if it is ready.
 
-        The batch stays in the engine and is fetched as usual. No key is drawn for it.
+        The batch remains in the engine, and is fetched by the next call as usual.
         """
         following = self._streams.glance()
         batch = following.batch if type(following) is worker.Item else following
@@ -410,7 +415,7 @@ class LoaderIterator(names.Workers):
 
     @property
     def _workers(self) -> list[_WorkerHandle]:  # type: ignore[override]
-        """The current worker processes, including replacements. Worker threads are not listed."""
+        """The current worker processes, including replacements but not threads."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
         return [_WorkerHandle(processes[number]) for number in sorted(processes)]
 
@@ -425,12 +430,12 @@ class LoaderIterator(names.Workers):
             if self.progress.stats is None:
                 self.progress.stats = self.stats()
             self._streams.close()
-        # Set this last, because an interrupted `close` must run again.
+        # Set this last, so that an interrupted `close` runs again.
         self._shutdown = True
 
-    # `sys` is bound here because module globals are gone at interpreter exit.
+    # Bind `sys` here, because module globals may be gone when the interpreter exits.
     def __del__(self, sys: Any = sys) -> None:
-        """Pass the counts to the loader. The dropped `Streams` stops without blocking."""
+        """Save the statistics for the loader. The `Streams` object stops without blocking."""
         if self._shutdown or not self._num_workers or sys.is_finalizing():
             return
         if self._run.is_ours:
@@ -442,13 +447,16 @@ class LoaderIterator(names.Workers):
         return run
 
     def stats(self) -> Stats:
-        """Return the counts and times so far; see `cseq.Stats`."""
+        """Return the statistics so far; see `cseq.Stats`."""
         stats: Stats = self._streams.stats()
         return stats
 
 
 class _WorkerHandle:
-    """A handle with a `multiprocessing.Process` interface. The worker ignores SIGTERM."""
+    """A worker process with the interface of `multiprocessing.Process`.
+
+    `terminate` kills the worker, because workers ignore SIGTERM.
+    """
 
     def __init__(self, child: Child) -> None:
         self._child, self.pid = child, child.pid

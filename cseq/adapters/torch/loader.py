@@ -46,7 +46,7 @@ log = logging.getLogger("cseq")
 
 NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
-# Arguments of cseq managers that have a different name here.
+# Arguments of cseq's managers that have a different name in a DataLoader.
 ELSEWHERE = {
     "buffer": "that is `prefetch_factor` here: batches for each worker",
     "collate": "that is `collate_fn` here",
@@ -63,46 +63,49 @@ T_co = TypeVar("T_co", covariant=True)
 
 if TYPE_CHECKING:
     Torchs = data.DataLoader
-# torch's class may have a second type parameter.
+# In some versions, torch's class has a second type parameter.
 else:
     Torchs = {T_co: names.as_generic(data.DataLoader)}
 
 
 class DataLoader(Torchs[T_co]):
-    """torch's DataLoader with cseq's worker processes.
+    """A replacement for torch's DataLoader that uses cseq's worker processes.
 
-    All arguments, attributes and methods of `torch.utils.data.DataLoader` work the same way. With
-    the same seeds and number of workers, batches are bit-identical to torch's. Dead workers are
+    All arguments, attributes and methods of `torch.utils.data.DataLoader` are supported. With the
+    same seeds and number of workers, batches are bit-identical to torch's. Dead workers are
     replaced, and `state_dict` and `load_state_dict` can resume in the middle of an epoch. The
-    documentation lists every difference under "What differs from torch's DataLoader".
+    documentation lists all differences under "What differs from torch's DataLoader".
 
     Parameters
     ----------
     *args, **kwargs
-        torch's arguments. `sampler` and `batch_sampler` also accept a `cseq.Order`.
+        The arguments of torch's DataLoader. `sampler` and `batch_sampler` can be a `cseq.Order`.
     rng : {None, 'worker', 'batch'}
-        When `random`, `numpy.random` and torch are seeded. 'worker' seeds once in each worker, as
-        torch does. 'batch' seeds before each batch, so the number of workers, worker deaths and
-        resumes do not affect the batches. The default is `defaults.rng`, initially 'worker'.
+        When to seed the global generators of `random`, `numpy.random` and torch. 'worker' seeds
+        them once in each worker, as torch does. 'batch' seeds them before each batch, so that
+        batches do not depend on the number of workers, and are not affected if workers die or a run
+        is resumed. Defaults to `defaults.rng`, which is initially 'worker'.
     worker_method : {None, 'multiprocessing', 'thread'}
-        The kind of worker. 'thread' uses threads in this process, for map-style data sets. Threads
-        share the data set without copying or pickling, but code that holds the GIL runs in only one
-        at a time. In threads, `get_worker_info()` is None; `cseq.worker_info` and `cseq.rng` are
-        thread-local. The default is `defaults.worker_method`, initially 'multiprocessing'.
+        The kind of workers. With 'thread', workers are threads in this process, which requires a
+        map-style data set. Threads share the data set without copying or pickling it, but only one
+        thread at a time can run code that holds the GIL. In threads, `get_worker_info()` returns
+        None, while `cseq.worker_info` and `cseq.rng` work as usual. Defaults to
+        `defaults.worker_method`, which is initially 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
-        How to handle exceptions from the data set or `collate_fn`. 'raise' re-raises them in the
-        loop. 'skip' logs them and skips the sample, or the whole batch if no single sample can be
-        skipped. `skipped` lists both. The default is `defaults.on_error`, initially 'raise'.
+        How to handle exceptions in the data set or in `collate_fn`. 'raise' re-raises them in the
+        loop. 'skip' logs them and skips the sample, or the whole batch if the exception does not
+        belong to a single sample. See `skipped`. Defaults to `defaults.on_error`, which is
+        initially 'raise'.
     snapshot_every_n_steps : int, optional
-        How often to save the data set's state. An IterableDataset's state is saved after this many
-        batches of each worker, a map-style data set's after every batch. None and 0 disable saving.
-        `StatefulDataLoader` defaults to 1.
+        How often to save the state of the data set. For an IterableDataset, each worker saves the
+        state whenever it has made this many batches. For a map-style data set, the state is saved
+        after every batch. None and 0 disable saving. `StatefulDataLoader` defaults to 1.
     max_restarts : int
         The maximum number of workers to replace per epoch. The next death raises `WorkerDied`.
 
     See Also
     --------
-    cseq.from_dataset : Reads the same data set with `MPSequence` and without torch.
+    cseq.from_dataset : Reads the same data set with `MPSequence`, without torch.
 
     Examples
     --------
@@ -114,22 +117,22 @@ class DataLoader(Torchs[T_co]):
     tensor([4, 5])
     """
 
-    # Class-level defaults for loaders built from another loader's `__dict__`.
+    # Class attributes, because some loaders are built from another loader's `__dict__`.
     rng: str | None = None
     on_error: str | None = None
     worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    # The epoch and progress of the latest `iter`, and the reason for any fallback to torch's own.
+    # The epoch and progress of the latest `iter`, and the reason if it used torch's iterator.
     _begun: int | None = None
     _progress: LoaderProgress | None = None
     _reason: str | None = None
-    # The state from which the next `iter` resumes.
+    # The state that the next `iter` resumes from.
     _loaded: dict[str, Any] | None = None
     _is_strict = True
     _has_warned = False
 
-    # The signature for type checkers, with torch's arguments and cseq's.
+    # The signature for type checkers, with the arguments of both torch and cseq.
     if TYPE_CHECKING:
 
         def __init__(
@@ -198,12 +201,12 @@ class DataLoader(Torchs[T_co]):
                 every = integer("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = integer("max_restarts", max_restarts, least=0)
-            # Import the module now, so that the first loop does not wait for the import.
+            # Import this module now to avoid a delay in the first loop.
             import cseq.adapters.torch.iterator  # noqa: F401
 
         @data.DataLoader.multiprocessing_context.getter
         def multiprocessing_context(self) -> Any:
-            """Return torch's value, and warn if accelerate is rebuilding this loader."""
+            """Return the attribute, and warn if accelerate reads it to rebuild this loader."""
             if sys._getframe(1).f_globals.get("__name__") == "accelerate.data_loader":
                 tell_lost(self)
             return super().multiprocessing_context
@@ -211,7 +214,7 @@ class DataLoader(Torchs[T_co]):
     def __iter__(self) -> Any:
         """Start the next epoch, or resume from a loaded state."""
         epoch = self.epoch
-        # Abandon an unfinished epoch.
+        # Start the next epoch even if the current epoch is unfinished.
         if not self._loaded and epoch == self._begun:
             epoch += 1
         iterator = super().__iter__()
@@ -220,9 +223,10 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch number, starting at 0, or the next number once the epoch is over.
+        """The number of the current epoch, or of the next epoch if the current one is over.
 
-        States include it, so loops can start with ``for epoch in range(loader.epoch, epochs)``.
+        Epochs are numbered from 0. The number is saved in states, so loops can start with ``for
+        epoch in range(loader.epoch, epochs)``.
         """
         number, is_over = self._begun or 0, False
         if self._loaded and self._loaded.get("epoch") is not None:
@@ -262,7 +266,7 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return the values that determine an epoch's batches, with None for unknown values."""
+        """Return the values that determine the batches of an epoch. Unknown values are None."""
         dataset: Any = self.dataset
         layers = Layers(self._index_sampler)
         kind, shares = type(layers.inner), layers.shares
@@ -274,33 +278,33 @@ class DataLoader(Torchs[T_co]):
             "seed": layers.seed,
             "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
-            # An unknown sampler's `__len__` may draw numbers or prepare the next epoch.
+            # In an unknown sampler, `__len__` may draw numbers or prepare the next epoch.
             "batches": None if shares is None else len(self._index_sampler),
             **(NOT_SHARED if shares is None else shares._asdict()),
         }
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The items that ``on_error='skip'`` skipped in the latest epoch (only the last 1000)."""
+        """The items that ``on_error='skip'`` skipped in the latest epoch, at most the last 1000."""
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
     def _run(self) -> Run[Any] | None:
-        """The latest iterator's run, for `cseq.testing`."""
+        """The run of the latest iterator, for `cseq.testing`."""
         iterator = None if self._progress is None else self._progress.iterator()
         return None if iterator is None else iterator._run
 
     def stats(self) -> Stats:
-        """Return counts and times for the latest iterator's workers; see `cseq.Stats`.
+        """Return statistics about the workers of the latest iterator; see `cseq.Stats`.
 
-        Each batch of an IterableDataset counts as one sample.
+        Each batch of an IterableDataset is counted as one sample.
 
         Raises
         ------
         RuntimeError
             If no epoch has started, or the loader has no workers.
         """
-        # `install` adds this method to torch's loaders as well.
+        # `install` adds this method to torch's class, whose loaders may not have `_progress`.
         progress = vars(self).get("_progress")
         iterator = None if progress is None else progress.iterator()
         stats: Stats | None = getattr(progress, "stats", None)
@@ -314,7 +318,7 @@ class DataLoader(Torchs[T_co]):
         return stats
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return printable advice on why the loop waits and what helps; see `MSequence.advice`."""
+        """Explain why the loop waits, and what to change; see `MSequence.advice`."""
         if not self.num_workers:
             from cseq.measure.advice import Window, advise
 
@@ -330,7 +334,7 @@ class DataLoader(Torchs[T_co]):
         write(path, [Part(type(self).__name__, facts, self.stats())], title)
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks that shows why the latest epoch's loop waits."""
+        """Return HTML for notebooks that shows why the loop waits for batches."""
         from cseq.measure.stats import Stats, read_stats
         from cseq.report.page import in_notebook
 
@@ -341,19 +345,19 @@ class DataLoader(Torchs[T_co]):
         return [("dataset", type(self.dataset).__name__), *sizes]
 
     def state_dict(self, *, next_epoch: bool = False) -> dict[str, Any]:
-        """Return the position in the latest epoch after the last delivered batch.
+        """Return the position after the latest batch, for `load_state_dict`.
 
         Parameters
         ----------
         next_epoch : bool
-            If True, return the start of the next epoch, for loops that leave an epoch early. A
-            loaded state is returned unchanged until ``iter()`` resumes from it.
+            If True, return the start of the next epoch, which is useful if the loop leaves an epoch
+            early. A loaded state is returned unchanged until ``iter()`` has resumed from it.
 
         Returns
         -------
         dict
-            A state for `load_state_dict`. Do not rely on its keys. If torch's own iterator is used,
-            the dict is empty and a warning is logged.
+            The state. The keys may change in future versions. If torch's own iterator is used, the
+            dict is empty and a warning is logged.
         """
         if self._loaded:
             return copy.deepcopy(self._loaded)
@@ -391,7 +395,7 @@ class DataLoader(Torchs[T_co]):
         return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
-        """Warn once about something that this loader's states do not cover."""
+        """Warn once about something that is not included in the states of this loader."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(text, *values)
@@ -399,25 +403,26 @@ class DataLoader(Torchs[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter` resume from a saved position.
 
-        If the state's epoch is over or the state is empty, the next `iter` starts a new epoch. With
-        ``rng='worker'``, the default, workers restart from their seeds. With ``rng='batch'``, the
-        data set draws the same numbers as in an uninterrupted run.
+        If the epoch of the state is over or the state is empty, the next `iter` starts a new epoch.
+        With ``rng='batch'``, the data set draws the same random numbers as in an uninterrupted run.
+        With ``rng='worker'``, which is the default, workers start from their seeds again.
 
         Parameters
         ----------
         state_dict : dict
-            A dict returned by `state_dict` on a loader with the same data and sampler. For a
-            map-style data set, the number of workers may differ. The batch size and the number of
-            ranks may also differ if the sampler is torch's own, even if accelerate shards it. One
-            state then serves all ranks. The dict is copied.
+            A dict that was returned by `state_dict` of a loader with the same data and sampler. For
+            a map-style data set, the number of workers may be different. If the sampler is one of
+            torch's own, even if accelerate shards it, the batch size and the number of ranks may
+            also be different, and the state of one rank can be loaded on all ranks. The dict is
+            copied.
         strict : bool
-            If False, the data or the sampler may have changed. The epoch continues at the same
-            position in the current order, so samples may be repeated or missed.
+            If False, the data and the sampler may have changed. The epoch then continues at the
+            same position in the current order, so samples may be repeated or missed.
 
         Raises
         ------
         TypeError, ValueError
-            If the state does not fit this loader. A previously loaded state is kept.
+            If the state does not fit this loader. A previously loaded state is then kept.
 
         Examples
         --------
@@ -434,7 +439,7 @@ class DataLoader(Torchs[T_co]):
         resume = self._resume(loaded, strict=flag("strict", strict))
         own: Any = None if resume is None else resume["sampler"].get("sampler")
         order: Any = self.batch_sampler
-        # Try the state on a copy of cseq's BatchSampler first.
+        # Check the state with a copy of cseq's BatchSampler first.
         if own is not None and hasattr(order, "state_after"):
             copy.copy(order).load_state_dict(own, strict=strict)
         self._loaded, self._is_strict, self._iterator = loaded, strict, None
@@ -455,7 +460,7 @@ else:
 
 
 class StatefulDataLoader(Ours[T_co]):
-    """A `DataLoader` that also saves its data set's state, like torchdata's class.
+    """A `DataLoader` that also saves the state of its data set, like torchdata's class.
 
     Examples
     --------
@@ -468,7 +473,7 @@ class StatefulDataLoader(Ours[T_co]):
 
 
 def _signature() -> inspect.Signature:
-    """Return this torch version's DataLoader signature, extended with cseq's arguments."""
+    """Return the signature of torch's DataLoader, extended with cseq's arguments."""
     theirs = inspect.signature(data.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
     added = [
@@ -479,6 +484,6 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*theirs.values(), *added])
 
 
-# Frameworks rebuild a loader from attributes with the same names as its arguments.
+# Frameworks use the signature to rebuild a loader from attributes that are named like arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 KNOWN = {name: known for name, known in _signature().parameters.items() if name != "self"}

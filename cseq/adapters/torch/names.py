@@ -1,11 +1,12 @@
 """Private torch functions and classes that the loader uses.
 
-Other modules use private methods and attributes of torch's loader and iterators directly
-(`_get_iterator`, `_index_sampler`, `_base_seed`, …). `cseq.processes.launcher.child` and
-`cseq.processes.spawning` use private multiprocessing names. `_use` exercises each torch name once
-to detect missing names; test_torch_names.py covers multiprocessing. If this version of torch lacks
-a name, the import still succeeds, `REASON` describes the problem, and every loader falls back to
+`_use` uses each name once to check that this version of torch provides it. If a name is missing,
+this module can still be imported, `REASON` describes the problem, and all loaders fall back to
 torch's own iterator.
+
+Other modules also use private methods and attributes of torch's loader and iterators
+(`_get_iterator`, `_index_sampler`, `_base_seed`, …). `cseq.processes.launcher.child` and
+`cseq.processes.spawning` use private names of multiprocessing, which test_torch_names.py checks.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import data
 
-# Names imported under an alias are meant for other modules.
+# These names are imported under an alias for use in other modules.
 __all__ = ["Base", "Inline", "Workers"]
 
 # Datapipes are deprecated and may be removed in a future version of torch.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
 if TYPE_CHECKING:
-    # Use torch's own types where torch declares them, otherwise ours.
+    # Use torch's types where torch declares them.
     from collections.abc import Callable
 
     from torch.overrides import TorchFunctionMode
@@ -48,16 +49,16 @@ else:
     function_modes = list
 # The value of `DataLoader._dataset_kind` for an IterableDataset.
 ITERABLE = 1
-# The reason why this version of torch cannot use cseq's iterator, or None if it can.
+# The reason why cseq's iterator does not work with this version of torch, or None if it works.
 REASON: str | None = None
 
 
 def settle_pinning(device: str | None) -> Any:
-    """Return the function that a pinning thread must call first, as torch's pinning thread does."""
+    """Return a function that a pinning thread must call first, like torch's own pinning thread."""
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Read the index in this thread, because the pinning thread would use the first device.
+    # Read the index here, because it would be the first device in the pinning thread.
     index = module.current_device()
 
     def settle() -> None:
@@ -74,7 +75,7 @@ _KNOWN = {
     "pin_memory_device", "in_order", "worker_method",
 }  # fmt: skip
 
-# The DataLoader arguments unknown to cseq, with their defaults.
+# DataLoader arguments that cseq does not know, with their defaults.
 UNKNOWN: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items()
@@ -83,7 +84,7 @@ UNKNOWN: dict[str, Any] = {
 
 
 def as_generic(kind: Any) -> Any:
-    """Return `kind` subscripted with its type parameters, so that subclasses keep them."""
+    """Subscript a class with its type parameters, so that subclasses are generic as well."""
     parameters = getattr(kind, "__parameters__", ())
     return kind[parameters] if parameters else kind
 
@@ -95,7 +96,7 @@ def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> N
 
 
 def forget_worker_info() -> None:
-    """Make `get_worker_info` return None again when a worker process exits."""
+    """Make `get_worker_info` return None again, for code that runs when a worker exits."""
     worker._worker_info = None
 
 
@@ -107,9 +108,9 @@ _OF_ITERATORS = attrgetter(
 
 
 def _use() -> None:
-    """Use each name once, without drawing from the caller's generators or starting a process.
+    """Use each name once, without starting a process or using the caller's random generators.
 
-    The caller sets the default device to the CPU, to match the generator's device.
+    The caller sets the default device to the CPU, where the generator is.
     """
     samples: Any = [0]
     loader: Any = data.DataLoader(samples, generator=torch.Generator())
@@ -147,7 +148,7 @@ try:
     pin = data._utils.pin_memory.pin_memory
     worker = data._utils.worker
     numpy_seed = worker._generate_state
-    # Since torch 2.14.1, a worker drops its copy of the data set when it exits.
+    # Since torch 2.14.1, workers drop the data set before they exit.
     _loop = getattr(worker, "_worker_loop", repr)
     GIVES_BACK = "dataset_holder" in inspect.signature(_loop).parameters
     profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -155,7 +156,7 @@ try:
     push_mode = torch.overrides._push_mode
     with torch.device("cpu"):
         _use()
-# Any type of exception is possible, since a name may have changed its meaning.
+# Any type of exception is possible, because a name may have changed its meaning.
 except Exception as error:  # noqa: BLE001
     _what = f"{type(error).__name__}: {error}"
     REASON = f"this torch, {torch.__version__}, differs from those that cseq knows ({_what})"

@@ -1,7 +1,7 @@
-"""Options that torch's DataLoader lacks, and their process-wide defaults.
+"""Options that torch's DataLoader does not have, and their process-wide defaults.
 
-Frameworks that rebuild a loader from another loader's attributes pass only torch's arguments. The
-options therefore have process-wide defaults, which environment variables can set.
+If a framework rebuilds a loader from another loader's attributes, it passes only torch's arguments.
+For this reason, there are process-wide defaults, which can be set by environment variables.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ VALUES = {
 
 
 class Options(NamedTuple):
-    """An iterator's options beyond torch's arguments; see `DataLoader`."""
+    """The options of an iterator besides torch's arguments; see `DataLoader`."""
 
     rng: str
     on_error: str
     worker_method: str
-    # This is None if the loader keeps no state.
+    # This is None if the loader does not support states.
     snapshot_every: int | None = None
     max_restarts: int = MAX_RESTARTS
 
@@ -41,7 +41,7 @@ class Defaults:
     """The process-wide defaults of `rng`, `on_error` and `worker_method`.
 
     The environment variables CSEQ_LOADER_RNG, CSEQ_LOADER_ON_ERROR and CSEQ_LOADER_WORKER_METHOD
-    set the initial values. `worker_method` applies only to loaders of map-style data sets.
+    set the initial values. `worker_method` only applies to loaders with a map-style data set.
     """
 
     rng: str

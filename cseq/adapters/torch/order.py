@@ -1,16 +1,17 @@
-"""Reproduces an epoch's order, i.e. the keys that the index sampler yields.
+"""Reproduces the order of an epoch, which consists of the keys that the index sampler yields.
 
-The index sampler is the loader's source of keys: the batch sampler, or the sampler if the loader
-does not batch. A resume draws the epoch's keys again and discards the consumed ones (`Keys`). With
-`shuffle=True` and torch's subset and distributed samplers, the keys are slices of one permutation,
-so iteration can start at any position (`drawn_keys`).
+The index sampler is the batch sampler, or the sampler if the loader does not batch. To resume an
+epoch, its keys are drawn again and the consumed keys are discarded (`Keys`). With `shuffle=True`,
+and with torch's subset and distributed samplers, keys are slices of a permutation. Iteration can
+then start at any position (`drawn_keys`).
 
-After an epoch ends, the saved state is the state of the sampler or its generator, from which the
-next epoch starts. The trainer is responsible for the global generators.
+When an epoch has ended, states contain the state of the sampler or its generator, which determines
+the next epoch. The trainer is responsible for the global generators.
 
-With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, the
-ranks together have consumed the first k * step samples. Any rank's state therefore serves all
-ranks, and the remaining samples can be divided with a different number of ranks or batch size.
+With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, all
+ranks together have consumed the first k * step samples. It is therefore sufficient to save the
+state of one rank, and the remaining samples can be divided with a different number of ranks or
+batch size.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sized
 
-    # A getter and a setter for a generator's state.
+    # A getter and a setter for the state of a generator.
     Source = tuple[Callable[[], object], Callable[[Any], object]]
 
 __all__ = ["Keys", "Layers", "read_sources", "seed_from", "set_sources", "sources_in", "text_of"]
@@ -54,7 +55,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch. One batch on every rank amounts to `step` samples in total."""
+    """How ranks share an epoch. One batch on each rank adds up to `step` samples."""
 
     step: int
     world_size: int
@@ -64,11 +65,24 @@ class Shares(NamedTuple):
 class Layers:
     """An index sampler and the samplers nested in it.
 
-    `outer` is the index sampler without accelerate's SkipBatchSampler, which skips `omitted` keys.
-    If `outer` is accelerate's `shard` for one rank, `batches` is the sampler that it divides,
-    otherwise `outer`. If `batches` is torch's BatchSampler, `size` is its batch size and `inner`
-    its sampler; otherwise `inner` is `outer`. `seed` is set if the order depends only on the seed
-    and the epoch. If `is_known`, `inner` draws only from its seed, its generator or torch's.
+    Attributes
+    ----------
+    outer : iterable
+        The index sampler. If it is accelerate's SkipBatchSampler, its inner batch sampler.
+    omitted : int
+        The number of keys that SkipBatchSampler skips.
+    shard : BatchSamplerShard or None
+        `outer` if it is accelerate's batch sampler for one rank.
+    batches : iterable
+        The batch sampler that `shard` divides, or `outer`.
+    size, inner : int, iterable
+        The batch size and the sampler of `batches` if it is torch's BatchSampler. Otherwise, 0 and
+        `outer`.
+    seed : int or None
+        The seed, if the order depends only on the seed and the epoch.
+    is_known : bool
+        Whether `inner` uses no random numbers except from its seed, its generator or torch's global
+        generator.
     """
 
     def __init__(self, index_sampler: Iterable[object]) -> None:
@@ -99,22 +113,22 @@ class Layers:
 
     @property
     def leaves_no_trace(self) -> bool:
-        """True if drawing keys before workers are forked has no effect on the workers.
+        """Whether keys can be drawn before workers are forked without affecting the workers.
 
-        torch forks first. torch's own samplers change only the global generator, which every worker
-        reseeds, and any generator passed to them, which the data set may share. They also call
-        ``len(dataset)``, but a SequentialSampler does so only after the fork.
+        torch forks first. The samplers of torch change only the global generator, which every
+        worker reseeds, and a generator that was passed to them, which the data set may share. They
+        also call ``len(dataset)``, but a SequentialSampler does so only after the fork.
         """
         return type(self.inner) in OWN and self.generator is None
 
     @property
     def is_sliced(self) -> bool:
-        """True if torch's own BatchSampler slices one permutation into keys."""
+        """Whether keys are slices of a permutation, made by torch's BatchSampler."""
         return self.batches is self.outer and self.size > 0 and type(self.inner) in PERMUTED
 
     @property
     def shares(self) -> Shares | None:
-        """How ranks share an epoch, or None if unknown."""
+        """How ranks share an epoch, or None if this is unknown."""
         inner, shard = self.inner, self.shard
         if not (self.is_known or type(inner) is SequentialSampler):
             return None
@@ -128,13 +142,13 @@ class Layers:
 
 
 def _of_accelerate(sampler: object, name: str) -> Any:
-    """Return `sampler` if it is an instance of accelerate's class `name`, otherwise None."""
+    """Return `sampler` if its type is accelerate's class `name`, or None."""
     known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
     return sampler if type(sampler) is known else None
 
 
 def seed_from(*numbers: int) -> int:
-    """Return a seed derived from `numbers`."""
+    """Derive a seed from several numbers."""
     words = np.random.SeedSequence([number % 2**64 for number in numbers])
     return int(words.generate_state(1, np.uint64)[0] >> 1)
 
@@ -143,7 +157,7 @@ def seed_from(*numbers: int) -> int:
 
 
 def _as_lists(value: object) -> object:
-    """Return numpy's state with its arrays as lists, which `set_state` also accepts."""
+    """Convert arrays in a numpy state to lists, which `set_state` accepts as well."""
     if isinstance(value, dict):
         return {name: _as_lists(part) for name, part in value.items()}
     if isinstance(value, tuple):
@@ -152,7 +166,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Encode a torch generator's state as text, omitting zero words (half of all words)."""
+    """Encode the state of a torch generator as text without zero words, which are half of all."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -160,7 +174,7 @@ def text_of(states: torch.Tensor) -> str:
 
 
 def states_of(text: str) -> torch.Tensor:
-    """Decode a state encoded by `text_of`."""
+    """Decode a state that was encoded by `text_of`."""
     kept = b64decode(text)
     count = int.from_bytes(kept[:4], sys.byteorder)
     start = 4 + -(-count // 8)
@@ -180,7 +194,7 @@ def _source_of(generator: torch.Generator) -> Source:
 
 
 def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
-    """Return accessors for the generators' JSON-serializable states, by generator name."""
+    """Return functions that get and set the states of generators as JSON values, by name."""
     return {
         "random": (
             python.getstate,
@@ -206,13 +220,13 @@ def set_sources(states: State, sources: dict[str, Source] = GLOBAL) -> None:
 
 
 def sources_of(layers: Layers) -> dict[str, Source]:
-    """Return the external sources that determine a sampler's keys.
+    """Return the sources of randomness that determine the keys of a sampler.
 
     ==============================  ===========================================================
-    the sampler's generator         the only source for torch's `DRAWING` samplers that have one
-    the sampler's ``epoch``         if it has ``set_epoch``; the only source if its seed is known
-    torch's global generator        torch's `DRAWING` samplers without a generator
-    all global generators           any other sampler
+    the sampler's generator         if it has one (the only source for `DRAWING` samplers)
+    the sampler's ``epoch``         if it has ``set_epoch`` (the only source with a known seed)
+    torch's global generator        for torch's `DRAWING` samplers without a generator
+    all global generators           for all other samplers
     ==============================  ===========================================================
     """
     inner, generator = layers.inner, layers.generator
@@ -233,10 +247,10 @@ def sources_of(layers: Layers) -> dict[str, Source]:
 # -- orders
 
 
-# The approximate number of samples converted to a list at a time.
+# The approximate number of samples to convert to a list at a time.
 TOGETHER = 2048
 
-# torch's samplers that yield a permutation or a prefix of one, and the attribute they permute.
+# torch's samplers that yield a permutation or the start of one, and the attribute to permute.
 PERMUTED = {
     RandomSampler: "data_source",
     SubsetRandomSampler: "indices",
@@ -245,13 +259,13 @@ PERMUTED = {
 
 
 def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
-    """Yield all keys after the first `skip`, drawing numbers exactly as the sampler does.
+    """Yield all keys after the first `skip`, and draw the same random numbers as the sampler.
 
-    Key 0 follows the first `start` samples, counted over all ranks. A DistributedSampler pads the
-    remaining samples as it pads an epoch, with the epoch's first samples.
+    Key 0 comes after the first `start` samples, counted over all ranks. As in a whole epoch, the
+    remaining samples for a DistributedSampler are padded with the first samples of the epoch.
 
-    torch converts a whole epoch to a list and passes each key through two iterators. Here, a torch
-    sampler's epoch stays a tensor.
+    torch converts all samples of an epoch to a list and passes each key through two iterators. For
+    torch's samplers, this function keeps them in a tensor instead.
     """
     outer, inner, size = layers.outer, layers.inner, layers.size
     order = order_of(inner, start) if start or layers.is_sliced else None
@@ -275,27 +289,27 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
             yield keys[k : k + size]
     n = len(inner.data_source) if type(inner) is RandomSampler else 0
     if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
-        # torch's RandomSampler draws whole permutations and then a prefix of another one.
+        # torch's RandomSampler draws whole permutations, and then another one for the rest.
         torch.randperm(n, generator=inner.generator, dtype=order.dtype)
     if end < count and skip * size <= end and not outer.drop_last:
         yield listed(order[end:])
 
 
 def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
-    """Draw this rank's samples as the sampler does, skipping the epoch's first `start` samples.
+    """Draw this rank's samples like the sampler, without the first `start` samples of the epoch.
 
-    Returns None without drawing if the samples are not a permutation or a prefix of one.
+    If the samples are not a permutation or the start of one, return None without drawing numbers.
     """
     if type(inner) not in PERMUTED:
         return None
     samples: Sized = getattr(inner, PERMUTED[type(inner)])
     n = len(samples)
-    # torch draws the same numbers with either type.
+    # torch draws the same numbers for both types.
     kind = torch.int32 if n < 2**31 else torch.int64
     if type(inner) is DistributedSampler:
         total, ranks, first = inner.total_size, inner.num_replicas, start + inner.rank
         if total != n and inner.drop_last != (total < n):
-            # The data set's length has changed. Let torch raise the error.
+            # The length of the data set has changed. Let torch raise an error.
             return None
         order = torch.arange(n, dtype=kind)
         if inner.shuffle:
@@ -329,16 +343,16 @@ def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]
 
 
 class Ahead(int):
-    """An epoch number set by `Epochs` rather than by the framework."""
+    """An epoch number that was set by `Epochs` and not by the framework."""
 
 
 class Epochs:
-    """Corrects the epoch numbers passed to a sampler's `set_epoch` in a resumed run.
+    """Corrects the epoch numbers that a framework passes to `set_epoch` in a resumed run.
 
-    A framework may count epochs from 0 again after a resume, as accelerate does if the loop does
-    not call its `set_epoch`. The framework's numbers are then too low by `ahead`, and the sampler
-    receives corrected numbers. Numbers that continue from the state are left unchanged. The first
-    epoch after the resumed one shows which case applies.
+    Some frameworks count epochs from 0 again after a resume. accelerate does this if the loop does
+    not call its `set_epoch`. `ahead` is then added to these numbers. If a framework continues to
+    count from the saved epoch, the numbers are left unchanged. Which case applies becomes clear in
+    the epoch after the resumed one.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
@@ -348,7 +362,7 @@ class Epochs:
         resumed, ahead = kept.get("_epochs", (None, 0))
         if resume is not None:
             saved: int | None = resume["sampler"].get("epoch")
-            # If the state is in the middle of an epoch, `Keys` sets the epoch number.
+            # In the middle of an epoch, `Keys` sets the epoch number.
             if saved is None:
                 first = resume["sampler"].get("generators", {}).get("first", {})
                 saved, resumed = int(first.get("epoch", number)), number
@@ -363,26 +377,27 @@ class Epochs:
             sampler.set_epoch(self._number)
 
     def after(self) -> State:
-        """Return the next epoch's number if the sampler itself has incremented its epoch."""
+        """Return the next epoch's number if the sampler incremented its epoch on its own."""
         number: int = self._sampler.epoch
         return {"epoch": int(number)} if number == self._number + 1 else {}
 
 
 class Keys:
-    """An epoch's keys, and the states from which a resume draws the same keys again.
+    """The keys of an epoch, and the states that are needed to draw them again in a resumed run.
 
-    Samplers draw their whole order at once, in `iter` or with the first key. `Keys` therefore saves
-    the generators' states before both events, and a stateful sampler's state before and after the
-    first key. A resume restores these states, repeats the draws, discards the keys of delivered
-    batches, and restores the global generators, which belong to the trainer. Later draws from
-    global generators cannot be reproduced, because the trainer may also draw from them.
+    Most samplers draw their whole order at once, either in `iter` or with the first key. `Keys`
+    therefore saves the states of generators before both of these points, and the state of a
+    stateful sampler before and after the first key. In a resumed run, it restores these states,
+    draws the keys again, and discards the keys of delivered batches. It then restores the global
+    generators, because they belong to the trainer. If a sampler uses a global generator for later
+    keys, these draws cannot be reproduced, because the trainer may use the generator as well.
 
-    A state's epoch number takes precedence over the sampler's, because Lightning sets a resumed
-    loader's epoch only after the first keys are drawn.
+    The epoch number in a state takes precedence over the sampler's number, because Lightning sets
+    the epoch of a resumed loader only after the first keys have been drawn.
 
-    Create a `Keys` object before the index sampler's `iter` is called and the seed is drawn.
-    `keeps_state` is True if states may be requested. `start` holds the numbers of samples and
-    batches before a change in batch size or number of ranks.
+    A `Keys` object must be created before the index sampler's `iter` is called and the seed is
+    drawn. `keeps_state` is True if states may be requested. `start` contains the number of samples
+    and batches before the batch size or the number of ranks changed.
     """
 
     def __init__(
@@ -393,7 +408,8 @@ class Keys:
         self._keeps_state = keeps_state and type(layers.inner) is not SequentialSampler
         known: tuple[object, ...] = layers.outer, layers.inner, layers.batches
         self._sampler = next(filter(is_stateful, known), None)
-        # A divided sampler's state does not determine one rank's keys, so draw all keys again.
+        # If a sampler's keys are divided among ranks, its state does not determine the keys of a
+        # rank, so all keys are drawn again.
         self._is_divided = layers.shard is not None and self._sampler is known[-1]
         # Only cseq's BatchSampler has `state_after`.
         self._after: Callable[[State, int], State] | None
@@ -409,48 +425,49 @@ class Keys:
         self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        # The state before the first key, the number of preceding keys, and the sampler's state
+        # The state before the first key, the number of keys before it, and the state of the sampler
         # after the first key.
         self._state: State | None = None
         self._base = 0
         self._own: State = {}
 
     def look_again(self, resume: State | None = None) -> None:
-        """Save the states before the sampler's `iter` is called again.
+        """Save the states of generators before the sampler's `iter` is called again.
 
-        `resume` is passed for persistent workers, whose later epochs draw no seed.
+        `resume` is passed for persistent workers, because no seed is drawn for their later epochs.
         """
         if resume is not None and resume["_iterator_finished"]:
             self._set_generators(resume)
-        # Calling `iter` on torch's own samplers draws nothing.
+        # For torch's own samplers, `iter` does not draw numbers.
         draws_nothing = type(self.layers.outer) in (BatchSampler, *OWN)
         self._before: State = {} if draws_nothing else read_sources(self._sources)
 
     def _set_generators(self, resume: State) -> None:
-        """Restore the generators' states from the start of the resumed epoch or the next epoch."""
+        """Restore the states of generators from the start of the epoch to resume or begin."""
         if self._generator is not None and resume.get("generator") is not None:
             _source_of(self._generator)[1](resume["generator"])
         generator = resume["sampler"].get("generator")
         set_sources({} if generator is None else {"generator": generator}, self._sources)
 
     def seed(self) -> int | None:
-        """Derive an epoch seed from accelerate's seedable sampler. Return None if there is none.
+        """Derive a seed for the epoch from accelerate's seedable sampler, or return None.
 
-        Runs that skip batches cannot redraw the seed, as accelerate saves no generator states.
+        A run that skips batches cannot draw the same seed again, because accelerate does not save
+        the states of generators.
         """
         inner = self.layers.seedable
         return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
-        """Return the loader's generator state, either now or before the epoch's seed was drawn."""
+        """Return the current state of the loader's generator, or the state before the epoch."""
         if now:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
 
     def draw(self, iterator: Iterator[object], yielded: int, state: State) -> Iterator[object]:
-        """Return an iterator over all keys after the first `yielded`.
+        """Return an iterator over the keys after the first `yielded`.
 
-        `iterator` is ``iter(index_sampler)``, and `state` is the state of the resumed run.
+        `iterator` is ``iter(index_sampler)``, and `state` is the state to resume from.
         """
         layers = self.layers
         if "generators" in state and self._keeps_state:
@@ -466,16 +483,16 @@ class Keys:
         if "sampler" in state and self._sampler is not None:
             own = state["sampler"]
             begun, base, noted_at = state.get("begun", (own, 0, 0))
-            # accelerate has reduced the number of batches.
+            # accelerate has reduced the number of batches in the state.
             if self._after is not None and yielded < noted_at:
                 self._sampler.load_state_dict(begun, **self._options)
                 own = self._after(begun, yielded - base)
             self._sampler.load_state_dict(copy.deepcopy(own), **self._options)
             iterator = iter(layers.outer)
-            # cseq's BatchSampler continues at the position in its state.
+            # cseq's BatchSampler starts at the position in its state.
             if self._after is not None:
                 self._base, yielded = yielded, 0
-        # Use `chain`, so that an exception from the first key does not end the iterator.
+        # With `chain`, an exception from the first key does not end the iterator.
         if self._keeps_state:
             iterator = chain(map(self._first_of, (iterator,)), iterator)
         return islice(iterator, yielded, None) if yielded else iterator
@@ -492,7 +509,8 @@ class Keys:
     def _first_of(self, iterator: Iterator[Any]) -> object:
         self._state = self._noted()
         key = next(iterator)
-        # Many samplers draw their order with the first key. A short batch exhausts the sampler.
+        # Many samplers draw their order with the first key. If the first batch is short, the
+        # sampler is already exhausted.
         size = 0 if self.layers.shard else self.layers.size
         if (not size or len(key) == size) and not self._is_divided:
             self._own = self._own_state()
@@ -507,7 +525,7 @@ class Keys:
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
-        """Yield two iterables of a resumed epoch's keys: key number `skip`, then all later keys."""
+        """Draw the keys of a resumed epoch. Yield an iterable with key `skip`, then the others."""
         trainers, generators = read_sources(), state["generators"]
         layers, start, is_sliced = self.layers, self.start[0], self.layers.is_sliced
         try:
@@ -526,14 +544,14 @@ class Keys:
                 self._compare(before)
         finally:
             set_sources(trainers)
-            # Draw a number, as a RandomSampler does for its first key.
+            # Draw a number, because a RandomSampler draws one for its first key.
             if not skip and not start and type(layers.inner) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()
         yield key
         yield iterator
 
     def _compare(self, before: State) -> None:
-        """Warn that a resume is inexact if later keys have drawn from global generators."""
+        """Warn that resumes are not exact if later keys have changed a global generator."""
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
@@ -545,14 +563,14 @@ class Keys:
             )
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return the sampler's part of the state after `yielded` delivered batches of this epoch.
+        """Return the sampler's part of the state after `yielded` batches have been delivered.
 
-        `finished` is True once the loop has reached the end of the epoch.
+        `finished` is True if the loop has reached the end of the epoch.
         """
         if finished:
             if self._keeps_state and self._sampler is not None:
                 return self._own_state()
-            # The next epoch draws from this generator.
+            # The next epoch will use this generator.
             generator = self.layers.generator
             state = {} if self._epochs is None else self._epochs.after()
             if generator is not None:
@@ -570,7 +588,7 @@ class Keys:
             when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
             for when, states in state["generators"].items()
         }
-        # A sampler's state may refer to the same object twice, so copy the whole state at once.
+        # Copy everything at once, because a sampler's state may refer to an object twice.
         if len(state) > 1:
             state = copy.deepcopy({**state, "generators": {}})
         return {**state, "generators": generators}

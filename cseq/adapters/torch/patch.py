@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
-# torch's class, even if a program has rebound its name to cseq's class.
+# torch's class, even if a program has assigned cseq's class to `torch.utils.data.DataLoader`.
 _class: Any = DataLoader.__mro__[1]
 
 
 def _get_iterator(self: data.DataLoader[Any]) -> object:
-    """Return cseq's iterator for a torch loader, or torch's own if no cseq feature is needed.
+    """Return cseq's iterator for a torch loader, or torch's own if cseq's would change nothing.
 
-    A `cseq.DataLoader` that falls back also calls this and receives torch's own iterator.
+    A `cseq.DataLoader` calls this only as a fallback, and gets torch's own iterator.
     """
     own, reason = _original, None
     assert own is not None
@@ -33,7 +33,7 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
     rng, on_error, method = defaults.rng, defaults.on_error, defaults.worker_method
     if self.num_workers == 0 and (rng, on_error) == ("worker", "raise"):
         reason = "with num_workers=0 the loop makes the batches"
-    # Some versions of torch have their own worker threads.
+    # Some versions of torch support worker threads.
     elif getattr(self, "worker_method", None) == "thread":
         reason = "torch's worker threads are its own"
     if reason is None:
@@ -44,15 +44,16 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
 
 
 def install() -> None:
-    """Make every torch DataLoader use cseq's worker processes, starting with its next `iter`.
+    """Make all torch DataLoaders use cseq's worker processes, starting with their next `iter`.
 
-    This includes loaders created by frameworks, and subclasses that do not override
-    `_get_iterator`. Loaders also gain cseq.DataLoader's `stats`. A second call has no effect.
+    This includes loaders that are created by frameworks, and subclasses that do not override
+    `_get_iterator`. Loaders also get the method `stats` of `cseq.DataLoader`. Calling this function
+    again has no effect.
 
     Raises
     ------
     RuntimeError
-        If something else has already patched torch's class.
+        If torch's class has already been patched by something else.
     """
     global _original
     if is_installed():
@@ -69,7 +70,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's own worker processes. Existing iterators are not affected."""
+    """Make torch DataLoaders use torch's workers again. Existing iterators are not affected."""
     global _original
     if not is_installed():
         return
@@ -88,7 +89,7 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make every torch DataLoader use cseq's worker processes inside a `with` statement."""
+    """Make all torch DataLoaders use cseq's worker processes inside a `with` statement."""
     before = is_installed()
     install()
     try:

@@ -1,4 +1,4 @@
-"""Pins batches. The next batch is pinned in the background while the loop runs."""
+"""Pins batches in the background while the training loop is running."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-# The number of seconds that program exit or a fork waits for a batch that is being pinned.
+# How many seconds an exit or a fork waits for a batch that is being pinned.
 EXIT_SECONDS = 15.0
 
 
 class Pinner:
-    """Pins batches for a device. From `pin_ahead` until `close`, a thread pins the next batch.
+    """Pins batches for a device, optionally in a background thread.
 
-    If a signal handler raises in any method, a batch may be pinned twice.
+    The first call to `pin_ahead` starts the thread. If a signal handler raises in a method, a batch
+    may be pinned twice.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -31,29 +32,29 @@ class Pinner:
         self._jobs: SimpleQueue[PinJob | None] = SimpleQueue()
         self._threads = Threads()
         self._job: PinJob | None = None
-        # Set when the latest job finishes, even if that job was forgotten.
+        # The latch of the latest job, even if the job was forgotten.
         self._done: Latch | None = None
         _pinners.add(self)
 
     def in_threads(self) -> tuple[Any, str | None]:
-        """Return the setup function for a thread that pins its own batches, and the device."""
+        """Return the arguments that worker threads need to pin their own batches."""
         return names.settle_pinning(self._device), self._device
 
     def pin(self, item: Any, batch: Any) -> Any:
-        """Return an item's pinned batch, using the thread's result if there is one."""
+        """Pin the batch of an item, unless the thread has already done so, and return it."""
         job = self._job
         if job is not None and job.item is item and self.wait() and job.is_pinned:
             return job.batch
         return names.pin(batch, self._device)
 
     def pin_ahead(self, item: Any, batch: Any) -> None:
-        """Start pinning an item's batch in the thread."""
+        """Start to pin the batch of an item in the background."""
         if not self._threads.begun:
             try:
                 work = partial(_work, self._jobs, self._device, names.settle_pinning(self._device))
                 self._threads.add("cseq-pin", work)
                 self._threads.start()
-            # The system cannot start another thread, or the interpreter is shutting down.
+            # The thread could not be started, for example because the interpreter is shutting down.
             except RuntimeError:
                 self._threads = Threads()
                 return
@@ -63,7 +64,7 @@ class Pinner:
         self._jobs.put(self._job)
 
     def forget(self) -> None:
-        """Drop the reference to the latest batch."""
+        """Drop the reference to the latest batch that was pinned in the background."""
         self._job = None
 
     def wait(self, seconds: float = -1.0) -> bool:
@@ -80,7 +81,7 @@ class Pinner:
 
 
 class PinJob:
-    """A batch to be pinned by the thread."""
+    """A batch to pin in the background."""
 
     def __init__(self, item: Any, batch: Any) -> None:
         self.item, self.batch = item, batch
@@ -88,10 +89,10 @@ class PinJob:
 
 
 def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
-    """Run the thread's loop without holding a batch while waiting for the next one."""
+    """Pin batches until there is a None. No reference to a batch is kept while waiting."""
     settle()
     while (job := jobs.get()) is not None:
-        # If pinning fails, the trainer pins the batch again and raises the exception itself.
+        # If pinning fails, the trainer tries again and raises the exception.
         with contextlib.suppress(BaseException):
             job.batch = names.pin(job.batch, device)
             job.is_pinned = True
@@ -104,9 +105,10 @@ _pinners: weakref.WeakSet[Pinner] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_all() -> None:
-    """Keep the process from exiting or forking during a call into the device's library.
+    """Delay an exit or a fork of the process while a thread is calling the device's library.
 
-    A forked child would inherit the library's held locks but no thread to release them.
+    A forked child would inherit locks that the library holds, but not the thread that releases
+    them.
     """
     for pinner in list(_pinners):
         pinner.wait(EXIT_SECONDS)

@@ -1,4 +1,4 @@
-"""Coordinates loaders across ranks: the seed and each rank's part of the data."""
+"""Coordinates loaders across ranks, which must agree on a seed and divide the data."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ __all__ = ["agreed", "divider", "divisions", "number_of", "rank_of"]
 
 log = logging.getLogger("cseq")
 
-# The number of seconds after which a waiting rank logs a warning.
+# How many seconds a rank waits before it logs a warning.
 PATIENCE = 10.0
-# The attributes for rank and world size, in accelerate's samplers and in DistributedSampler.
+# The attributes for the rank and the world size in accelerate's samplers and DistributedSampler.
 NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
 # The maximum nesting depth of samplers.
 MOST = 4
 
-# The number of orders created, by name and number of samples.
+# How many orders have been numbered, by name and number of samples.
 _made: Counter[tuple[str, int | None]] = Counter()
 
 
 def number_of(order: Order) -> int:
-    """Return a number that identifies the order on all ranks if they create the same orders."""
+    """Number an order, so that all ranks can refer to it if they create the same orders."""
     _made[order.name, order.samples] += 1
     return _made[order.name, order.samples]
 
 
 def group() -> Any:
-    """Return torch.distributed if a process group has more than one rank, otherwise None."""
+    """Return torch.distributed if there is a process group with several ranks, or None."""
     distributed = torch.distributed
     is_there = distributed.is_available() and distributed.is_initialized()
     return distributed if is_there and distributed.get_world_size() > 1 else None
 
 
 def agreed(seed: int, order: Order, *numbers: int) -> int:
-    """Return rank 0's seed for an order if there are multiple ranks, otherwise `seed`.
+    """Return the seed that rank 0 passed for an order. With a single rank, return `seed`.
 
-    The seed is exchanged through the process group's store rather than by a collective. Rank 0
-    therefore never waits and may iterate alone, and no tensors are sent. All ranks must pass the
-    same `numbers`, which identify the request. Raises RuntimeError if the process group has no
-    store or rank 0 does not set a seed within the group's timeout.
+    Ranks exchange the seed through the store of the process group. Unlike a collective, this does
+    not send tensors, and rank 0 does not wait for other ranks and may be the only rank that
+    iterates. All ranks must pass the same `numbers`, which identify the request. Raises
+    RuntimeError if the process group has no store, or if rank 0 does not set a seed within the
+    timeout of the group.
     """
     distributed = group()
     if distributed is None or not order.is_seeded:
@@ -82,7 +83,7 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
 
 
 def divider(sampler: Any) -> Any:
-    """Return accelerate's active batch sampler if it is `sampler` or wraps it, otherwise None."""
+    """Return accelerate's active batch sampler if it is or wraps `sampler`, or None."""
     state: Any = sys.modules.get("accelerate.state")
     loader = None if state is None else getattr(state.GradientState(), "active_dataloader", None)
     outer = getattr(loader, "batch_sampler", None)
@@ -90,10 +91,11 @@ def divider(sampler: Any) -> Any:
 
 
 def divisions(sampler: Any) -> list[tuple[int, int]]:
-    """Return (rank, world size) pairs for a sampler and its nested samplers, outermost first."""
+    """Return (rank, world size) for each nested sampler that divides data, outermost first."""
     parts: list[tuple[int, int]] = []
     for _ in range(MOST):
-        # Use `__dict__`, since wrappers may forward attributes. cseq's BatchSampler has `_shard`.
+        # Look in `__dict__`, because a wrapper may forward attributes of the sampler it wraps.
+        # `_shard` is an attribute of cseq's BatchSampler.
         own = getattr(sampler, "__dict__", {})
         shard: Any = own.get("_shard")
         if getattr(shard, "source", ""):
@@ -109,7 +111,7 @@ def divisions(sampler: Any) -> list[tuple[int, int]]:
 
 @functools.cache
 def warn_twice(*ranks: int) -> None:
-    """Warn once that batches are divided among ranks twice."""
+    """Warn once that the batches are divided among ranks more than once."""
     log.warning(
         "the batches are divided among ranks twice, by %s: an epoch lacks samples; where a "
         "framework divides them (accelerate's prepare), leave out DistributedSampler, or shard= "
@@ -121,8 +123,8 @@ def warn_twice(*ranks: int) -> None:
 def rank_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
     """Return this rank and the world size, counting only ranks that read different batches.
 
-    `parts` is the result of `divisions`. If it is empty, ranks are assumed to read different data
-    unless they appear to share a model.
+    `parts` is the result of `divisions`. If it is empty, ranks are assumed to read different data,
+    unless they seem to share a model.
     """
     rank, ranks = 0, 1
     for one, of in parts:

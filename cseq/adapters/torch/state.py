@@ -1,4 +1,4 @@
-"""A loader's position in an epoch, as returned by `state_dict`."""
+"""The position of a loader in an epoch, as returned by `state_dict`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["LoaderProgress", "resumed"]
 
 VERSION = 4
-# Both keys hold the same number, and accelerate decrements both.
+# Two keys with the same value, because accelerate decrements both.
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
-# The facts a loader reports about its epochs: their order, their batches, and `Shares`.
+# Facts about epochs that are saved in states: their order, their batches, and `Shares`.
 ORDER, BATCHES = ("sampler_type", "shuffle", "seed", "samples"), ("batch_size", "batches")
 SHARES = ("step", "world_size", "rank")
 
@@ -43,19 +43,19 @@ State = dict[str, Any]
 
 
 class LoaderProgress:
-    """An epoch's progress, up to the last delivered batch.
+    """The progress of a loader in an epoch, up to the latest batch that was delivered.
 
-    The progress is not pickled or copied with its loader, so a copied loader starts a new epoch.
+    The progress is not included when a loader is copied or pickled. The copy starts a new epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], keys: Keys, *, rng: str) -> None:
         self.iterable = loader._dataset_kind == names.ITERABLE
         self.num_workers, self.rng = loader.num_workers, rng
-        # A weak reference to the iterator if there are workers.
+        # A weak reference to the iterator, if there are workers.
         self.iterator: Callable[[], Any] = _none
-        # The counts of workers that have exited.
+        # The statistics of workers that have been shut down.
         self.stats: Stats | None = None
-        # The data set's pickled state in each worker, kept across epochs.
+        # The pickled state of the data set in each worker, which is kept across epochs.
         self.states: list[bytes | None] = []
         self.begin_epoch(keys, None)
 
@@ -67,12 +67,13 @@ class LoaderProgress:
         several = max(1, self.num_workers)
         self.keys, self.base_seed = keys, base_seed
         self.finished = False
-        # The loader's facts about the epoch, set when a state is first requested.
+        # Facts about the epoch, which are determined when a state is requested for the first time.
         self.batching: State | None = None
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        # Set if the trainer makes the batches.
+        # Only set if the trainer makes the batches.
         self.inline: DatasetState | None = None
-        # For an IterableDataset: each worker's batch count, and whether the worker is exhausted.
+        # For an IterableDataset, the number of batches from each worker, and whether the worker is
+        # exhausted.
         self.counts, self.ended = [0] * several, [False] * several
         self.yielded = keys.layers.omitted
         if resume is None:
@@ -83,18 +84,19 @@ class LoaderProgress:
         self.states = [
             None if state is None else dumps(state) for state in states or [None] * several
         ]
-        # The next worker in turn. Worker k mod N makes batch k of this loader's keys.
+        # The number of the next worker. Worker k mod N makes the batch for key k of this loader.
         self.turn = (self.yielded - keys.layers.omitted) % several
-        # IterableDataset workers take turns, so the last one with the maximum count was the latest.
+        # With an IterableDataset, workers take turns, so the last worker with the maximum count
+        # made the latest batch.
         if self.iterable:
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
     def as_dict(self, *, next_epoch: bool) -> State:
-        """Return the state as a new dict for `state_dict`.
+        """Return a new dict for `state_dict`.
 
-        All of a loader's states have the same keys, and variable parts are stored in tuples. This
-        is because torch's distributed checkpoints descend into dicts and lists and restore only the
-        keys that a new loader's state has.
+        All states of a loader have the same keys, and the parts that vary are stored in tuples.
+        torch's distributed checkpoints require this, because they descend into dicts and lists, and
+        restore only keys that are in the state of the new loader.
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
         is_between = is_over or self.base_seed is None
@@ -121,11 +123,11 @@ class LoaderProgress:
 
 
 def _none() -> None:
-    """Return None, like a dead weak reference."""
+    """Return None, like a weak reference to an object that is gone."""
 
 
 def _from_3(state: State) -> State:
-    """Convert a version 3 state, which stores generator states as tensors."""
+    """Convert a state of version 3, which stores the states of generators as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):
@@ -144,11 +146,11 @@ LIFTS = {3: _from_3}
 def resumed(
     state: State, *, keeps: bool, kind: str, num_workers: int, batching: State, strict: bool
 ) -> State | None:
-    """Return the state from which an iterator resumes, or None for a fresh epoch.
+    """Return the state that an iterator resumes from, or None for a new epoch.
 
-    If the state's epoch is over or has not started, the result describes the start of an epoch, and
-    its ``base_seed`` is None. `keeps` is True if all epochs use the same data set object. Raises
-    ValueError if the state does not fit.
+    If the epoch of the state is over or has not started, the result describes the start of an
+    epoch, and its ``base_seed`` is None. `keeps` is True if the data set object is the same in all
+    epochs. Raises ValueError if the state does not fit.
     """
     state = _lifted(state)
     if state["kind"] != kind:
@@ -156,11 +158,11 @@ def resumed(
             f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
         )
     yielded = int(min(state[name] for name in NUMBERS))
-    # The state is between epochs if its epoch is over or has not started.
+    # Whether the epoch of the state is over or has not started.
     is_between = state["_iterator_finished"] or state["base_seed"] is None
     (sampler,), workers, start = state["sampler"], list(state["workers"]), state["start"]
     has_states = any(workers) and (keeps or not is_between)
-    # A stateful sampler continues from its own state.
+    # A stateful sampler resumes from its own state.
     if is_between:
         sampler = {
             name: sampler[name]
@@ -183,7 +185,7 @@ def resumed(
     counts, ended, base_seed = state["counts"], state["ended"], state["base_seed"]
     if not is_divided:
         counts, ended = [0] * several, [False] * several
-    # The caller has changed the number of batches.
+    # The number of batches in the state was changed, for example by accelerate.
     elif sum(counts) != yielded:
         counts = [len(range(number, yielded, several)) for number in range(several)]
     workers = workers if has_states else [None] * several
@@ -198,7 +200,7 @@ def resumed(
 
 
 def _lifted(state: State) -> State:
-    """Convert a state to the current version, or raise ValueError if it is malformed."""
+    """Convert a state to the current version. Raise ValueError if it is malformed."""
     if "_snapshot" in state or "fetcher_state" in state:
         raise ValueError(
             "the state is of torchdata's StatefulDataLoader, whose format is not read here: finish "
@@ -233,14 +235,14 @@ def _is_number(value: object, _: State, least: int = 0) -> bool:
 
 
 def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
-    """Check that a value holds one item of `kinds` per worker and no negative number."""
+    """Return True if a list has one valid item per worker, of a type in `kinds`."""
     return len(value) == max(1, state["num_workers"]) and all(
         type(part) in kinds and (type(part) is not int or 0 <= part <= MOST) for part in value
     )
 
 
 def _is_sampler(kept: list[State]) -> bool:
-    """Check the part of a state written by `Keys`, except for the sampler's own state."""
+    """Check the part of a state that `Keys` has written, except for the sampler's own state."""
     (value,) = kept
     both: dict[str, State] = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
@@ -251,7 +253,7 @@ def _is_sampler(kept: list[State]) -> bool:
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
 
 
-# Checks for the parts of a state. A check returns False or raises if its part is malformed.
+# Functions that check the parts of a state. They return False or raise if a part is malformed.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
     **dict.fromkeys(("num_workers", *NUMBERS), _is_number),
@@ -273,10 +275,10 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
-    """Return where the epoch's new batches start, and the number of the next batch.
+    """Return the start of batches with the new batch size, and the number of the next batch.
 
-    Raises ValueError if the sample order differs, or if the batches differ and it is unknown how
-    ranks share the epoch.
+    Raises ValueError if the order of samples is different, or if the batches are different and it
+    is unknown how ranks share an epoch.
     """
     steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]
     is_shared = None not in (*steps[0], *steps[1])

@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 def is_stateful(thing: object) -> TypeGuard[Stateful]:
-    """Return True if `thing` has `load_state_dict` and a `state_dict` that needs no arguments."""
+    """Return True if `thing` has `load_state_dict` and `state_dict` without required arguments."""
     ask = getattr(thing, "state_dict", None)
     if not (callable(ask) and callable(getattr(thing, "load_state_dict", None))):
         return False
@@ -29,23 +29,23 @@ def is_stateful(thing: object) -> TypeGuard[Stateful]:
         inspect.signature(ask).bind()
     except TypeError:
         return False
-    # C functions may lack a signature.
+    # C functions may not have a signature.
     except ValueError:
         pass
     return True
 
 
 def left_by(state: State) -> State:
-    """Return a data set's state after an epoch, without the exhausted iterator's state."""
+    """Return the state of a data set after an epoch, without its exhausted iterator."""
     return {"dataset": state.get("iterator" if state.get("is_own") else "dataset"), "made": 0}
 
 
 class DatasetState:
-    """The state of the data set that torch's `fetcher` reads, and of the data set's iterator."""
+    """Reads the states of a data set and of the iterator that torch's `fetcher` has created."""
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)
-        # If a data set is its own iterator, restore it as an iterator, since `iter` may restart it.
+        # If a data set is its own iterator, restore it after `iter`, which may reset it.
         self._is_own = iterator is dataset
         parts = {"dataset": None if self._is_own else dataset, "iterator": iterator}
         self._fetcher = fetcher

@@ -1,6 +1,6 @@
-"""The loader's workers, which fetch and collate batches.
+"""The workers of a DataLoader, which fetch and collate batches.
 
-They are set up like torch's workers. Without workers, the trainer uses `FetcherHere`.
+They are set up like torch's workers. If there are no workers, the trainer uses `FetcherHere`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ END = object()
 
 
 class Item(NamedTuple):
-    """A batch with metadata, or a replacement for a batch.
+    """A batch with additional data, or the error that occurred instead of a batch.
 
-    `state` is the data set's state after the batch, and `left` lists skipped samples (see
-    `Partial`). If `is_over` is True, the worker's data set is exhausted. `error`, which workers
-    pack, is raised instead of the batch identified by `name` and `key`. If `is_setup` is True, the
-    data set could not be set up, and all later batches raise as well.
+    `state` is the state of the data set after the batch, and `left` lists skipped samples (see
+    `Partial`). `is_over` means that the worker's data set is exhausted. `error` is an exception, or
+    its packed form if it comes from a worker, and `name` and `key` identify the batch. `is_setup`
+    means that the data set could not be set up, so all later batches will raise as well.
     """
 
     batch: object = None
@@ -63,7 +63,7 @@ class Item(NamedTuple):
 
 
 def samples_of(key: Any) -> int:
-    """Return the number of samples in a key's batch."""
+    """Return the number of samples in the batch for a key."""
     try:
         return len(key)
     # The key is a number or a scalar tensor.
@@ -71,7 +71,7 @@ def samples_of(key: Any) -> int:
         return 1
 
 
-# This stack is closed when the process exits.
+# The contexts in this stack stay open until the process exits.
 _entered = contextlib.ExitStack()
 
 
@@ -86,7 +86,7 @@ def _push_all(modes: list[Any]) -> None:
 
 
 def _modes() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
-    """Yield a getter and a setter for each of torch's thread-local modes."""
+    """Yield a getter and a setter for each thread-local mode of torch."""
     autocast: tuple[tuple[Callable[[str], object], Callable[[str, Any], object]], ...] = (
         (torch.is_autocast_enabled, torch.set_autocast_enabled),
         (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -108,15 +108,16 @@ MODES = tuple(_modes())
 
 
 def modes_here() -> list[Any]:
-    """Return this thread's modes for a worker that another thread forks."""
+    """Return the modes of this thread, for workers that are forked by another thread."""
     return [ask() for ask, _ in MODES]
 
 
 class Fetching(NamedTuple):
-    """The part of a loader that a worker needs to create its producer.
+    """The attributes of a loader that workers need to create their producers.
 
-    If `skips` is True, samples that raise are skipped. `modes` holds the trainer's modes for forked
-    workers. `pins` holds the device and the setup function for a thread that pins its own batches.
+    If `skips` is True, samples that raise are skipped. `modes` contains the trainer's modes, for
+    forked workers. `pins` contains a setup function and the device, for threads that pin their own
+    batches.
     """
 
     kind: int
@@ -138,12 +139,13 @@ class Fetching(NamedTuple):
 
 
 class FetcherEpoch(NamedTuple):
-    """A worker's parameters for an epoch.
+    """The parameters of a worker for an epoch.
 
-    `first` counts the batches already delivered. For an IterableDataset, it counts only this
-    worker's, and `is_over` marks an exhausted worker. `index` is an IterableDataset's key, with one
-    None per sample. A new process starts from the data set's `state`. Workers send the state every
-    `snapshot_every` batches, or never if 0. `rank` holds the rank and world size for seeding.
+    `first` is the number of batches that have already been delivered. For an IterableDataset, only
+    batches from this worker are counted, `is_over` is True if the worker is exhausted, and `index`
+    is the key, which has one None per sample. A new process restores the data set from `state`.
+    Workers send a new state every `snapshot_every` batches, or never if this is 0. `rank` contains
+    the rank and the world size, which affect seeds.
     """
 
     base_seed: int
@@ -156,7 +158,7 @@ class FetcherEpoch(NamedTuple):
 
 
 class Fetcher:
-    """A worker's producer; see `cseq.indexing.producer.Producer`."""
+    """The producer of a worker; see `cseq.indexing.producer.Producer`."""
 
     IN_WORKER = True
 
@@ -169,9 +171,9 @@ class Fetcher:
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
         self._key: Any = ()
-        # The packed exception from `get_ready`, if any.
+        # The packed exception that `get_ready` caught, if any.
         self._broken: bytes | None = None
-        # `_is_open` is True once this epoch's fetcher has been created or has failed.
+        # `_is_open` is True once the fetcher for this epoch has been created or has failed.
         self._is_set_up = self._is_open = False
         # The number of batches made in this epoch.
         self._made = 0
@@ -179,9 +181,9 @@ class Fetcher:
         self._depth = fork_depth()
 
     def close(self) -> None:
-        """Drop the last references to the data set if this version of torch also does so.
+        """Drop the last references to the data set, if this version of torch does so as well.
 
-        In a forked process, the data set belongs to the parent and stays alive.
+        In a forked process, the data set belongs to the parent and is not deleted.
         """
         if names.GIVES_BACK and not self._setup.is_thread:
             names.forget_worker_info()
@@ -193,12 +195,12 @@ class Fetcher:
         self._is_open = False
 
     def make(self, key: object) -> object:
-        """Return a key's batch, or an `Item`."""
+        """Return the batch for a key, or an `Item`."""
         self.get_ready()
         return self._next(key, self._epoch.first + self._context.item)
 
     def items(self, start: int) -> Iterator[object]:
-        """Yield an iterable data set's batches. An exception counts as a batch."""
+        """Yield the batches of an IterableDataset. An exception counts as a batch."""
         self.get_ready()
         if self._broken is not None:
             yield self._raised()
@@ -207,19 +209,19 @@ class Fetcher:
             return
         while (item := self._next_item()) is not END:
             yield item
-            # Do not hold the batch while the next one is made.
+            # Do not keep the batch alive while the next batch is made.
             del item
         if self._state:
             yield self._stated(is_over=True)
 
     def _drop(self, count: int) -> bool:
-        """Skip an iterable data set's first `count` batches. Return False if it ends early."""
+        """Skip the first `count` batches of an IterableDataset. Return False if there are fewer."""
         return all(self._next_item() is not END for _ in range(self._made, count))
 
     # -- setup
 
     def get_ready(self) -> None:
-        """Create this epoch's fetcher if needed. A new process is set up first."""
+        """Create the fetcher for this epoch, unless it exists. Set up a new worker first."""
         if self._is_open:
             return
         self._is_open = True
@@ -243,7 +245,8 @@ class Fetcher:
         base_seed = self._epoch.base_seed
         seed = base_seed + self._number
         random.seed(seed)
-        # torch records a stack per unused device, and would read source files without a limit.
+        # torch records a stack trace for each unused device, for which it reads source files unless
+        # there is a limit.
         limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
         try:
             torch.manual_seed(seed)
@@ -260,7 +263,7 @@ class Fetcher:
             names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
 
     def _open(self, *, is_new: bool) -> None:
-        """Create the fetcher. In a new process, restore the data set's state first."""
+        """Create the fetcher. In a new worker, restore the state of the data set first."""
         epoch = self._epoch
         # An IterableDataset may draw numbers in `iter`.
         if self._seeds is not None:
@@ -272,19 +275,19 @@ class Fetcher:
         self._state = DatasetState(self._setup.dataset, self._fetcher) if asks else None
 
     def _seed(self, number: int) -> int:
-        """Seed the generators for a batch or for `iter`, and return torch's seed."""
+        """Seed the global generators for a batch or for `iter`, and return torch's seed."""
         assert self._seeds is not None
         self._set_ticket(number)
         self._seeds.seed_present()
         return torch.default_generator.initial_seed()
 
     def _set_ticket(self, number: int) -> None:
-        """Set the batch for `cseq.rng` and `cseq.worker_info`. The batch's samples are unknown."""
+        """Set the current batch for `cseq.rng` and `cseq.worker_info`, without its samples."""
         rank, ranks = self._epoch.rank
         self._context.set_ticket(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
-        """Create a fetcher that starts from a saved data set state (see `DatasetState`)."""
+        """Create a fetcher that starts from a saved state of the data set (see `DatasetState`)."""
         kind, dataset, auto_collation, function, drop_last, skips, *_ = self._setup
         if state.get("dataset") is not None:
             dataset.load_state_dict(state["dataset"])
@@ -303,7 +306,7 @@ class Fetcher:
         return fetcher
 
     def _collate_key(self, samples: Sequence[object]) -> object:
-        """Collate the current key's samples. On failure, report the first sample that is None."""
+        """Collate the samples for the current key. On failure, report the first that is None."""
         try:
             return self._collate(samples)
         except Exception as error:
@@ -318,7 +321,10 @@ class Fetcher:
         return self._next(self._epoch.index, self._made * self._num_workers + self._number)
 
     def _next(self, key: object, number: int) -> object:
-        """Return batch `number` (an `Item` if it has metadata), or END if no batches remain."""
+        """Return a batch, an `Item`, or END if there are no more batches.
+
+        `number` identifies the batch for per-batch seeds.
+        """
         if self._broken is not None:
             return self._raised()
         if self._seeds is not None:
@@ -328,7 +334,7 @@ class Fetcher:
         try:
             batch = self._fetcher.fetch(key)
         except BaseException as error:
-            # This process may be a copy that the data set forked.
+            # The data set may have forked this process.
             is_copy = fork_depth() != self._depth
             if is_copy or not (self.IN_WORKER or isinstance(error, Exception)):
                 raise
@@ -358,11 +364,11 @@ class Fetcher:
 
 
 class ThreadFetcher(Fetcher):
-    """A thread's producer, which shares the data set with the other threads.
+    """The producer of a worker thread. All threads share the data set.
 
-    The thread does not touch the global generators or `get_worker_info`. `cseq.rng` is
-    thread-local. With ``rng="batch"``, it is seeded for each batch. Otherwise, it is seeded once,
-    like numpy in the torch worker with the same number.
+    Threads do not change the global generators or `get_worker_info`. With ``rng="batch"``, only
+    `cseq.rng` is seeded for each batch. Otherwise, each thread seeds its `cseq.rng` once, like
+    numpy in the torch worker with the same number.
     """
 
     def _set_up(self) -> None:
@@ -381,7 +387,7 @@ class ThreadFetcher(Fetcher):
             setup.init_fn(self._number)
 
     def _set_info(self, seed: int) -> None:
-        """Do nothing, since `get_worker_info` has one value for all threads of a process."""
+        """Do nothing, because `get_worker_info` returns the same value in all threads."""
 
     def _seed(self, number: int) -> int:
         self._set_ticket(number)
@@ -389,7 +395,7 @@ class ThreadFetcher(Fetcher):
 
 
 class FetcherHere(Fetcher):
-    """A producer in the trainer that also acts as the stream. It draws each key on demand."""
+    """A producer in the trainer, which draws keys on demand and replaces the `Streams` object."""
 
     IN_WORKER = False
     latest = 0
@@ -399,13 +405,13 @@ class FetcherHere(Fetcher):
         self._keys: Iterator[tuple[int, object]] | None = None
 
     def begin_with(self, epoch: FetcherEpoch, keys: Iterator[object] | None) -> DatasetState | None:
-        """Start an epoch with keys or an iterable data set. Return the data set's state object."""
+        """Start an epoch. `keys` is None for an IterableDataset. Return the `DatasetState`."""
         self.begin(epoch)
         self._is_open, self._keys = True, None if keys is None else enumerate(keys)
         self._call(partial(self._open, is_new=True))
         if keys is None:
             self._call(self._drop, epoch.first)
-        # The trainer reads the state on demand.
+        # The trainer reads the state when it needs it.
         state, self._state = self._state, None
         return state
 
@@ -413,7 +419,7 @@ class FetcherHere(Fetcher):
         return self
 
     def __next__(self) -> object:
-        # Check first, because an exception below could end the sampler.
+        # Check this first, because an exception could exhaust the sampler below.
         check_depth()
         if self._keys is not None:
             self._context.item, key = next(self._keys)
@@ -424,17 +430,17 @@ class FetcherHere(Fetcher):
         return item
 
     def _call(self, function: Callable[..., object], *args: object) -> object:
-        """Call a function. With per-batch seeds, restore the trainer's generators afterwards."""
+        """Call a function. If batches are seeded, restore the trainer's generators afterwards."""
         if self._seeds is None:
             return function(*args)
         return call_here(partial(function, *args), self._context, self._seeds)
 
 
 def _packed(error: BaseException) -> bytes:
-    """Pack an exception, replacing SystemExit and KeyboardInterrupt with torch's RuntimeError.
+    """Pack an exception. SystemExit and KeyboardInterrupt are replaced by torch's RuntimeError.
 
-    In the trainer, SystemExit would exit the program without an error, and KeyboardInterrupt would
-    look like Ctrl-C.
+    In the trainer, a SystemExit would end the program without an error, and a KeyboardInterrupt
+    would look like Ctrl-C.
     """
     if isinstance(error, Exception):
         return failure.pack(error)

@@ -1,6 +1,6 @@
-"""torchdata's MultiProcessingReadingService for DataLoader2 on cseq's engine.
+"""torchdata's MultiProcessingReadingService for DataLoader2, based on cseq's workers.
 
-The datapipe graph is split into up to three parts::
+The graph of datapipes is split into up to three parts::
 
     dispatching process            worker processes 0 … N-1              main process
 
@@ -8,9 +8,9 @@ The datapipe graph is split into up to three parts::
     only with                      all replicable datapipes       0, 1, …, N-1   all other
     sharding_round_robin_dispatch                                 in turn        datapipes
 
-One `Streams` runs the workers as its streams. Another runs the dispatching process as its only
-stream. Workers send items to the main process through shared-memory slots. They request the
-dispatching process's items from the main process (`Relay`).
+The worker processes belong to one `Streams` object, and the dispatching process belongs to another.
+Workers send items to the main process through slots in shared memory. They request the items of the
+dispatching process from the main process (`Relay`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     with warnings.catch_warnings():
-        # Without this filter, every process would print the deprecation warning.
+        # Otherwise, every process would print the deprecation warning.
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
         from torch.utils.data.graph import traverse_dps
         from torchdata.dataloader2.graph import set_graph_random_seed
@@ -63,47 +63,47 @@ STATE_VERSION = 1
 
 
 class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # type: ignore[misc]
-    """Runs a ``DataLoader2`` graph in worker processes.
+    """Runs the graph of a ``DataLoader2`` in worker processes.
 
-    Replaces ``torchdata.dataloader2.MultiProcessingReadingService``, with the same arguments,
-    sharding, order and seeds. `docs/how-to/from-torchdata.md` lists the differences.
+    This class replaces ``torchdata.dataloader2.MultiProcessingReadingService``, with the same
+    arguments, sharding, order and seeds. `docs/how-to/from-torchdata.md` lists the differences.
 
     Parameters
     ----------
     num_workers : int
         The number of worker processes. With 0, the graph runs in this process.
     multiprocessing_context : {None, 'forkserver', 'spawn', 'fork'}
-        The start method for the processes. The default is a fork server where available.
+        How to start the processes. Defaults to a fork server where available.
     worker_prefetch_cnt : int
-        The number of items that each worker may prefetch.
+        The number of items to prefetch per worker.
     main_prefetch_cnt : int
-        The number of additional items that all workers together may prefetch.
+        The number of additional items to prefetch, over all workers.
     worker_init_fn : callable, optional
-        ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, called once in each worker.
+        ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, which is called once in each worker.
     worker_reset_fn : callable, optional
-        ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each
-        worker at the start of each epoch, after seeding.
+        ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, which is called in
+        each worker at the start of every epoch, after seeding.
     max_restarts : int
-        The maximum number of dead processes to replace per epoch. A replacement restarts the epoch
-        and skips the items that the dead process delivered. The graph must therefore yield the same
-        items for the same seeds and have no dispatching process. With 0, the first death raises
-        `cseq.WorkerDied`.
+        The maximum number of dead processes to replace per epoch. A new process starts the epoch
+        from the beginning and skips the items that the dead process had delivered. The graph must
+        therefore yield the same items for the same seeds, and it must not have a dispatching
+        process. If this is 0, `cseq.WorkerDied` is raised when a process dies.
     timeout : float, optional
-        The time in seconds to wait for an item before raising `cseq.WorkerTimeout`.
+        How many seconds to wait for an item before raising `cseq.WorkerTimeout`.
     repeat_epochs : bool
-        If True, all epochs after a ``DataLoader2.seed(s)`` call use the same shuffle and random
-        numbers, as in torchdata, and `checkpoint` does not save the position within an epoch.
+        If True, all epochs after a call to ``DataLoader2.seed(s)`` have the same order and the same
+        random numbers, as in torchdata, and `checkpoint` does not save the position in an epoch.
 
     Raises
     ------
     TypeError, ValueError
         If an argument is invalid. The message names the argument, its value and the remedy.
     AssertionError
-        If `multiprocessing_context` is not a start method available on this system.
+        If `multiprocessing_context` is not an available start method.
     """
 
-    # The workers, the relay, the outlet, and the ID of the process that owns them. They are class
-    # attributes because `__del__` may run before `__init__`.
+    # The workers, the relay, the outlet, and the ID of the process that owns them. These are class
+    # attributes, because `__del__` also runs if `__init__` has raised.
     _streams: Streams | None = None
     _relay: Relay | None = None
     _outlet: Outlet | None = None
@@ -140,9 +140,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        # The user's last datapipe in this process.
+        # The last of the user's datapipes in this process.
         self._end_datapipe: DataPipe = None
-        # The epoch number, and the epoch's saved state without its position.
+        # The number of the epoch, and its state without the position.
         self._number = 0
         self._epoch: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
@@ -150,12 +150,12 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the interface of DataLoader2
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
-        """Split the graph, start the processes and return this process's part of the graph.
+        """Split the graph, start the processes, and return the part of the graph for this process.
 
         Parameters
         ----------
         datapipe : DataPipe
-            The last datapipe of the graph. Only a copy of the graph is split.
+            The last datapipe of the graph. The graph is copied before it is split.
         """
         self.finalize()
         self._pid = os.getpid()
@@ -169,7 +169,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
-        """Start the processes and return the last datapipe of the remaining graph."""
+        """Start the processes, and return the last datapipe of the remaining graph."""
         options: dict[str, Any] = {
             "start_method": self.multiprocessing_context,
             "max_restarts": self.max_restarts,
@@ -207,15 +207,16 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
     ) -> GraphFn | None:
-        """Start an epoch, even if the previous one is unfinished.
+        """Start an epoch, even if the previous epoch is unfinished.
 
         Parameters
         ----------
         seed_generator : SeedGenerator
             The source of all seeds for the epoch. Unless `repeat_epochs` is set, the generator is
-            then advanced so that the next epoch uses different seeds.
+            then advanced, so that the next epoch has different seeds.
         iter_reset_fn : callable, optional
-            Another reading service's reset function, which every worker calls with its graph.
+            The reset function of another reading service. Every worker calls it with its part of
+            the graph.
         """
         if self._outlet is None:
             raise RuntimeError("initialize_iteration() comes after initialize()")
@@ -225,11 +226,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if (
             state is not None
             and state["position"] is not None
-            # Equal seeds mean that `_restore_checkpoint_beginning_of_epoch` was called.
+            # The seeds are equal if `_restore_checkpoint_beginning_of_epoch` was called.
             and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
         ):
             seeds, skip = state["seeds"], state["position"]
-        # Unless `DataLoader2.seed` was called, the seeds come from a new generator.
+        # If `DataLoader2.seed` was not called, the seeds come from a new generator.
         is_seeded = _peeked(seeds) != _peeked(SeedGenerator())
         self._epoch = {"seeds": clone(seeds), "seeded": is_seeded}
         set_graph_random_seed(self._end_datapipe, seeds)
@@ -249,7 +250,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop all processes without blocking; a thread waits for them. Repeated calls are safe."""
+        """Stop all processes in the background. Calling this again is safe."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -260,7 +261,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the state of a DataLoader2
 
     def checkpoint(self) -> bytes:
-        """Return the epoch's position (the number of items returned) and seeds as bytes."""
+        """Return the position in the epoch (the number of items returned) and the seeds."""
         position = None if self._outlet is None else self._outlet.position
         if self.repeat_epochs or position is None:
             return pickle.dumps({"version": STATE_VERSION, "position": None})
@@ -273,14 +274,14 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return pickle.dumps(state)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Initialize the graph and make the next epoch resume at a saved position.
+        """Initialize the graph, and make the next epoch resume at a saved position.
 
-        The epoch runs again from its first item, and items that were already returned are skipped.
+        The epoch starts from its first item, and items that were already returned are skipped.
 
         Raises
         ------
         ValueError
-            If the state has a different version or number of workers.
+            If the state has a different version or a different number of workers.
         """
         state = pickle.loads(serialized_state) if serialized_state else None
         if state is not None:
@@ -292,7 +293,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- pause, resume
 
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
-        """Pause the graph's threads in all processes. Prefetched items are kept."""
+        """Pause the threads of the graph in all processes. Prefetched items are kept."""
         streams = self._needs_workers("pause")
         pause_all(self._end_datapipe)
         with telling(self._relay):
@@ -309,7 +310,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: object = None) -> None:
-        """Do nothing. DataLoader2 keeps its own count, but warns if this method is missing."""
+        """Do nothing. DataLoader2 counts by itself, but warns if this method is missing."""
 
     def _needs_workers(self, verb: str) -> Streams:
         if self._streams is None:
@@ -322,17 +323,17 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- additions to the original
 
     def stats(self) -> Stats:
-        """Return the workers' counts and times so far; see `cseq.Stats`."""
+        """Return the statistics of the workers so far; see `cseq.Stats`."""
         return self._needs_workers("count").stats()
 
     @property
     def _run(self) -> Run[Items] | None:
-        """The running workers, for `cseq.testing`."""
+        """The run of the workers, for `cseq.testing`."""
         return self._streams._run if self._streams is not None else None
 
 
 def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
-    """Stop the epoch in all processes and wake any threads that are waiting for its items."""
+    """Stop the epoch in all processes, and wake up threads that are waiting for its items."""
     if relay is not None:
         relay.stop()
     if streams is not None:
@@ -360,6 +361,6 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
 
 
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
-    """Return a seed generator's next numbers for comparison without advancing the generator."""
+    """Return the next numbers of a seed generator, for comparison, without advancing it."""
     copy = clone(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()

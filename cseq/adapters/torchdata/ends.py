@@ -1,4 +1,4 @@
-"""The first and last datapipes of the main process's part of the graph."""
+"""The first and the last datapipe in the main process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Outlet", "PipeReader"]
 
 
 class _Unhooked:
-    """A datapipe mixin that avoids torch's per-item wrapper around ``__iter__``."""
+    """A mixin for datapipes that avoids the wrapper torch puts around ``__iter__``."""
 
     def __iter__(self) -> Iterator[object]:
         return self._iterate()
@@ -32,7 +32,7 @@ class _Unhooked:
 
 
 class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The source in the main process's part of the graph. It yields the workers' items."""
+    """The first datapipe in the main process, which yields items from the workers."""
 
     def __init__(self, streams: Streams, relay: Relay | None) -> None:
         self._streams = streams
@@ -44,7 +44,7 @@ class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
 
 
 class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The last datapipe of the graph. It counts the returned items and can be closed.
+    """The last datapipe of the graph, which counts items and can be closed.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._running: Iterator[object] | None = None
 
     def begin_epoch(self, skip: int) -> None:
-        """Start an epoch and skip its first `skip` items, which were already returned."""
+        """Start an epoch, but skip the first `skip` items, which were already returned."""
         self.position = self._skip = skip
 
     def _iterate(self) -> Iterator[object]:
@@ -81,10 +81,10 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self.position = None
 
     def close(self) -> None:
-        """Stop the epoch. Closing the iterators also stops the graph's threads."""
+        """Stop the epoch. Closing the iterators also stops the threads of the graph."""
         running, self._running = self._running, None
         self.position = None
         if isinstance(running, GeneratorType):
-            # An interrupted thread may still be running the generator.
+            # The generator may still be running in an interrupted thread.
             with contextlib.suppress(ValueError):
                 running.close()

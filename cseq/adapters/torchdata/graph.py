@@ -1,4 +1,4 @@
-"""Operations on the datapipe graph: replace, shard, pause and resume."""
+"""Operations on the graph of datapipes: replace, shard, pause and resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Replace datapipe `old`, if present, with `new` and return the graph's last datapipe."""
+    """Replace datapipe `old` with `new`, and return the last datapipe of the graph."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)
@@ -31,7 +31,7 @@ def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
 
 
 def shard(pipe: DataPipe, info: Any) -> None:
-    """Shard a worker's copy of the graph, except for branches fed by the dispatcher."""
+    """Shard a worker's copy of the graph, except for branches that follow the dispatcher."""
     for branch in find_non_dispatching_branches(traverse_dps(pipe)):
         apply_sharding(
             branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING
@@ -39,19 +39,19 @@ def shard(pipe: DataPipe, info: Any) -> None:
 
 
 def as_pipe(value: Any, origin: str) -> DataPipe:
-    """Check that a user function returned a datapipe."""
+    """Return `value` if it is a datapipe. `origin` names the user function that returned it."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
         raise TypeError(f"{origin} returned {value!r}, not a datapipe; return its argument")
     return value
 
 
 def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
-    """Apply the user's `worker_init_fn`, if any."""
+    """Apply `worker_init_fn`, if there is one."""
     return pipe if init_fn is None else as_pipe(init_fn(pipe, info), "worker_init_fn")
 
 
 def pause_all(end: DataPipe) -> None:
-    """Pause all datapipes that support pausing, last one first."""
+    """Pause all datapipes that support this, starting with the last one."""
     for pipe in list_dps(traverse_dps(end)):
         if isinstance(pipe, Prefetcher):
             _hold(pipe)
@@ -60,10 +60,10 @@ def pause_all(end: DataPipe) -> None:
 
 
 def _hold(pipe: DataPipe) -> None:
-    """Pause a prefetching datapipe.
+    """Pause a datapipe that prefetches.
 
-    The datapipe's own method waits forever if its thread is about to exit, which happens near the
-    end of an epoch. `PinMemory.pause` always waits forever.
+    Near the end of an epoch, the datapipe's own `pause` may wait forever, because the thread is
+    about to exit. `PinMemory.pause` always waits forever.
     """
     thread, shared = pipe.thread, pipe.prefetch_data
     if thread is None or shared is None:
@@ -74,7 +74,7 @@ def _hold(pipe: DataPipe) -> None:
 
 
 def resume_all(end: DataPipe) -> None:
-    """Resume all datapipes that support resuming, source first."""
+    """Resume all datapipes that support this, starting with the source."""
     for pipe in reversed(list_dps(traverse_dps(end))):
         if callable(getattr(pipe, "resume", None)):
             pipe.resume()

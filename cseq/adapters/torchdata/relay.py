@@ -1,7 +1,7 @@
 """Relays items from the dispatching process to the workers.
 
-Items pass through the main process, which outlives both sides. The dispatching process pickles each
-item, and a worker requests the item from the main process and unpickles it.
+Items pass through the main process, which outlives all of these processes. The dispatching process
+pickles the items. Workers request them from the main process and unpickle them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
     from cseq.stream import Streams
 
-    # The relay's address and the secret that authenticates callers.
+    # The address of the relay, and the secret that authenticates callers.
     Address = tuple[Any, bytes]
 
-# The number of seconds to wait for the relay's thread to exit.
+# How many seconds to wait for the thread of the relay to exit.
 ENDING = 10.0
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
-    """A source datapipe in a worker that yields the dispatching process's items for that worker."""
+    """A source datapipe in a worker, which yields items from the dispatching process."""
 
     def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
@@ -54,7 +54,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
                 return
 
     def _ask(self, epoch: int) -> tuple[list[bytes], bool]:
-        """Request the next items. Threads left over from a cancelled epoch may also call this."""
+        """Request the next items. Threads of a cancelled epoch may also call this method."""
         with Client(self._address, authkey=self._secret) as relay:
             relay.send((self._worker, epoch))
             answer: tuple[list[bytes], bool] = relay.recv()
@@ -62,10 +62,10 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
 
 
 class Relay:
-    """A server in the main process that sends the dispatching process's item i to worker i mod N.
+    """A server in the main process that distributes items from the dispatching process.
 
-    A thread answers the workers' requests in sequence. It fetches items until there is one for the
-    requesting worker, and queues items for other workers without limit.
+    Worker i mod N gets item i. A thread answers one request at a time. It fetches items until it
+    has an item for the worker, and queues items for other workers without limit.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
@@ -76,26 +76,26 @@ class Relay:
         # The number of the running epoch, or 0 if no epoch is running.
         self._epoch = 0
         self._items: Iterator[tuple[int, bytes]] = iter(())
-        # Each worker's unsent items.
+        # The items that have not been sent yet, for each worker.
         self._waiting: list[deque[bytes]] = []
-        # The exception that stopped the items.
+        # The exception that ended the epoch in the dispatching process.
         self.error: Exception | None = None
         self._is_closed = False
         self._thread = Threads()
-        # An abstract socket name leaves no file.
+        # An abstract socket does not leave a file behind.
         name = f"\0cseq-{os.urandom(16).hex()}" if sys.platform == "linux" else None
         secret = os.urandom(16)
         self._listener = Listener(name, backlog=num_workers, authkey=secret)
         self.address: Address = self._listener.address, secret
 
     def open(self) -> None:
-        """Start answering workers. The caller must call `close` if this raises."""
+        """Start to answer requests. If this raises, the caller must call `close`."""
         self._thread.add("cseq-relay", self._serve)
         self._thread.start()
 
     def _serve(self) -> None:
         while not self._is_closed:
-            # A caller may have died or may not know the secret.
+            # The caller may have died, or may not know the secret.
             with (
                 contextlib.suppress(OSError, EOFError, AuthenticationError),
                 self._listener.accept() as caller,
@@ -103,9 +103,9 @@ class Relay:
                 caller.send(self._answer(*caller.recv()))
 
     def _answer(self, worker: int, epoch: int) -> tuple[list[bytes], bool]:
-        """Return a worker's next items and whether an exception follows them.
+        """Return the next items for a worker, and whether an exception follows them.
 
-        The list is empty if no items remain or the epoch is over.
+        The list is empty if there are no more items or the epoch is over.
         """
         with self._lock.hold():
             if epoch != self._epoch:
@@ -115,7 +115,7 @@ class Relay:
                 with naming_dispatching():
                     while not waiting:
                         self._pull()
-                    # Fetch all other items that are ready.
+                    # Also fetch all other items that are ready.
                     for _ in range(self._streams.stats().depths[-1]):
                         self._pull()
             except InterruptedError:
@@ -148,21 +148,21 @@ class Relay:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
-        """Stop the epoch. Pending and later worker requests receive no items."""
+        """Stop the epoch. Workers get no more items, even if they are already waiting."""
         self._epoch = 0
         self._streams.interrupt()
 
     def close(self) -> None:
-        """Stop the dispatching process and the thread. The workers must have exited already.
+        """Stop the dispatching process and the thread. The workers must be closed first.
 
         Calling this again is safe, even if the first call was interrupted.
         """
         self.stop()
-        # After a fork, the processes belong to the parent process.
+        # In a forked process, the dispatching process belongs to the parent.
         if not self._streams._run.is_ours:
             return
         self._is_closed = True
-        # Connecting unblocks `accept` unless the listener is already closed.
+        # Connect to unblock `accept`. This fails if the listener is already closed.
         with contextlib.suppress(OSError, EOFError):
             Client(self.address[0]).close()
         self._thread.join(time.monotonic() + ENDING)
@@ -174,7 +174,7 @@ class Relay:
 
 
 class DispatchingFailed(Exception):
-    """A worker's placeholder for the dispatching process's exception (`Relay.error`)."""
+    """Raised in a worker if the dispatching process has raised an exception (`Relay.error`)."""
 
 
 class InDispatching(RemoteTraceback):
@@ -185,7 +185,7 @@ class InDispatching(RemoteTraceback):
 
 @contextlib.contextmanager
 def naming_dispatching() -> Iterator[None]:
-    """Make exceptions raised in this context name the dispatching process."""
+    """Make exceptions from the block name the dispatching process."""
     try:
         yield
     except (WorkerDied, WorkerTimeout) as error:
@@ -199,7 +199,7 @@ def naming_dispatching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(relay: Relay | None) -> Iterator[None]:
-    """Append the original traceback to the text of exceptions in this context, as torch does."""
+    """Add the original traceback to the text of exceptions from the block, as torch does."""
     try:
         yield
     except DispatchingFailed:

@@ -1,4 +1,4 @@
-"""The parts of the graph that run in the worker and dispatching processes."""
+"""The parts of the graph that run in worker processes and in the dispatching process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class PipeEpoch(NamedTuple):
-    """One process's parameters for an epoch; see `Streams.begin`."""
+    """The parameters of a process for an epoch; see `Streams.begin`."""
 
     number: int
     seeds: SeedGenerator
@@ -50,40 +50,40 @@ class PipeEpoch(NamedTuple):
 
 
 class _Pipeline:
-    """A producer for `Streams` that runs one process's part of the graph."""
+    """A producer for `Streams` that runs a part of the graph."""
 
     def __init__(self, pipe: DataPipe) -> None:
-        # Remove any hooks left by a graph traversal that was running when this process was forked.
+        # Remove hooks that exist if this process was forked during a traversal of the graph.
         for kind in (IterDataPipe, MapDataPipe):
             kind.set_reduce_ex_hook(None)
             kind.set_getstate_hook(None)
         self._pipe = pipe
-        # The graph returned by this epoch's reset functions.
+        # The graph that the reset functions returned for this epoch.
         self._running = pipe
         self._iterator: Iterator[object] | None = None
 
     def begin(self, epoch: PipeEpoch) -> None:
         """Start an epoch."""
-        # Close before seeding, because the graph's threads may draw random numbers.
+        # Close the iterator before seeding, because threads of the graph may draw random numbers.
         self.close()
         self._running = self._reset(epoch)
 
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
-        """Seed the generators, call the reset functions and return the graph."""
+        """Seed the generators, call the reset functions, and return the graph."""
         raise NotImplementedError
 
     def items(self, start: int) -> Iterator[object]:
-        """Yield this epoch's items, skipping the first `start`, which were already delivered."""
+        """Yield the items of this epoch, except for the first `start`, which were delivered."""
         self._iterator = iter(self._running)
         return itertools.islice(self._iterator, start, None)
 
     def pause(self, function: GraphFn | None) -> None:
-        """Pause the graph's threads."""
+        """Pause the threads of the graph."""
         pause_all(self._running)
         self._apply(function)
 
     def resume(self, function: GraphFn | None) -> None:
-        """Resume the graph's threads."""
+        """Resume the threads of the graph."""
         self._apply(function)
         resume_all(self._running)
 
@@ -92,14 +92,14 @@ class _Pipeline:
             self._running = as_pipe(function(self._running), "the function")
 
     def close(self) -> None:
-        """Stop the epoch. Closing the iterators also stops the graph's threads."""
+        """Stop the epoch. Closing the iterator also stops the threads of the graph."""
         iterator, self._iterator = self._iterator, None
         if isinstance(iterator, GeneratorType):
             iterator.close()
 
 
 class Worker(_Pipeline):
-    """A worker's part of the graph."""
+    """The part of the graph in a worker."""
 
     def __init__(
         self,
@@ -138,13 +138,13 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The dispatching process's part of the graph. Workers unpickle the items it yields."""
+    """The part of the graph in the dispatching process, which yields pickled items."""
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
 
     def items(self, start: int) -> Iterator[bytes]:
-        """Yield this epoch's pickled items."""
+        """Yield the items of this epoch, pickled."""
         return map(dumps, super().items(start))
 
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
