@@ -1,4 +1,4 @@
-"""Keras support for the torch and JAX backends: a data adapter for `fit`, and checkpoints."""
+"""Keras support (torch and JAX backends): a data adapter for `fit`, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer support: managers as data sets, exact resumes and a monitor."""
+"""Hugging Face Trainer support: managers as data sets, exact resumes, a monitor."""
 
 from __future__ import annotations
 

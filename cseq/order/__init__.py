@@ -1,4 +1,4 @@
-"""Sample orders, sharding across ranks, and the training loop's position in an epoch.
+"""Sample orders, sharding across ranks, and the training loop's position.
 
 ``sampler``     ★ an epoch's indices in order, cut into batches
 ``_source``     ★ fills tickets with an epoch's samples

@@ -1,4 +1,4 @@
-"""An order that shuffles samples within windows of blocks, for data stored in chunks."""
+"""An order that shuffles samples within windows of blocks, for chunked data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An order for metric learning, with batches of a few samples from each of several classes."""
+"""An order for metric learning: batches of a few samples from several classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training loop's position, as an epoch and the number of units that all ranks consumed."""
+"""The training loop's position: an epoch and the number of consumed units."""
 
 from __future__ import annotations
 

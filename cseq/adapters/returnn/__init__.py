@@ -1,4 +1,4 @@
-"""A replacement for RETURNN's `MultiProcDataset` that uses cseq's worker processes.
+"""A replacement for RETURNN's `MultiProcDataset` with cseq's worker processes.
 
 The class wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset configuration. Each
 worker process creates its own copy of the dataset. At the start of an epoch, worker 0 returns the

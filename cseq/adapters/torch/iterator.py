@@ -1,4 +1,4 @@
-"""The iterator over the batches of a DataLoader, which workers or the trainer itself make."""
+"""The iterator over the batches of a DataLoader."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Reproduces the order of an epoch, which consists of the keys that the index sampler yields.
+"""Reproduces the order of an epoch, which is a sequence of keys.
 
-The index sampler is the batch sampler, or the sampler if the loader does not batch. To resume an
-epoch, its keys are drawn again and the consumed keys are discarded (`Keys`). With `shuffle=True`,
-and with torch's subset and distributed samplers, keys are slices of a permutation. Iteration can
-then start at any position (`drawn_keys`).
+Keys come from the index sampler, which is the batch sampler, or the sampler if the loader does not
+batch. To resume an epoch, its keys are drawn again, and the consumed keys are discarded (`Keys`).
+With `shuffle=True`, and with torch's subset and distributed samplers, keys are slices of a
+permutation. Iteration can then start at any position (`drawn_keys`).
 
 When an epoch has ended, states contain the state of the sampler or its generator, which determines
 the next epoch. The trainer is responsible for the global generators.

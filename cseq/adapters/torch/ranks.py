@@ -1,4 +1,4 @@
-"""Coordinates loaders across ranks, which must agree on a seed and divide the data."""
+"""Coordinates loaders across ranks, which share a seed and divide the data."""
 
 from __future__ import annotations
 

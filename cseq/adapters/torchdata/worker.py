@@ -1,4 +1,4 @@
-"""The parts of the graph that run in worker processes and in the dispatching process."""
+"""The parts of the graph that run in worker and dispatching processes."""
 
 from __future__ import annotations
 
