@@ -1,4 +1,4 @@
-"""`default_collate` in a worker of `cseq.DataLoader`: into the slot, and as torch's."""
+"""`default_collate` in a worker of `cseq.DataLoader`: into the slot, with torch's results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cseq.indexing import context  # noqa: E402
 
 
 class Room:
-    """Notes what was allocated in the slot."""
+    """Records what was allocated in the slot."""
 
     def __init__(self):
         self.asked: list[int] = []
@@ -30,7 +30,7 @@ class Room:
 
 @pytest.fixture
 def room():
-    """Collate as in a worker."""
+    """Collate as a worker does."""
     before = dict(names.collate_map)
     batch_context = context.BatchContext(0, 1, 0)
     batch_context.allocator = room = Room()
@@ -48,7 +48,7 @@ BIG = (70, 80)
 
 
 class Sub(torch.Tensor):
-    """A tensor of a class of its own."""
+    """A subclass of tensor."""
 
 
 STACKED: list[Any] = [
@@ -127,7 +127,7 @@ def test_what_requires_grad_is_an_error_in_a_worker(room):
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("shape", [BIG, (2,)])
 def test_quantised_ones_are_stacked_in_a_worker_too(room, shape):
-    """In one, torch's own function raises for them."""
+    """In a worker, torch's own function raises for quantised tensors."""
     names.set_worker_info(0, 1, 0, None)
     try:
         one = torch.quantize_per_tensor(torch.ones(shape), 0.5, 0, torch.qint32)
@@ -171,7 +171,7 @@ NOT_OWN: list[tuple[Any, list[Any]]] = [
 
 @pytest.mark.parametrize(("function", "samples"), OWN)
 def test_large_tensors_of_the_users_own_function_are_in_the_slot(room, function, samples):
-    """Those of every batch from the first on."""
+    """The slot holds the tensors of every batch, from the first on."""
     own = collate.collating(function)
     expected = function(samples)
     for count in range(1, 4):
@@ -198,7 +198,7 @@ def test_errors_of_the_users_own_function(room):
 
 
 def test_what_does_not_get_into_the_batch_is_not_put_into_the_slot(room):
-    """After the first batch; from time to time it is tried again."""
+    """This starts after the first batch, and is tried again from time to time."""
     own = collate.collating(lambda samples: torch.stack(samples) + 1)
     samples = [torch.rand(LARGE)] * 2
     for _ in range(collate.EVERY + 1):
@@ -214,7 +214,7 @@ def test_torchs_own_functions_are_not_watched():
 @pytest.mark.usefixtures("room")
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_nested_tensors_are_refused_as_torch_refuses_them():
-    """With its advice."""
+    """The error has torch's advice."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(RuntimeError, match="custom collate_fn"):
         default_collate([nested, nested])

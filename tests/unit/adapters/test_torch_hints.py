@@ -1,4 +1,4 @@
-"""What the log says of an epoch that is most likely wrong, where torch is silent."""
+"""Log messages about an epoch that is most likely wrong, where torch is silent."""
 
 import re
 
@@ -13,13 +13,13 @@ from cseq.order import sampler  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def nothing_said():
-    """Nothing was logged before."""
+    """Forget what was logged before."""
     hints.warn.cache_clear()
     sampler.warn.cache_clear()
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Numbers; each worker gives all of them, or its part."""
+    """A data set of numbers; each worker yields all of them, or its part."""
 
     def __init__(self, length, *, divides=False):
         self.length, self.divides = length, divides
@@ -36,7 +36,7 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("size", [1, 5, None])
 def test_a_stream_that_comes_once_per_worker(caplog, size):
-    """It is said once: how often each sample came, and what to do."""
+    """The log says once how often each sample came, and what to do."""
     loader = DataLoader(Stream(12), size, num_workers=2)
     assert [sum(1 for _ in loader) for _ in range(2)] == [2 * len(range(0, 12, size or 1))] * 2
     [line] = caplog.messages
@@ -56,14 +56,14 @@ def test_a_stream_that_comes_once_per_worker(caplog, size):
     ],
 )
 def test_a_stream_about_which_nothing_is_said(caplog, stream, workers, size):
-    """It divides its samples, or has no such length, or one worker."""
+    """It divides its samples, or has no such length, or has one worker."""
     assert sum(1 for _ in DataLoader(stream, size, num_workers=workers)) > 0
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("kind", ["list", "order", "stream"])
 def test_an_epoch_without_batches(caplog, kind):
-    """drop_last left nothing; this is said once, and not of an empty data set that keeps all."""
+    """If drop_last leaves nothing, the log says so once; an empty data set without it is silent."""
     options = {"sampler": cseq.Shuffled()} if kind == "order" else {}
     data = Stream(12) if kind == "stream" else list(range(12))
     workers = int(kind == "stream")

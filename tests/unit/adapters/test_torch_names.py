@@ -1,4 +1,4 @@
-"""Private names of multiprocessing that `cseq.DataLoader` relies on, and another torch."""
+"""Private names of multiprocessing that `cseq.DataLoader` uses, and another version of torch."""
 
 import multiprocessing
 from multiprocessing.connection import Connection
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 
 def test_multiprocessings_own():
-    """What `worker` calls of multiprocessing, in a new process, and what `spawning` changes."""
+    """These are the names that `worker` uses in a new process, and those `spawning` changes."""
     from cseq.processes.spawning import CONTEXT, PICKLER
 
     process = multiprocessing.process
@@ -63,7 +63,7 @@ BATCHES = "[[0, 1], [2, 3]]"
 
 
 def loads(run, change):
-    """Load with a torch that is changed first; return what is printed, and logged."""
+    """Load with a modified torch; return the output and the log."""
     done = run(LOADS.format(change=change))
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -71,7 +71,7 @@ def loads(run, change):
 
 @pytest.mark.needs("fork")
 def test_a_class_with_two_type_parameters(run_prepared):
-    """Its batches are cseq's, and it can be subscripted as torch's."""
+    """Its batches are cseq's, and it takes type parameters like torch's class."""
     change = """
 from typing import TypeVar
 data.DataLoader.__parameters__ = (TypeVar("Sample"), TypeVar("Batch"))
@@ -96,7 +96,7 @@ class Own(cseq.DataLoader[int, str]): pass
     ],
 )
 def test_a_name_that_torch_lacks(run_prepared, change, reason):
-    """Torch's own iterator is used, and the log says so once."""
+    """The loader uses torch's own iterator, and the log says so once."""
     told, *lines = loads(run_prepared, change)
     assert "torch's own iterator is used, since this torch, " in told
     assert reason in told
@@ -105,7 +105,7 @@ def test_a_name_that_torch_lacks(run_prepared, change, reason):
 
 
 def test_a_default_device_where_cseq_is_imported(run_prepared):
-    """The names are tried on the CPU: torch's loader does not work on this device."""
+    """The names are checked on the CPU, as torch's loader does not work on this device."""
     code = "import torch; torch.set_default_device('meta'); from cseq.adapters.torch import names; "
     done = run_prepared(f"{code}print(names.REASON, torch.empty(1).device)")
     assert done.stdout.split() == ["None", "meta"], done.stderr

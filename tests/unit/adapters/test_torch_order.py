@@ -1,4 +1,4 @@
-"""The keys of torch's own samplers, and which may be asked before workers are forked."""
+"""The keys of torch's own samplers, and which samplers may draw before workers are forked."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from cseq.adapters.torch.order import Layers, drawn_keys  # noqa: E402
 
 
 class Own(data.Sampler[int]):
-    """A sampler of the user's."""
+    """A user's sampler."""
 
     def __iter__(self):
         return iter(range(9))
@@ -36,7 +36,7 @@ def test_keys_that_may_be_drawn_before_a_fork(sampler, expected, batched):
 
 
 def drawn(keys, generator):
-    """Return the keys, and where torch's generators are after each of them and at the end."""
+    """Return the keys, and torch's generator states after each key and at the end."""
     sources = [torch.default_generator, *([generator] if generator else [])]
     found = []
     while True:
@@ -75,7 +75,7 @@ def test_slices_of_a_permutation_are_torchs_keys(kind, n, size, drop_last, own):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 50])
 @pytest.mark.parametrize("n", [1, 6, 7, 3001])
 def test_slices_are_a_ranks_keys(n, ranks, short, shuffle):
-    """Padded or cut as torch does, in the epoch that was set."""
+    """The keys are padded or cut like torch's, in the epoch that was set."""
     for rank in {0, ranks // 2, ranks - 1}:
         sampler = data.DistributedSampler(
             Plain(n), ranks, rank, seed=3, drop_last=short, shuffle=shuffle

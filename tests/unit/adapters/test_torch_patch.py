@@ -38,7 +38,8 @@ from cseq.adapters.torch.fallback import made  # noqa: E402
 from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
 from cseq.measure import advice  # noqa: E402
 
-QUICK = QUICKEST.start_method  # forked, where the system can
+# Forked, where the system can fork.
+QUICK = QUICKEST.start_method
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 
 pytestmark = pytest.mark.needs("quick processes")
@@ -46,7 +47,7 @@ pytestmark = pytest.mark.needs("quick processes")
 
 @pytest.fixture(autouse=True)
 def undone():
-    """Leave torch's class as it was."""
+    """Restore torch's class."""
     own = data.DataLoader._get_iterator
     yield
     uninstall()
@@ -77,7 +78,7 @@ def test_torchs_class_has_our_workers():
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_loaders_count(kept):
-    """Torch's loaders say what their workers have done, and are not kept alive for that."""
+    """Torch's loaders report what their workers have done, without being kept alive."""
     install()
     loader = data.DataLoader(Plain(6), batch_size=2, persistent_workers=kept, **FORK)
     with pytest.raises(RuntimeError, match="begin an epoch"):
@@ -96,10 +97,10 @@ def test_loaders_count(kept):
 
 
 def test_the_log_says_a_cause_once(monkeypatch, caplog):
-    """Of each loader, though each of its epochs has workers of its own."""
+    """This holds for each loader, even though each of its epochs has its own workers."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
     monkeypatch.setattr("cseq.engine.pool.LOGGED", 0.0)
-    monkeypatch.setattr(advice, "RULES", advice.RULES[-1:])  # one cause
+    monkeypatch.setattr(advice, "RULES", advice.RULES[-1:])
     caplog.set_level("INFO", logger="cseq")
     loaders = [cseq.DataLoader(Plain(16), num_workers=1) for _ in range(2)]
     for loader in loaders:
@@ -109,7 +110,7 @@ def test_the_log_says_a_cause_once(monkeypatch, caplog):
 
 
 class Stateful(data.SequentialSampler):
-    """Counts how often it is asked for its state."""
+    """Counts the requests for its state."""
 
     asked = 0
 
@@ -123,8 +124,9 @@ class Stateful(data.SequentialSampler):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_no_state_is_asked_for(num_workers, monkeypatch):
-    """A loader of torch's class has none to give."""
-    monkeypatch.setattr(defaults, "rng", "batch")  # or torch's own iterator does without workers
+    """A loader of torch's class has no state to return."""
+    # Without this, torch's own iterator would serve the loader without workers.
+    monkeypatch.setattr(defaults, "rng", "batch")
     sampler = Stateful(range(3))
     options = FORK if num_workers else {}
     with installed():
@@ -195,12 +197,12 @@ def test_somebody_elses_change_is_kept(monkeypatch):
 
 
 class Made(Exception):
-    """torch's own iterator was made."""
+    """Says that torch's own iterator was made."""
 
 
 @pytest.fixture
 def seeds(monkeypatch):
-    """Stop torch's own iterator when it has drawn its seed, which is noted."""
+    """Stop torch's own iterator once it has drawn its seed, which is recorded."""
     drawn = []
 
     def make(self, loader):
@@ -214,7 +216,7 @@ def seeds(monkeypatch):
 
 
 def check_fallback(loader, caplog, reason):
-    """Check that an iterator is torch's own, and that one line says why, once."""
+    """Check that an iterator is torch's own, and that one line gives the reason, once."""
     for _ in range(2):
         with pytest.raises(Made):
             iter(loader)
@@ -232,7 +234,7 @@ def test_a_context_that_starts_its_own_processes(seeds, caplog):
 
 
 def test_an_argument_that_is_not_known(seeds, caplog, monkeypatch):
-    """A torch that has one is played: the signature was read when cseq was imported."""
+    """The test stands in for a torch with a new argument: cseq read the signature at its import."""
     monkeypatch.setitem(names.UNKNOWN, "worker_method", "multiprocessing")
     loader = cseq.DataLoader(Plain(2), **FORK)
     loader.worker_method = "multiprocessing"  # type: ignore[attr-defined]
@@ -242,7 +244,7 @@ def test_an_argument_that_is_not_known(seeds, caplog, monkeypatch):
 
 
 def test_a_torch_that_has_worker_threads_itself(seeds):
-    """Its loaders keep them, with what `get_worker_info` says there."""
+    """Such loaders keep torch's threads, with the `get_worker_info` of these."""
     with installed():
         loader = data.DataLoader(Plain(2), **FORK)
         loader.worker_method = "thread"  # type: ignore[attr-defined]
@@ -257,7 +259,7 @@ SPAWN: Any = {"num_workers": 1, "multiprocessing_context": "spawn"}
 
 
 class Unsent(Plain):
-    """Cannot be pickled; counts how often that was tried."""
+    """Cannot be pickled; counts the attempts."""
 
     def __init__(self):
         super().__init__(4)
@@ -269,14 +271,14 @@ class Unsent(Plain):
 
 
 class Known(Unsent):
-    """multiprocessing has been told how it travels."""
+    """multiprocessing has a reducer for it."""
 
 
 ForkingPickler.register(Known, lambda _: (Plain, (4,)))
 
 
 def test_what_cannot_be_pickled(seeds, caplog):
-    """The generators are as if nothing had been tried: torch's own draws the same seed."""
+    """The generators are as before the attempt, so torch's own iterator draws the same seed."""
     seed_all()
     check_fallback(cseq.DataLoader(Known(), **SPAWN), caplog, "stays here")
     seed_all()
@@ -286,7 +288,7 @@ def test_what_cannot_be_pickled(seeds, caplog):
 
 
 def test_what_torch_cannot_pickle_either(seeds):
-    """Its way is not tried: one sentence says which part it is, and what to do."""
+    """Torch's way is not tried: one sentence names the part and the remedy."""
     dataset = Plain(4)
     dataset.lock = threading.Lock()  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"^dataset: cannot pickle .*of the data set") as caught:
@@ -296,7 +298,7 @@ def test_what_torch_cannot_pickle_either(seeds):
 
 
 def test_what_cannot_be_is_tried_once(seeds):
-    """Also where torch's class has cseq's workers."""
+    """This holds even where torch's class has cseq's workers."""
     tried = []
     for context in (contextlib.nullcontext(), installed()):
         dataset = Known()
@@ -316,7 +318,7 @@ def test_all_options_that_are_lost_are_named(seeds, caplog):
 
 
 def test_a_state_that_would_be_lost(seeds):
-    """A fallback would begin at the first batch again."""
+    """A fallback would start again at the first batch."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
     made = cseq.DataLoader(Plain(4), **FORK)
@@ -325,7 +327,7 @@ def test_a_state_that_would_be_lost(seeds):
     state = made.state_dict()
     list(iterator)
     loader = cseq.DataLoader(Known(), **SPAWN)
-    loader.load_state_dict(made.state_dict())  # its epoch is over
+    loader.load_state_dict(made.state_dict())
     with pytest.raises(Made):
         iter(loader)
     loader.load_state_dict(state)
@@ -344,7 +346,7 @@ def test_a_state_that_would_be_lost(seeds):
 
 
 class Owned(type(multiprocessing.get_context(QUICK))):  # type: ignore[misc]
-    """A context that may start processes of its own."""
+    """A context that may start its own processes."""
 
 
 @pytest.mark.parametrize(
@@ -362,7 +364,7 @@ class Owned(type(multiprocessing.get_context(QUICK))):  # type: ignore[misc]
 def test_the_state_of_a_loader_with_torchs_own_iterator(
     reason, options, is_begun, caplog, monkeypatch
 ):
-    """It is empty, which the log says, and no state that says that nothing was taken."""
+    """The state is empty, and the log says so; it does not claim that nothing was taken."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
     def make(self, loader):
@@ -481,11 +483,12 @@ def scripts(tmp_path):
     ],
 )
 def test_a_script_sees_what_python_shows_it(run_command, scripts, arguments):
-    """Its arguments and name, and where modules are looked for; also when it has ended."""
+    """The script sees its arguments, its name and the modules' search path, even after its end."""
     expected = called(scripts / "own", *arguments)
     assert expected.returncode == 0, expected.stderr
     done = run_command(scripts / "own", "run", *arguments)
-    if arguments[0] == "-m":  # the module is there as long as it runs
+    if arguments[0] == "-m":
+        # The module exists only while it runs.
         expected.stdout = expected.stdout.removesuffix("True\n")
         done.stdout = done.stdout.removesuffix("False\n")
     assert done.stdout == expected.stdout, done.stderr
@@ -493,7 +496,7 @@ def test_a_script_sees_what_python_shows_it(run_command, scripts, arguments):
 
 
 def test_the_command_as_it_is_installed(scripts):
-    """It lies in a folder of its own, where no modules are looked for."""
+    """Its own folder is not on the search path of modules."""
     (scripts / "cseq").write_text("import sys\nfrom cseq.__main__ import main\nsys.exit(main())\n")
     arguments = ["./shows.py", "--", "a"]
     expected = called(scripts / "own", *arguments)
@@ -522,7 +525,7 @@ def test_a_safe_path(scripts):
     [["./missing.py", "-m"], ["-m", "missing"], ["-m", "missing.too"]],
 )
 def test_a_script_that_is_not_there(run_command, scripts, arguments):
-    """The same line, and no traceback of cseq's."""
+    """The output is the same line, without a traceback of cseq's."""
     expected = called(scripts, *arguments)
     done = run_command(scripts, "run", *arguments)
     assert done.stderr == expected.stderr
@@ -560,7 +563,7 @@ TORCHS = "torch.utils.data.dataloader.DataLoader"
 
 
 def test_the_command_ends_with_the_engine_of_each_kind_of_loader(run_command, tmp_path):
-    """An iterator that the program makes itself is torch's, and not seen."""
+    """An iterator that the program makes itself is torch's, and goes unnoticed."""
     (tmp_path / "engines.py").write_text(ENGINES)
     done = run_command(tmp_path, "run", "engines.py", QUICK)
     assert done.returncode == 0, done.stderr
@@ -572,14 +575,14 @@ def test_the_command_ends_with_the_engine_of_each_kind_of_loader(run_command, tm
 
 
 def told(kind):
-    """Return how many iterators of a class that a test has made there were, and why torch's."""
+    """Return how many iterators of a test's class existed, and why they were torch's."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     return [(count, reason) for (loader, reason), count in made.items() if loader == name]
 
 
 @pytest.mark.parametrize("also", [False, True])
 def test_the_engine_of_a_loader_of_cseqs(also):
-    """It is told once, whether torch's class is changed too or not."""
+    """The log reports it once, whether torch's class is patched or not."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
     class Kind(cseq.DataLoader[Any]):
@@ -594,7 +597,8 @@ def test_the_engine_of_a_loader_of_cseqs(also):
     assert told(Kind) == [(2, None), (1, "its data set is a datapipe")]
 
 
-# What accelerate does in `prepare` and `skip_first_batches`: it passes on what torch's class has.
+# Like accelerate's `prepare` and `skip_first_batches`, this passes on the attributes of torch's
+# class.
 ANOTHER = """
 from torch.utils.data import DataLoader
 
@@ -605,8 +609,6 @@ def another(loader):
 
 
 class Odd(Plain):
-    """Has samples that raise."""
-
     def __getitem__(self, index):
         if index % 2 == 0:
             raise ValueError(index)
@@ -614,7 +616,7 @@ class Odd(Plain):
 
 
 def test_what_accelerate_loses_is_said_with_what_keeps_it(caplog, monkeypatch):
-    """Once; without a word if nothing is lost, and not where another one reads the attributes."""
+    """The log says so once, but not if nothing is lost, or if other code reads the attributes."""
     there = {"__name__": "accelerate.data_loader"}
     exec(ANOTHER, there)
     elsewhere = {"__name__": "another"}

@@ -1,4 +1,4 @@
-"""The worker processes of a loader's iterator, as others see them: `iterator._workers`."""
+"""The worker processes of a loader's iterator, as seen from outside: `iterator._workers`."""
 
 import os
 import threading
@@ -15,14 +15,16 @@ import cseq  # noqa: E402
 from cseq.processes.launcher import processes  # noqa: E402
 from cseq.processes.launcher.base import KILLED  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # few processors
+# torch warns of this on machines with few processors.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
-SLOW = 0.3  # seconds that each start takes here
+# Seconds that each start takes here.
+SLOW = 0.3
 
 
 @pytest.fixture
 def _started_slowly(monkeypatch):
-    """Have spawned workers started later than the iterator is there, on any machine."""
+    """Start spawned workers later than the iterator, on any machine."""
     start = processes.SpawnLauncher._launch
 
     def start_late(*args):
@@ -33,13 +35,13 @@ def _started_slowly(monkeypatch):
 
 
 def spawned(count=2):
-    """An iterator whose workers are being spawned."""
+    """Return an iterator whose workers are being spawned."""
     return iter(cseq.DataLoader(Plain(), num_workers=count, multiprocessing_context="spawn"))
 
 
 @pytest.mark.usefixtures("_started_slowly")
 def test_a_process_is_there_as_soon_as_it_is_asked_for():
-    """As torch's is, though `iter` does not wait for spawned workers."""
+    """This is as with torch, though `iter` does not wait for spawned workers."""
     iterator = spawned()
     pids = [process.pid for process in iterator._workers]
     assert all(isinstance(pid, int) for pid in pids)
@@ -67,7 +69,7 @@ def test_it_is_alive_from_the_beginning(ask, answer):
 
 @pytest.mark.usefixtures("_started_slowly")
 def test_a_process_that_will_not_be_started_is_not_waited_for():
-    """One thread asks for a process that will not be started, since another one ends the loader."""
+    """A thread asks for a process that will not start, as another thread ends the loader."""
     iterator = spawned(2)
     asked = []
     asking = threading.Thread(target=lambda: asked.append(iterator._workers))

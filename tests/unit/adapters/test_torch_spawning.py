@@ -1,4 +1,4 @@
-"""Objects of multiprocessing in a data set of workers that are not forked."""
+"""Objects of multiprocessing in a data set whose workers are not forked."""
 
 import copyreg
 import multiprocessing
@@ -19,12 +19,13 @@ from cseq.processes.spawning import Reopened, Workers, spawning  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="descriptors are opened by /proc"),
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # on few processors
+    # torch warns of this on machines with few processors.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
 ]
 
 
 class Sharing:
-    """Has some of what multiprocessing shares."""
+    """Has some of the objects that multiprocessing shares."""
 
     def __init__(self):
         shared = multiprocessing.get_context("spawn")
@@ -33,7 +34,7 @@ class Sharing:
 
 @pytest.fixture(scope="module", autouse=True)
 def _begun_by_multiprocessing():
-    """What it begins once for a process: a tracker of names, and memory."""
+    """Begin what multiprocessing begins once per process: its resource tracker, and memory."""
     multiprocessing.get_context("spawn").Value("i")
 
 
@@ -41,14 +42,15 @@ def test_all_is_as_before_afterwards():
     dataset, table = Sharing(), dict(copyreg.dispatch_table)
     with spawning() as reducers:
         assert len(dump(dataset, reducers=reducers).data) > 0
-        assert copyreg.dispatch_table == table  # which is the process's
+        # The process's table is unchanged.
+        assert copyreg.dispatch_table == table
     assert context.get_spawning_popen() is None
     with pytest.raises(UnpicklableError, match="only be shared"):
         dump(dataset)
 
 
 def test_two_threads():
-    """One is ready while another pickles; a third one cannot do it at all."""
+    """One thread finishes while another one pickles; a third one fails."""
     dataset, pickled = Sharing(), []
     entered, left = threading.Event(), threading.Event()
 
@@ -87,7 +89,8 @@ def test_a_descriptor_that_is_another_one_by_now():
 
 
 def test_what_workers_cannot_open():
-    one, other = multiprocessing.Pipe()  # of sockets
+    # The pipe is a pair of sockets.
+    one, other = multiprocessing.Pipe()
     with spawning() as reducers, pytest.raises(UnpicklableError, match="socket"):
         dump(one, reducers=reducers)
     for end in (one, other):
@@ -115,14 +118,14 @@ if __name__ == "__main__":
 
 
 def test_workers_are_started_as_torch_starts_them(run_prepared):
-    """By default: forked on Linux; from Python 3.14 on, by a fork server."""
+    """By default, they are forked on Linux; from Python 3.14 on, a fork server starts them."""
     done = run_prepared(BY_DEFAULT)
     theirs, ours, method = done.stdout.splitlines()
     assert (theirs, method) in {("inherited", "fork"), ("made anew", "forkserver")}, done.stderr
     assert ours == theirs
 
 
-# A data set that notes down where a copy of it is dropped; a worker imports this, too.
+# A data set that records where a copy of it is dropped; a worker imports this, too.
 GIVEN = """
 import os, sys
 import torch
@@ -165,7 +168,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("gives", ["gives", ""])
 @pytest.mark.parametrize("method", start_methods())
 def test_a_worker_gives_its_data_set_back(run_prepared, tmp_path, method, gives):
-    """At its end, where torch's does (2.14.1 and newer); a forked one has that of its parent."""
+    """A worker drops it at its end, as in torch from 2.14.1 on; a forked one has its parent's."""
     (tmp_path / "given.py").write_text(GIVEN, encoding="ascii")
     done = run_prepared(DROPPING, method, gives)
     assert done.stdout == f"{int(bool(gives) and method != 'fork')}\n" * 2, done.stderr

@@ -1,4 +1,4 @@
-"""Converters die or are interrupted: every batch once and in order, and no file is left."""
+"""Converters that die or are interrupted: each batch comes once, in order, and no file remains."""
 
 import gc
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.needs("Linux")
 
 @pytest.fixture
 def converters_on_the_cpu(monkeypatch):
-    """Let 'cuda' run its whole path with the CPU in the part of the device."""
+    """Make 'cuda' run its whole path with the CPU in the role of the device."""
     pytest.importorskip("torch")
     rehearsal.install(monkeypatch.setattr)
 
@@ -38,13 +38,13 @@ def test_converters_give_what_test_mode_gives(compat):
     with m.start(compat=compat):
         assert len(testing.pids(m)) == (3 if compat is None else 5)
         assert digest(m) == expected
-        # A converter thread releases its batch after it has published the result.
+        # A converter thread publishes the result before it releases its batch.
         until(lambda: held.slots(m).taken == 0)
 
 
 @pytest.mark.usefixtures("converters_on_the_cpu")
 def test_a_dead_converter_is_replaced():
-    """A converter process that is killed is a worker like any other."""
+    """A killed converter process is replaced like any worker."""
     m = manager(out_type="cuda", num_converters=1)
     with m.start_test("cpu"):
         expected = digest(m)
@@ -54,14 +54,15 @@ def test_a_dead_converter_is_replaced():
         for number, batch in enumerate(m):
             got += digest([batch])
             if number in (3, 20):
-                testing.kill(m, 3)  # behind the three workers
+                # The converter comes after the three workers.
+                testing.kill(m, 3)
         assert m.stats().restarts >= 1
     assert got == expected
 
 
 @pytest.fixture
 def exports(tmp_path, monkeypatch):
-    """Let converter processes export their tensors as to a device."""
+    """Make converter processes export their tensors as if to a device."""
     pytest.importorskip("torch")
     (tmp_path / "exported").mkdir()
     made = []
@@ -79,22 +80,23 @@ MakeExports = "Callable[..., exporting.Exports]"
 
 
 def test_batches_of_a_dead_converter_are_converted_again(exports):
-    """What a converter has finished and the loop has not had is gone with it, and made again."""
+    """Finished batches that the loop has not taken die with the converter, and are made again."""
     theirs = exports(die_at=6)
     m = manager(out_type="cuda", num_converters=1)
     with m.start(compat=False):
         iterator = iter(m)
-        await_death(theirs.heard())  # five batches are ready, and the sixth nearly
+        # Five batches are ready, and the sixth is nearly so.
+        await_death(theirs.heard())
         assert digest(iterator) == converted()
         stats = m.stats()
     assert (stats.restarts, stats.retries) == (1, 6)
     left = {name.partition("-")[0] for name in theirs.left()}
-    assert len(left) == 1  # the dead one's
+    assert len(left) == 1
 
 
 @pytest.mark.parametrize("large", [True, False])
 def test_converters_get_the_memory_of_cancelled_batches_back(exports, large):
-    """Converted batches of an epoch that is broken off are let go of, each tensor once."""
+    """When an epoch is abandoned, each tensor of its converted batches is released once."""
     theirs = exports(tell_at=10)
     worker = Squares if large else Small
     m = manager(worker, out_type="cuda", num_converters=1)
@@ -114,14 +116,14 @@ def test_converters_get_the_memory_of_cancelled_batches_back(exports, large):
 
 
 class Small(Squares):
-    """Batches that are copied out of their slots."""
+    """Batches that are copied from their slots."""
 
     def __getitem__(self, indices):
         return {"indices": indices, "text": [str(index) for index in indices]}
 
 
 def test_an_interrupted_import_is_made_again(exports, monkeypatch):
-    """Ctrl-C while a batch comes out of a converter process: the next one is that batch."""
+    """After Ctrl-C while a batch leaves a converter process, the next batch is the same one."""
     theirs = exports()
     strikes = {3, 30, 31, 55}
     calls = []
@@ -133,7 +135,8 @@ def test_an_interrupted_import_is_made_again(exports, monkeypatch):
             signal.default_int_handler(signal.SIGINT, None)
         return open_once(*place)
 
-    strike.__qualname__ = "open_once"  # so that it is found where a handle names it
+    # A handle looks for this name.
+    strike.__qualname__ = "open_once"
     strike.__module__ = "exports"
 
     monkeypatch.setattr(exporting, "open_once", strike)
@@ -172,5 +175,5 @@ def test_converters_leave_no_counts_in_dev_shm(exports, how):
 
 
 def counts_of(pid):
-    """Name a converter's files of reference counts."""
+    """Return the names of a converter's files of reference counts."""
     return [name for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]

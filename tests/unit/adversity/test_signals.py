@@ -1,4 +1,4 @@
-"""Signals at any time, and the end of the trainer: nothing is lost, and nothing is left."""
+"""Signals at any time, and the trainer's end: nothing is lost, and nothing remains."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ pytestmark = pytest.mark.needs("fork")
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
 
 
-@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # of a pair that was just made
+# The start leaves a new pair of sockets unclosed.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:iterating a manager that was not started")
 @in_shares
 @pytest.mark.parametrize("verb", ["start", "finish", "__exit__"])
 @pytest.mark.parametrize(("kind", "method", "step"), START)
 def test_ctrl_c_anywhere_in_start_and_finish(verb, kind, method, step, share):
-    """Wherever in `start`, in `finish` or at the end of a `with` a signal handler raises.
+    """A signal handler raises anywhere in `start`, in `finish` or at the end of a `with`.
 
-    Nothing is left, all of it works again, and so does a loop.
+    Nothing remains, and all of them work again, as does a loop.
     """
     options = {"start_method": method} if method else {}
     hits = 0
@@ -67,7 +68,7 @@ def test_ctrl_c_anywhere_in_start_and_finish(verb, kind, method, step, share):
 
 
 class Paced:
-    """Is waited for: what threads have made by then is taken in C alone, between no two lines."""
+    """Makes the loop wait, since C code alone takes ready batches, between no two lines."""
 
     def __getitem__(self, indices):
         time.sleep(0.002)
@@ -87,10 +88,10 @@ TAKING = (
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind, ordered, ahead, share):
-    """Wherever in the taking of a batch a signal handler raises: no batch is lost or doubled.
+    """Wherever a signal handler raises while a batch is taken, no batch is lost or doubled.
 
-    In an epoch's middle or at its end, where there are no tickets to be posted any more. What was
-    taken is always in the caller's hands: there is no place between the two.
+    This holds in the middle of an epoch, and at its end, where no more tickets are posted. The
+    caller always has what was taken: there is no point in between.
     """
     worker = Wide if kind == "proc" else Paced
     m = cseq.MSequence(
@@ -121,7 +122,7 @@ def indices_of(batches):
 
 
 def refused(verb, *arguments):
-    """Try what cannot be done in the middle of a call; return whether it was refused."""
+    """Try an invalid call in the middle of a call; return whether it was refused."""
     try:
         verb(*arguments)
     except RuntimeError as error:
@@ -133,7 +134,7 @@ def refused(verb, *arguments):
 @in_shares
 @pytest.mark.parametrize("verb", ["take", "finish"])
 def test_a_signal_handler_in_the_taking_of_a_batch(verb, share):
-    """It may look and finish, and take and begin nothing: in the middle of a decode, too."""
+    """It may inspect and finish, but not take or begin anything, even in the middle of a decode."""
     m = cseq.MPSequence(
         Wide, 60, batch_size=10, shuffle=False, out_type="null", buffer=3, num_workers=1,
         start_method="fork",
@@ -171,7 +172,7 @@ def test_a_signal_handler_in_the_taking_of_a_batch(verb, share):
 
 @pytest.mark.parametrize("bad", [True, False])
 def test_ctrl_c_anywhere_in_test_mode(bad):
-    """Wherever in the making of a batch a signal handler raises: none is lost, or skipped twice."""
+    """Wherever a signal handler raises while a batch is made, none is lost, or skipped twice."""
     worker = RaisesOnce(10) if bad else np.arange(60)
     m = cseq.MTSequence(worker, 60, batch_size=10, shuffle=False, out_type="null", on_error="skip")
     with m.start_test():
@@ -207,7 +208,7 @@ BEGINNING = (
 
 
 class Epochs:
-    """A manager, and the epochs that its iterators give."""
+    """A manager, and the epochs of its iterators."""
 
     def __init__(self, kind):
         self.m = cseq.MTSequence(
@@ -218,7 +219,6 @@ class Epochs:
         self.iterators: list[tuple[Any, list[list[int]], list[int]]] = []
 
     def start(self):
-        """Start the manager."""
         if self.kind == "thread":
             self.m.start()
         else:
@@ -231,14 +231,14 @@ class Epochs:
             self.take(-1)
 
     def take(self, at):
-        """Take a batch; note which epoch the manager names at the first one."""
+        """Take a batch; record the manager's epoch at the first one."""
         iterator, got, named = self.iterators[at]
         got.append(next(iterator).tolist())
         if len(got) == 1:
             named.append(self.m.epoch)
 
     def do(self, verb):
-        """Do what a loop or a signal handler may do with a manager."""
+        """Do an operation that a loop or a signal handler may do."""
         if verb == "set_epoch":
             self.m.set_epoch(5)
         elif verb == "load":
@@ -249,7 +249,7 @@ class Epochs:
             self.begin(1 if verb == "take" else 0)
 
     def drain(self, at):
-        """Take the rest of an iterator's batches; return whether it was not void."""
+        """Take the rest of an iterator's batches; return whether the iterator was valid."""
         _, got, named = self.iterators[at]
         try:
             while True:
@@ -264,15 +264,17 @@ class Epochs:
             return True
 
 
-@pytest.mark.filterwarnings("ignore:iterating a manager")  # that the handler has finished before
+# The handler has finished the manager before.
+@pytest.mark.filterwarnings("ignore:iterating a manager")
 @pytest.mark.parametrize("kind", ["thread", "test"])
 @pytest.mark.parametrize("by", ["take", "iterate", "set_epoch", "load", "finish"])
 @pytest.mark.parametrize("verb", ["iterate", "set_epoch", "load"])
 @in_shares
 def test_a_signal_handler_in_the_beginning_of_an_epoch(kind, verb, by, share):
-    """It may finish; an iterator gives the epoch that the manager names, whole, or is void."""
+    """It may finish; an iterator gives the whole epoch that the manager names, or is invalid."""
     epochs = Epochs(kind)
-    refusals = []  # not before the call has taken its lock
+    # The call must first take its lock.
+    refusals = []
 
     def step(countdown):
         epochs.start()
@@ -300,7 +302,7 @@ def test_a_signal_handler_in_the_beginning_of_an_epoch(kind, verb, by, share):
 
 
 def test_a_signal_handler_in_the_indexer_of_test_mode():
-    """It can take and begin nothing there, as the indexer. The loop's generators stay the same."""
+    """Like the indexer, it can take and begin nothing. The loop's generators are unchanged."""
     refusals = []
 
     class Acts:
@@ -323,7 +325,7 @@ def test_a_signal_handler_in_the_indexer_of_test_mode():
 @pytest.mark.parametrize("kind", ["thread", "test"])
 @pytest.mark.parametrize("by", ["finish", "start"])
 def test_a_signal_handler_in_a_start(kind, by):
-    """It may end what is being started, but not start it itself: nothing is left of the start."""
+    """It may end the start, but not start the manager itself: nothing remains of the start."""
     epochs = Epochs(kind)
 
     def step(countdown):
@@ -349,7 +351,7 @@ def test_a_signal_handler_in_a_start(kind, by):
 
 
 class RaisesOnce:
-    """Has one sample that cannot be read."""
+    """One sample cannot be read."""
 
     def __init__(self, sample):
         self.sample = sample
@@ -361,14 +363,14 @@ class RaisesOnce:
 
 
 class Wide:
-    """Batches that are handed out where they lie."""
+    """Batches that are leased in place."""
 
     def __getitem__(self, indices):
         return np.repeat(indices[:, None], 1024, axis=1)
 
 
 def in_a_group(folder, source, *args):
-    """Start a script in a process group of its own, which it may signal."""
+    """Start a script in its own process group, which it may signal."""
     script = folder / "script.py"
     script.write_text(source)
     return subprocess.Popen(
@@ -405,9 +407,9 @@ for number, batch in enumerate(m):
 
 @pytest.mark.parametrize("how", ["group", "thread"])
 def test_ctrl_c_gives_one_traceback(tmp_path, how):
-    """KeyboardInterrupt comes out of the loop while it waits; nothing is printed behind it.
+    """The waiting loop raises KeyboardInterrupt; nothing is printed after it.
 
-    Workers that the indexer keeps busy are killed without a word, long before their batch is over.
+    Busy workers are killed silently, long before their batch is over.
     """
     with in_a_group(tmp_path, INTERRUPTED, how) as trainer:
         _, errors = trainer.communicate(timeout=GUARD)
@@ -439,7 +441,7 @@ with m.start():
 
 
 def test_sigterm_leaves_the_workers_to_the_trainer(tmp_path):
-    """A notice to the process group ends no worker: the trainer finishes what it is at."""
+    """A signal to the process group ends no worker: the trainer finishes its work."""
     with in_a_group(tmp_path, PREEMPTED) as trainer:
         printed = trainer.communicate(timeout=GUARD)
     assert (trainer.returncode, printed) == (0, ("checkpoint 0\n", ""))
@@ -487,7 +489,7 @@ def test_workers_go_with_a_killed_trainer(tmp_path, state):
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_workers_that_start_go_silently(capfd, method):
-    """Workers that the trainer has had no time to tell what they are say nothing of its end."""
+    """Workers end silently even if the trainer has not yet told them what they are."""
     launcher = make_launcher(method, entry=ENTRY)
     child = launcher.launch(0)
     child.sock.close()

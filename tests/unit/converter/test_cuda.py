@@ -1,4 +1,4 @@
-"""Conversion on a lane, with the CPU as the device, alone and in whole managers."""
+"""Conversion on a lane, with the CPU as the device, alone and in managers."""
 
 import json
 
@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
 def test_tensors_on_a_lane():
-    """CPU tensors travel as arrays do, in their own memory order; the indexer's are not touched."""
+    """CPU tensors travel like arrays, in their own memory order; the indexer's stay unchanged."""
     images = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
     sparse = torch.eye(3, dtype=torch.float64).to_sparse()
     batch = {"a": images, "b": torch.arange(4)[::2], "c": torch.ones(2, requires_grad=True)}
@@ -32,7 +32,7 @@ def test_tensors_on_a_lane():
 
 
 def test_what_the_device_can_fetch_is_not_copied_before():
-    """An array in page-locked memory, of the right type, is copied from where it lies."""
+    """An array in page-locked memory, of the right type, is copied from its place."""
     lane = SlowLane()
     array = np.zeros((3, 4), np.float32)
     converter(lane=lane).convert(array)
@@ -54,7 +54,7 @@ def test_what_the_device_cannot_fetch_is_staged():
 
 
 def test_memory_is_kept_until_it_was_copied():
-    """What a copy reads is kept until the copy is done, also when the batch is thrown away."""
+    """What a copy reads is kept until the copy is done, even if the batch is dropped."""
     lane = SlowLane()
     cuda = converter(lane=lane)
     first, first_gone = watched(3)
@@ -64,7 +64,8 @@ def test_memory_is_kept_until_it_was_copied():
     del first, second
     lane.marks[1].passed = True
     cuda.reap()
-    assert first_gone() is not None  # in the order of the lane: the first is not done
+    # The lane's order counts: the first copy is not done.
+    assert first_gone() is not None
     lane.marks[0].passed = True
     cuda.convert("nothing to send")
     assert first_gone() is None
@@ -73,7 +74,7 @@ def test_memory_is_kept_until_it_was_copied():
 
 
 def test_memory_is_kept_after_an_error():
-    """An error in the middle of a batch does not let go of what is being copied."""
+    """An error in the middle of a batch does not release what is being copied."""
 
     class Full(SlowLane):
         def send(self, tensor):
@@ -93,7 +94,7 @@ def test_memory_is_kept_after_an_error():
 
 
 def test_a_pause_waits_for_the_copies():
-    """Before it pauses, and when it closes, a converter waits and keeps nothing."""
+    """Before it pauses, and when it closes, a converter waits and releases everything."""
     for stop in (lambda cuda: cuda.reap(wait=True), CudaConverter.close):
         lane = SlowLane()
         cuda = converter(lane=lane)
@@ -106,7 +107,7 @@ def test_a_pause_waits_for_the_copies():
 
 
 def test_the_consumer_waits_on_the_device():
-    """The consumer joins the lane with every tensor of the batch, and does not wait itself."""
+    """The consumer joins the lane with every tensor of the batch, and does not itself wait."""
     lane = SlowLane()
     batch = {"a": np.arange(2), "b": [np.ones(1), 1]}
     transfer = converter(lane=lane).convert(batch)
@@ -119,13 +120,13 @@ def test_the_consumer_waits_on_the_device():
 
 
 def test_other_results_are_received_as_they_are():
-    """What is no transfer is a batch already."""
+    """A result that is no transfer is already a batch."""
     for batch in (np.arange(3), (1, 2), None):
         assert receive(batch) is batch
 
 
 def test_exporting_waits_for_the_copies():
-    """In a process the memory of a batch may be overwritten when it has been exported."""
+    """A process may overwrite a batch's memory once it has exported the batch."""
     lane = SlowLane()
     cuda = converter(lane=lane)
     array, gone = watched(3)
@@ -136,14 +137,14 @@ def test_exporting_waits_for_the_copies():
 
 
 def test_closing_collects():
-    """A converter that closes asks torch to let go of what consumers have taken."""
+    """A converter that closes makes torch release what consumers have taken."""
     lane = SlowLane()
     converter(lane=lane).close()
     assert lane.journal == ["collect"]
 
 
 def test_a_converter_in_a_thread(tmp_path, monkeypatch):
-    """Each batch is converted after it was made, as a trace shows, on a lane of its own."""
+    """Each batch is converted after it was made, as a trace shows, on its own lane."""
     rehearsal.install(monkeypatch.setattr)
     path = tmp_path / "run.json"
     manager = cseq.MTSequence(

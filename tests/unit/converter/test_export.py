@@ -22,7 +22,7 @@ STORE: dict[str, Any] = {}
 
 
 def fetch(key):
-    """Open what another process has, so to speak."""
+    """Stand in for opening memory of another process."""
     if key not in STORE:
         raise RuntimeError(f"{key} is gone")
     return STORE[key][:]
@@ -36,14 +36,14 @@ def receiver(lane=None):
 
 @pytest.fixture
 def store():
-    """Give the memory of the other process."""
+    """Return the memory of the other process."""
     STORE.clear()
     yield STORE
     STORE.clear()
 
 
 def test_what_is_on_the_cpu_is_pickled():
-    """Tensors on the CPU, arrays and all else."""
+    """This covers tensors on the CPU, arrays and everything else."""
     exported = converter().export({"a": torch.ones(2), "b": [np.ones(1), "text"]})
     got = receiver().unpack(exported)
     assert same_bits(got["a"], torch.ones(2))
@@ -52,7 +52,7 @@ def test_what_is_on_the_cpu_is_pickled():
 
 
 def test_a_tensor_on_the_device_is_pickled_by_torchs_reduction(store, monkeypatch):
-    """As what opens its memory, whatever its size."""
+    """The pickle opens the tensor's memory, for any size."""
     store["x"] = torch.arange(1000)
 
     class Device(torch.Tensor):  # type: ignore[name-defined,misc]
@@ -66,7 +66,7 @@ def test_a_tensor_on_the_device_is_pickled_by_torchs_reduction(store, monkeypatc
 
 
 def test_a_received_batch_is_the_consumers_own(store):
-    """A received tensor lies in memory of the consumer's process, in the same memory order."""
+    """A received tensor is in the consumer's memory, in the same memory order."""
     store["x"] = torch.rand(3, 4).T
     store["y"] = torch.arange(3)
     before = store["x"].clone()
@@ -79,11 +79,11 @@ def test_a_received_batch_is_the_consumers_own(store):
 
 
 def test_memory_of_the_other_process_is_let_go(store, monkeypatch):
-    """The other process's memory is let go when the copy is done, on the receiver's own lane."""
+    """The other process's memory is released when the copy is done, on the receiver's own lane."""
     gone = []
 
     class Opened(torch.Tensor):  # type: ignore[name-defined,misc]
-        """A tensor of the other process."""
+        """A tensor from the other process."""
 
         def clone(self):
             return self.as_subclass(torch.Tensor).clone()
@@ -93,7 +93,8 @@ def test_memory_of_the_other_process_is_let_go(store, monkeypatch):
         gone.append(weakref.ref(opened, lambda _: inside.append(lane.inside)))
         return opened
 
-    fetched.__qualname__ = "fetch"  # so that it is found where a pickle names it
+    # A pickle looks for this name.
+    fetched.__qualname__ = "fetch"
     monkeypatch.setattr(sys.modules[__name__], "fetch", fetched)
     inside = []
     lane = SlowLane()

@@ -1,4 +1,4 @@
-"""Conversion at once: arrays and CPU tensors, in the caller."""
+"""Immediate conversion: arrays and CPU tensors, in the caller."""
 
 from __future__ import annotations
 
@@ -23,22 +23,18 @@ torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
 class Pair(NamedTuple):
-    """A named tuple in a batch."""
-
     left: Any
     right: Any
 
 
 @dataclasses.dataclass
 class Sample:
-    """A dataclass in a batch."""
-
     image: Any
     name: Any
 
 
 def test_a_callable_gets_every_array():
-    """A callable is applied to every array as it is, and to nothing else."""
+    """A callable is applied to every array, unchanged, and to nothing else."""
     batch = {
         "a": np.arange(3),
         "b": [np.array("x"), "text", torch.ones(1)],
@@ -52,7 +48,7 @@ def test_a_callable_gets_every_array():
 
 
 def test_nesting_is_kept():
-    """Tensors take the place of arrays in any nesting; all other leaves are the same objects."""
+    """Tensors replace arrays in any nesting; all other leaves are the same objects."""
     text, other = np.array(["a"]), object()
     batch = {
         "pair": Pair(np.arange(2), [np.ones(1), "word"]),
@@ -71,7 +67,7 @@ def test_nesting_is_kept():
 
 
 def expected(array, cast):
-    """Say what numpy makes of an array: the reference."""
+    """Return what numpy makes of an array: the reference."""
     dtype = array.dtype.newbyteorder("=")
     if cast is not None and dtype.kind != "c":
         dtype = cast
@@ -82,7 +78,7 @@ def expected(array, cast):
 
 
 def through_a_slot(batch, cast):
-    """Send a batch the way it comes from a worker process."""
+    """Send a batch along the path from a worker process."""
     arena = Arena()
     slot = acquire(arena)
     writer = TicketWriter(arena.fd, arena.width)
@@ -100,9 +96,9 @@ def through_a_slot(batch, cast):
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
 def test_arrays(name, dtype):
-    """An array becomes what numpy casts it to, strides and all: at once, by a slot, by a lane.
+    """An array becomes what numpy's cast gives, including strides: directly, by a slot, by a lane.
 
-    One of a kind that torch lacks is kept as it is.
+    An array of a kind that torch lacks is kept.
     """
     array, output = (ARRAYS | UNTOUCHED)[name], parse("cpu", dtype)
     before = array.tobytes()
@@ -130,7 +126,7 @@ def test_arrays(name, dtype):
 @pytest.mark.parametrize("dtype", ["uint8", None])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
 def test_leaves_are_converted_one_by_one_to_the_same(name, dtype):
-    """What `leaf_for` gives for a type makes of a fresh array what `convert` makes of it."""
+    """`leaf_for` of a type converts a fresh array to what `convert` gives."""
     made = Converter(resolve(parse("cpu", dtype)))
     array = through_a_slot((ARRAYS | UNTOUCHED)[name], cast_dtype(made.output))
     function = made.leaf_for(array.dtype) if type(array) is np.ndarray else made.convert
@@ -140,7 +136,7 @@ def test_leaves_are_converted_one_by_one_to_the_same(name, dtype):
 
 
 def test_texts_of_any_length_stay_arrays():
-    """An array of NumPy's `StringDType`, of which there are no byte orders, is kept as it is."""
+    """An array of NumPy's `StringDType`, which has no byte orders, is kept."""
     if not hasattr(np.dtypes, "StringDType"):
         pytest.skip("numpy is older than StringDType")
     texts = np.array(["abc", "d" * 40], np.dtypes.StringDType())
@@ -153,7 +149,7 @@ def test_texts_of_any_length_stay_arrays():
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("dtype", ["float32", None])
 def test_no_copy(order, dtype):
-    """An array that has the type already is not copied: the tensor lies on its memory."""
+    """An array of the right type is not copied: the tensor shares its memory."""
     array = np.zeros((3, 4), np.float32, order)
     tensor = lone(parse("cpu", dtype))(array)
     assert tensor.data_ptr() == array.ctypes.data
@@ -162,7 +158,7 @@ def test_no_copy(order, dtype):
 
 
 def test_the_array_lives_as_long_as_its_tensor():
-    """A tensor, and any view of it, keeps the array under it, and with it the array's slot."""
+    """A tensor, and each of its views, keeps the array below and thus the array's slot."""
 
     class Leased(np.ndarray):
         pass
@@ -178,7 +174,7 @@ def test_the_array_lives_as_long_as_its_tensor():
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
 def test_tensors():
-    """CPU tensors of numbers are cast; complex, quantised and other devices' ones are kept."""
+    """CPU tensors of numbers are cast; complex, quantised and other devices' tensors are kept."""
     convert = lone(FLOAT)
     for tensor in (torch.arange(3), torch.ones(2, dtype=torch.float64), torch.tensor([True])):
         assert same_bits(convert(tensor), tensor.to(torch.float32))
@@ -190,7 +186,7 @@ def test_tensors():
 
 
 def test_bfloat16():
-    """A type that numpy lacks is cast to by torch, arrays and tensors alike."""
+    """torch casts to this type, which numpy lacks, both from arrays and from tensors."""
     convert = lone(parse("cpu", torch.bfloat16))
     values = np.array([1, 1 / 3, np.nan, -0.0, 3e38])
     assert same_bits(convert(values), torch.from_numpy(values).to(torch.bfloat16))

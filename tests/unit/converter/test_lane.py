@@ -1,4 +1,4 @@
-"""What a lane asks of torch."""
+"""A lane's calls to torch."""
 
 import pytest
 
@@ -43,10 +43,11 @@ def test_a_cuda_lane_asks_torch_in_this_order(monkeypatch):
     assert lane.pins
 
 
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")  # torch: in beta
+# torch calls its sparse tensors a beta feature.
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
 def test_the_parts_of_a_sparse_tensor(layout):
-    """The parts of a sparse tensor are strided, and hold all that it holds."""
+    """The parts of a sparse tensor are strided, and hold all of its data."""
     values = torch.eye(4)
     blocks = ((2, 2),) if layout.startswith("bs") else ()
     found = parts(getattr(values, f"to_sparse_{layout}")(*blocks))

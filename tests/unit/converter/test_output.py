@@ -1,4 +1,4 @@
-"""What out_type and dtype mean, and what of it a machine can give."""
+"""The meaning of out_type and dtype, and what a machine supports."""
 
 import logging
 import subprocess
@@ -20,7 +20,7 @@ torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 @pytest.fixture(autouse=True)
 def _fresh_log():
-    """Make every test the first to which something is said."""
+    """Make every test the first one to log."""
     say_once.cache_clear()
     yield
     say_once.cache_clear()
@@ -28,13 +28,13 @@ def _fresh_log():
 
 @pytest.fixture
 def no_cuda(monkeypatch):
-    """Take CUDA away."""
+    """Hide CUDA."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture
 def two_cards(monkeypatch):
-    """Pretend to have two CUDA devices, not used yet."""
+    """Pretend to have two CUDA devices that are still unused."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
@@ -83,14 +83,14 @@ def test_out_type(out_type, kind, device):
     ],
 )
 def test_dtype(dtype, cast, torch_dtype):
-    """`dtype` is a type of numbers in the words of Python, numpy or torch, or None."""
+    """`dtype` is a numeric type by the names of Python, numpy or torch, or None."""
     output = parse("cpu", dtype)
     assert str(getattr(output.dtype, "char", None)) == str(cast and np.dtype(cast).char)
     assert output.torch_dtype == torch_dtype
 
 
 def test_arguments_do_not_import_torch():
-    """Checking the arguments imports no torch, nor does making what needs none."""
+    """Checking the arguments imports no torch; neither does an output without torch."""
     script = (
         "import sys; from cseq.converter.host import *; from cseq.converter.output import *;"
         "[parse(o, d) for o in ('cuda:1', 'cpu', None) for d in ('float32', 'bfloat16', None)];"
@@ -103,7 +103,7 @@ def test_arguments_do_not_import_torch():
 
 
 def test_what_workers_cast_to():
-    """Workers cast for tensors, and for arrays in the place of tensors; else nothing is cast."""
+    """Workers cast for tensors, and for arrays that replace tensors; nothing else is cast."""
     assert cast_dtype(parse("cuda", "float16")) == np.float16
     assert cast_dtype(parse("cpu", "float16")) == np.float16
     assert cast_dtype(FLOAT._replace(kind="array")) == np.float32
@@ -114,7 +114,7 @@ def test_what_workers_cast_to():
 
 
 def test_a_broken_torch_is_no_missing_torch(monkeypatch, tmp_path):
-    """A torch that cannot be imported because of something else is an error."""
+    """If torch exists but its import fails, that is an error."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no sympy', name='sympy')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -124,7 +124,7 @@ def test_a_broken_torch_is_no_missing_torch(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("no_cuda")
 def test_without_cuda(caplog):
-    """Without CUDA, 'cuda' gives CPU tensors and use_cuda is False; this is said once."""
+    """Without CUDA, 'cuda' gives CPU tensors and use_cuda is False; the log says so once."""
     with caplog.at_level(logging.INFO, "cseq"):
         for out_type in ("cuda", "cuda:7", torch.device("cuda", 1)):
             assert resolve(parse(out_type, "float32")) == FLOAT
@@ -134,7 +134,7 @@ def test_without_cuda(caplog):
 
 @pytest.mark.usefixtures("two_cards")
 def test_cuda_devices(monkeypatch):
-    """'cuda' is the device that is current in the thread that starts; others must exist."""
+    """'cuda' is the current device of the thread that starts; other devices must exist."""
     assert resolve(parse("cuda", None)).device == "cuda:0"
     assert resolve(parse("cuda:1", None)).device == "cuda:1"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -1,4 +1,4 @@
-"""Page-locked memory, with a CUDA runtime that the test makes."""
+"""Page-locked memory, with a test double of CUDA's runtime."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
 class Runtime:
-    """CUDA's runtime, as far as it page-locks memory."""
+    """The part of CUDA's runtime that page-locks memory."""
 
     def __init__(self, status):
         self.status = status
         self.locked: dict[int, int] = {}
 
     def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
-        """Lock."""
         assert flags == 1
         if address in self.locked:
             return 712
@@ -30,15 +29,12 @@ class Runtime:
         return self.status
 
     def cudaHostUnregister(self, address):  # noqa: N802
-        """Unlock."""
         if not self.status:
             del self.locked[address]
         return self.status
 
 
 class Bytes:
-    """Some mapped memory."""
-
     def __init__(self, address, nbytes):
         self.address = address
         self.nbytes = nbytes
@@ -46,7 +42,7 @@ class Bytes:
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """Take the place of CUDA's runtime."""
+    """Replace CUDA's runtime."""
     fake = Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
@@ -55,7 +51,7 @@ def runtime(monkeypatch):
 
 
 def test_memory_is_page_locked_once(runtime):
-    """A mapping is page-locked once, and unlocked when it is given up or all is closed."""
+    """A mapping is page-locked once, and unlocked when it is released or all is closed."""
     locks = PageLocks("cuda:0")
     first = Bytes(4096, 8192)
     second = Bytes(65536, 4096)
@@ -85,7 +81,7 @@ def test_page_locked_memory_stays_mapped(runtime):
 
 
 def test_page_locking_may_fail(runtime, caplog, monkeypatch):
-    """Memory that CUDA cannot page-lock is used all the same; said once, and no error is left."""
+    """Memory that CUDA cannot page-lock is still used; the log says so once, without an error."""
     left = []
 
     def ones(*shape, device):

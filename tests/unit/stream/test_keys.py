@@ -1,4 +1,4 @@
-"""Streams whose items are named by keys, and streams in no order: none is ever lost."""
+"""Streams of keyed items, and streams in no order: no item is ever lost."""
 
 import contextlib
 import itertools
@@ -26,7 +26,7 @@ from streaming import lost_slots
 @pytest.mark.parametrize("prefetch", [1, 2, 10, 70])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 200])
 def test_items_come_in_the_order_of_the_keys(prefetch, count):
-    """Key k is made by worker k mod N, and its item is the k-th."""
+    """Worker k mod N makes key k, whose item is the k-th."""
     for workers in (1, 3):
         with streams(num_workers=workers, prefetch=prefetch) as s:
             for _ in range(2):
@@ -38,11 +38,11 @@ def test_items_come_in_the_order_of_the_keys(prefetch, count):
             assert not lost_slots(s)
 
 
-# -- what a key can be
+# -- the keys
 
 
 def test_a_key_is_taken_as_it_is_when_it_is_drawn():
-    """A sampler may reuse its list, also if more keys are drawn than a worker has room for."""
+    """A sampler may reuse its list, even if more keys are drawn than a worker has room for."""
 
     def reusing():
         key = [0]
@@ -57,14 +57,14 @@ def test_a_key_is_taken_as_it_is_when_it_is_drawn():
 
 
 class Unpicklable:
-    """Cannot be pickled, for more than one reason."""
+    """Cannot be pickled, for several reasons."""
 
     def __init__(self):
         self.lock = threading.Lock()
 
 
 def test_a_key_that_cannot_be_pickled():
-    """It is an error that names it, behind the items of the keys before; the epoch is over then."""
+    """An error names the key, after the items of the keys before; the epoch is then over."""
     with streams() as s:
         with pytest.raises(TypeError, match="key 3 of epoch 0"):
             begin(s, [[0], [1], [2], Unpicklable()])
@@ -89,7 +89,7 @@ def fail_to_unpickle(pid):
 
 
 class Homebound:
-    """Cannot be unpickled but where it was pickled."""
+    """Can be unpickled only where it was pickled."""
 
     def __reduce__(self):
         return fail_to_unpickle, (os.getpid(),)
@@ -104,7 +104,7 @@ class MakesHomebound(Makes):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_item_that_cannot_be_read_is_an_exception(ordered):
-    """In its place, once; the items behind it come."""
+    """It is raised in its place, once; the items after it come."""
     with streams(MakesHomebound) as s:
         begin(s, lists(10), ordered=ordered)
         got = []
@@ -122,7 +122,7 @@ def test_an_item_that_cannot_be_read_is_an_exception(ordered):
 
 
 class Broken(Makes):
-    """Raises for some keys what they name."""
+    """Raises what its key names, for some keys."""
 
     def make(self, key):
         if isinstance(key, str):
@@ -132,7 +132,7 @@ class Broken(Makes):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_an_exception_is_an_answer(ordered):
-    """It is raised in place of its item, and the stream goes on."""
+    """It is raised instead of its item, and the stream continues."""
     keys = [[0], "two", [2], [3], "two", "stop", [6], "exit", *lists(9)]
     got = []
     with streams(Broken) as s:
@@ -152,13 +152,13 @@ def test_an_exception_is_an_answer(ordered):
 
 
 def raising(error, after):
-    """Draw some keys, then raise: a new one, since this frame would be in a circle with another."""
+    """Draw some keys, then raise a new exception: an old one would make a cycle with this frame."""
     yield from lists(after)
     raise error()
 
 
 def test_a_sampler_that_is_interrupted():
-    """A generator cannot go on then, so the epoch does not just end; other iterators can."""
+    """A generator cannot continue, so the epoch does not just end; other iterators can continue."""
 
     class Once(Counting):
         def __next__(self):
@@ -174,7 +174,8 @@ def test_a_sampler_that_is_interrupted():
             next(iter(s))
         got += keys_of(itertools.islice(s, 4))
         assert got == lists(5)
-        for _ in range(2):  # a handler that strikes again may hide the first of them
+        # A handler that raises again may hide the first exception.
+        for _ in range(2):
             with pytest.raises(RuntimeError, match="was interrupted"):
                 next(iter(s))
         begin(s, Once(lists(9)))
@@ -188,7 +189,7 @@ def test_a_sampler_that_is_interrupted():
 
 
 def test_wrong_arguments():
-    """They are named."""
+    """The error names them."""
     with streams() as s:
         with pytest.raises(TypeError, match="keys"):
             s.begin([0, 0], [1, 2])  # type: ignore[arg-type]
@@ -198,11 +199,11 @@ def test_wrong_arguments():
             begin(s, [], ordered=2)
 
 
-# -- in no order, and to whom
+# -- in no order, and the choice of workers
 
 
 class Gated(Makes):
-    """Makes the item of key [2] when it is told to, through a pipe."""
+    """Makes the item of key [2] after a byte from a pipe."""
 
     def __init__(self, gate, number, num_workers):
         super().__init__(number, num_workers)
@@ -218,7 +219,7 @@ class Gated(Makes):
 
 @contextlib.contextmanager
 def gated(folder, *, held=False, **options):
-    """Streams whose key [2] waits for a byte, and its pipe; `held`: [0] and [1] for a file."""
+    """Yield streams whose key [2] waits for a byte, and its pipe; `held`: [0], [1] for a file."""
     gate = folder / "gate"
     if not held:
         (folder / "gate-begun").touch()
@@ -239,7 +240,7 @@ def await_answers(s, worker):
 
 @pytest.mark.needs("POSIX")
 def test_a_slow_item_holds_no_other_up(tmp_path):
-    """The keys behind it go to the next worker that has room: the order is torch's."""
+    """The keys after it go to the next worker with room, as in torch."""
     with gated(tmp_path) as (s, gate):
         for _ in range(2):
             begin(s, ([k] for k in range(10)), ordered=False)
@@ -258,14 +259,16 @@ def test_a_slow_item_holds_no_other_up(tmp_path):
 
 @pytest.mark.needs("POSIX")
 def test_a_slow_item_and_free_keys(tmp_path):
-    """Keys go to the worker that has the fewest to work on, the lowest of several."""
+    """Keys go to the worker with the fewest outstanding ones, the lowest of several."""
     with gated(tmp_path, held=True) as (s, gate):
         begin(s, ([k] for k in range(10)), assign="free")
-        (tmp_path / "gate-begun").touch()  # before, key 2 might go to a worker that is quick
+        # Before this point, key 2 might go to the quick worker.
+        (tmp_path / "gate-begun").touch()
         got = []
         while len(got) < 2:
             await_answers(s, 1)
-            got.append(next(iter(s)))  # those of keys 4 and 5 go to worker 1
+            # The items of keys 4 and 5 go to worker 1.
+            got.append(next(iter(s)))
         gate.write(b"1")
         for _ in range(4):
             await_answers(s, 0)
@@ -280,7 +283,7 @@ def test_a_slow_item_and_free_keys(tmp_path):
 @pytest.mark.parametrize("prefetch", [1, 3, 70])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "free"), (False, "turn"), (False, "free")])
 def test_every_key_is_made_once(ordered, assign, prefetch):
-    """In whichever order, by whomever."""
+    """Any worker may make it, in any order."""
     with streams(num_workers=3, prefetch=prefetch) as s:
         for count in (0, 1, 5, 400):
             begin(s, lists(count), ordered=ordered, assign=assign)
@@ -291,7 +294,7 @@ def test_every_key_is_made_once(ordered, assign, prefetch):
 
 @pytest.mark.needs("POSIX")
 def test_another_epoch_waits_for_nothing_under_way(tmp_path):
-    """What is being made is given up, and its worker goes on when it can."""
+    """Items in work are given up, and their worker continues when it can."""
     with gated(tmp_path, prefetch=2) as (s, gate):
         begin(s, [[2], [1], [0], [1]])
         while not s._run.pool.rings[0].held(1):

@@ -1,4 +1,4 @@
-"""Keys of workers that die, and where signal handlers raise."""
+"""Keys of workers that die, and signal handlers that raise."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Fatal(Makes):
-    """Dies at some keys, as often as files can be made for it."""
+    """Dies at some keys, as often as it can create files."""
 
     def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
@@ -49,7 +49,7 @@ class Fatal(Makes):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
 def test_a_dead_worker_s_keys_are_made_by_its_replacement(tmp_path, ordered, assign, long):
-    """The same keys, after it has begun with the epoch's assignment."""
+    """It makes the same keys, after the epoch's assignment."""
     keys = [[k, 2**70] if long else [k, 1] for k in range(40)]
     with streams(partial(Fatal, str(tmp_path)), prefetch=3) as s:
         s.begin(["assigned"] * 2, iter(keys), ordered=ordered, assign=assign)
@@ -64,7 +64,7 @@ def test_a_dead_worker_s_keys_are_made_by_its_replacement(tmp_path, ordered, ass
     [([7, 8], r"\[7, 8\]", [7, 8]), (7, "7", [7]), (("a", 7), r"\('a', 7\)", [("a", 7)])],
 )
 def test_an_item_that_kills_again_and_again_is_named(fatal, shown, indices):
-    """WorkerDied has the key, and the process."""
+    """WorkerDied has the key and the process."""
     with streams(partial(Killing, fatal)) as s:
         begin(s, [[0], [1], fatal, [3]])
         named = rf"item 2 \({shown}\) of worker 0, epoch 0; this item ended"
@@ -75,8 +75,6 @@ def test_an_item_that_kills_again_and_again_is_named(fatal, shown, indices):
 
 
 class Killing(Makes):
-    """Dies at a key."""
-
     def __init__(self, fatal, number, num_workers):
         super().__init__(number, num_workers)
         self.fatal = fatal
@@ -108,7 +106,7 @@ MIXED: Sequence[Any] = [[0], "one", [2], [3, 2**70], [4], "five", [6], [7], [8]]
 @pytest.mark.parametrize("how", ["turn", "glance"])
 @pytest.mark.parametrize(("ordered", "assign"), [(True, "turn"), (True, "free"), (False, "turn")])
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered, assign, how, share):
-    """Wherever in it a signal handler raises: no key and no item is lost, doubled, misplaced."""
+    """Wherever a signal handler raises in it, no key or item is lost, doubled or misplaced."""
     with streams(prefetch=2) as s:
         hits = 0
         for behind in (0, 2, len(MIXED)):
@@ -134,7 +132,7 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(ordered, assign, how, share):
 
 
 def take(s, how, got):
-    """Take an item's key; return whether there was one."""
+    """Take an item's key; return whether one was left."""
     ahead = s.glance() if how == "glance" else None
     items = list(itertools.islice(s, 1))
     assert ahead is None or ahead is items[0]
@@ -143,7 +141,7 @@ def take(s, how, got):
 
 
 class Awkward:
-    """A key that ends the thread on which it is unpickled, in the trainer."""
+    """A key whose unpickling ends the trainer's thread."""
 
     def __reduce__(self):
         return end_thread, (os.getpid(),)
@@ -157,7 +155,7 @@ def end_thread(trainer):
 
 
 class Mortal(Makes):
-    """Dies with its first key, once."""
+    """Dies once, with its first key."""
 
     def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
@@ -171,7 +169,7 @@ class Mortal(Makes):
 
 
 def test_a_key_that_raises_where_a_dead_worker_is_replaced(tmp_path):
-    """Whatever the user's class does: the worker is replaced, and no item is missing."""
+    """Whatever the user's class does, the worker is replaced, and no item is missing."""
     with streams(partial(Mortal, str(tmp_path)), 1) as s:
         begin(s, [Awkward(), Awkward()])
         assert keys_of(s) == [7, 7]

@@ -1,4 +1,4 @@
-"""Streams: each worker's items in its own order, bounded and intact, to the end of each epoch."""
+"""Streams: each worker's items in order, bounded and intact, to the end of each epoch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNEVEN += [(2, 4, 4), (5, 1, 3), (9, 0, 1), (0, 0, 2)]
 
 @pytest.mark.parametrize("prefetch", [1, 2, 10, 100])
 def test_uneven_streams_go_round(prefetch):
-    """One item of each worker in turn, in its own order, leaving out those that have no more."""
+    """Each worker in turn gives one item, in its own order; workers without more are skipped."""
     for count in (1, 2, 3):
         with streams(num_workers=count, prefetch=prefetch) as s:
             for lengths in (lengths for lengths in UNEVEN if len(lengths) == count):
@@ -69,7 +69,7 @@ def test_before_the_first_epoch():
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3, 10, 70, 200])
 def test_the_bound_of_prefetch(prefetch):
-    """A worker makes `prefetch` items ahead of what was taken from it, and never one more."""
+    """A worker makes `prefetch` items beyond those taken from it, and no more."""
     with streams(num_workers=1, prefetch=prefetch) as s:
         s.begin([1000])
         items = iter(s)
@@ -83,7 +83,7 @@ def test_the_bound_of_prefetch(prefetch):
 
 
 class Reused(Numbers):
-    """Yields the same buffers again and again, written to anew."""
+    """Yields the same buffers repeatedly, with new content."""
 
     def items(self, start):
         array, places = np.zeros(3, np.int64), [0]
@@ -93,7 +93,7 @@ class Reused(Numbers):
 
 
 def test_a_producer_may_reuse_what_it_yields():
-    """An item is taken as it is when it is yielded, whatever the producer does to it later."""
+    """An item is copied when it is yielded, so later changes do not reach it."""
     with streams(Reused, 1, prefetch=100) as s:
         s.begin([500])
         for k, (array, places) in enumerate(s):
@@ -103,18 +103,19 @@ def test_a_producer_may_reuse_what_it_yields():
 
 @pytest.mark.needs("Linux")
 def test_idle_workers_are_left_asleep():
-    """A worker is not woken for what another one is asked."""
+    """Requests to one worker do not wake another."""
     with streams(num_workers=4, prefetch=1) as s:
         s.begin([101, 1, 1, 1])
         pids = s.ask("pid")
         items = iter(s)
         taken = [next(items)[1] for _ in range(4)]
-        while s.stats().depths[2] < 4:  # until all are ready, so that the workers sleep, or will
+        # When all items are ready, the workers sleep, or soon will.
+        while s.stats().depths[2] < 4:
             pass
         before = [sleeps(pid) for pid in pids[1:]]
         taken += [next(items)[1] for _ in range(100)]
         assert taken == [0] * 4 + list(range(1, 101))
-        # They wake up by themselves, once a second.
+        # They wake by themselves once a second.
         assert all(sleeps(pid) - slept < 30 for pid, slept in zip(pids[1:], before, strict=True))
 
 
@@ -132,30 +133,27 @@ def sleeps(pid):
 
 
 class Mixed(Numbers):
-    """Items of all sizes and kinds."""
-
     def item(self, k):
         size = (1, 10, 3000, 90_000, 300_000)[k % 5] if k % 7 else 0
         return self.number, k, np.arange(size) + self.number, str(k), {"k": k, "n": None}
 
 
 def test_epochs_take_no_more_memory():
-    """Slots for assignments, calls and items are used again, however an epoch ends."""
+    """Slots of assignments, calls and items are reused, no matter how an epoch ends."""
     with streams(Mixed, prefetch=5) as s:
         for epoch in range(100):
             s.begin([20, 20])
             list(itertools.islice(s, epoch % 20))
             s.ask("add", 1, 1)
-        # Ten for items, two in work on what was given up, letters and calls; made by the dozen.
+        # Ten are for items, two for work that was given up, and others for messages; they come in
+        # dozens.
         assert held.slots(s).total <= 32
 
 
-# -- the end, from any state
+# -- the end, in any state
 
 
 class Tidy(Numbers):
-    """Leaves a file when it is closed."""
-
     def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
         self.folder = Path(folder)
@@ -166,7 +164,7 @@ class Tidy(Numbers):
 
 @pytest.mark.parametrize("state", ["new", "begun", "in the middle", "over", "interrupted"])
 def test_close_from_any_state(tmp_path, state):
-    """`close` ends all workers, whose producers are closed; then everything says it is closed."""
+    """`close` ends all workers and closes their producers; every later call raises."""
     s = streams(partial(Tidy, str(tmp_path)))
     if state != "new":
         s.begin([100, 100])
@@ -178,7 +176,8 @@ def test_close_from_any_state(tmp_path, state):
         s.interrupt()
     s.close()
     s.close()
-    if state != "new":  # a worker that has not started yet may be ended before it does
+    if state != "new":
+        # A worker that has not started may be ended before it starts.
         assert {path.name for path in tmp_path.iterdir()} == {"closed-0", "closed-1"}
     with pytest.raises(OSError, match="closed"):
         s.begin([1, 1])
@@ -191,7 +190,7 @@ def test_close_from_any_state(tmp_path, state):
 
 @pytest.mark.needs("fork")
 def test_a_forked_child_takes_no_items():
-    """In a process that the user forks off, the streams are of no use, and harm nothing."""
+    """In a process that the user forks, the streams are unusable and harmless."""
     with streams() as s:
         s.begin([50, 50])
         got = [next(iter(s)) for _ in range(3)]
@@ -213,7 +212,7 @@ def test_a_forked_child_takes_no_items():
         assert plain([*got, *s]) == in_process([50, 50])
 
 
-# -- any history
+# -- random histories
 
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=3)
 STEP = st.one_of(
@@ -238,15 +237,16 @@ STEP = st.one_of(
     prefetch=st.sampled_from([1, 2, 3, 8, 40]),
 )
 def test_any_history(epochs, prefetch):
-    """Whatever is asked for, whichever worker is killed: each stream gives its items, in order."""
+    """For any requests and any kills, each stream gives its items in order."""
     workers = len(epochs[0][0])
     with (
         pytest.MonkeyPatch.context() as patch,
         streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s,
+    # Random kills may well strike one ticket three times.
     ):
         patch.setattr(
             cseq.processes.deaths, "TRIES", 10**9
-        )  # chance may well strike one ticket three times
+        )
         for lengths, steps in epochs:
             s.begin(lengths)
             expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]
@@ -261,7 +261,7 @@ def test_any_history(epochs, prefetch):
 
 
 def take_step(s, got, what, argument):
-    """Do one thing."""
+    """Do one step."""
     worker = argument % len(got)
     if what == "round":
         for item in itertools.islice(s, argument):
@@ -291,14 +291,14 @@ def take_step(s, got, what, argument):
     ],
 )
 def test_wrong_arguments(error, options):
-    """A wrong argument is an error that names it, before anything is started."""
+    """A wrong argument is an error with its name, before anything starts."""
     (name,) = options
     with pytest.raises(error, match=name):
         Streams(**({"producer": Numbers, "num_workers": 2} | options))
 
 
 def test_wrong_calls():
-    """One assignment for each worker, and workers that exist."""
+    """There must be one assignment for each worker, and workers must exist."""
     with streams() as s:
         with pytest.raises(TypeError, match="ordered='x'"):
             s.begin([None] * 2, ordered="x")  # type: ignore[arg-type]
@@ -313,7 +313,8 @@ def test_wrong_calls():
         assert next(items)[:2] == (0, 0)
         with pytest.raises(TypeError, match="ordered='x'"):
             s.begin([9, 9], ordered="x")  # type: ignore[arg-type]
-        assert len(list(items)) == 3  # of the epoch that goes on
+        # The epoch continues.
+        assert len(list(items)) == 3
         s.begin([2, 2])
         for worker in (-1, 2):
             with pytest.raises(IndexError, match="worker"):
@@ -322,7 +323,7 @@ def test_wrong_calls():
 
 
 def test_a_producer_that_cannot_be_pickled():
-    """It is a TypeError at once, and nothing is left of the attempt."""
+    """`Streams` raises a TypeError at once, and nothing remains of the attempt."""
     lock = threading.Lock()
 
     def producer(number, num_workers):
@@ -333,14 +334,14 @@ def test_a_producer_that_cannot_be_pickled():
 
 
 def test_items_are_measured():
-    """An item is a batch of one sample; the slowest are named by epoch and number."""
+    """An item is a batch of one sample; the report names the slowest ones by epoch and number."""
     with streams(num_workers=2) as s:
         for _ in range(2):
             s.begin((5, 3))
             assert len(list(s)) == 8
         stats = s.stats()
     assert (stats.batches, stats.samples, stats.num_workers) == (16, 16, 2)
-    # The end of a worker's items is an answer, too, and so is what was asked for after it.
+    # The end of a worker's items is an answer, too, and so are the requests after it.
     assert 16 <= stats.index_seconds.count == sum(one.batches for one in stats.workers)
     assert {slow.epoch for slow in stats.slowest} <= {0, 1}
     assert {slow.worker for slow in stats.slowest} == {0, 1}

@@ -1,4 +1,4 @@
-"""What the loop says to producers: assignments and calls; and what these raise."""
+"""The loop's assignments and calls to producers, and their exceptions."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from cseq.engine.tickets.items import Items
 
 
 def test_calls_between_items():
-    """`ask` calls a method with its arguments, in one worker or all, and leaves the items alone."""
+    """`ask` calls a method with arguments, in one worker or in all, and leaves the items alone."""
     with streams(prefetch=3) as s:
         s.begin([20, 20])
         got = []
@@ -29,7 +29,7 @@ def test_calls_between_items():
 
 
 def test_a_call_behind_all_items():
-    """A call that overtakes nothing is answered when all items that were asked for are made."""
+    """A call that does not overtake runs when all requested items are made."""
     with streams(prefetch=5) as s:
         s.begin([20, 3])
         assert s.ask("count", behind=True) == [5, 3]
@@ -41,7 +41,7 @@ def test_a_call_behind_all_items():
 
 @pytest.mark.needs("POSIX")
 def test_a_call_overtakes_what_was_only_asked_for(tmp_path):
-    """A call is answered between two items, not behind all that were asked for ahead."""
+    """A call runs between two items, not after all that were requested ahead."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with (
@@ -49,17 +49,20 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path):
         streams(partial(Gated, str(gate)), 1, prefetch=6) as s,
     ):
         s.begin([6])
-        writer.write(b"1")  # the first item can be made, and the second one not
+        # The first item can be made, but not the second one.
+        writer.write(b"1")
         items = iter(s)
         assert next(items)[1] == 0
-        while not os.path.exists(f"{gate}.1"):  # until the second item is in work
+        # Wait until the second item is in work.
+        while not os.path.exists(f"{gate}.1"):
             pass
         waiting = s.stats().depths[0]
         assert waiting > 0
         answer = []
         asking = threading.Thread(target=lambda: answer.append(s.ask("count", worker=0)))
         asking.start()
-        while s.stats().depths[0] == waiting:  # until the call waits, too
+        # Wait until the call waits, too.
+        while s.stats().depths[0] == waiting:
             pass
         writer.write(b"2")
         asking.join(60)
@@ -69,7 +72,7 @@ def test_a_call_overtakes_what_was_only_asked_for(tmp_path):
 
 
 def test_a_worker_that_begins_before_it_is_told_to(monkeypatch):
-    """One that claims an item first has begun the epoch for that, once, and kept the reply."""
+    """A worker that claims an item first begins the epoch for it, once, and keeps the reply."""
     original = Items.post_call
 
     def late(items, *call):
@@ -91,8 +94,6 @@ def test_a_worker_that_begins_before_it_is_told_to(monkeypatch):
 
 
 class Unbuildable(Numbers):
-    """Worker 1 cannot be made."""
-
     def __init__(self, number, num_workers):
         super().__init__(number, num_workers)
         if number == 1:
@@ -100,7 +101,7 @@ class Unbuildable(Numbers):
 
 
 def check_error(caught, worker, function):
-    """An error is itself, shows where in the worker it was raised, and whose it is."""
+    """Check that an error has its type, and names its worker and the line that raised it."""
     cause = caught.value.__cause__
     assert isinstance(cause, cseq.RemoteTraceback)
     assert function in cause.args[0]
@@ -108,7 +109,7 @@ def check_error(caught, worker, function):
 
 
 def test_a_producer_that_cannot_be_made():
-    """What its construction raised comes out of whatever call waits for it, and is final."""
+    """The next call that waits raises the constructor's exception, which is final."""
     for wait in ("begin", "ask"):
         with streams(Unbuildable) as s:
             for _ in range(2):
@@ -119,7 +120,7 @@ def test_a_producer_that_cannot_be_made():
 
 
 def test_an_exception_in_begin():
-    """It comes out of `begin`; that epoch is none, and the next one is as usual."""
+    """`begin` raises it; that epoch does not exist, and the next one is normal."""
     with streams(Broken) as s:
         with pytest.raises(TwoArguments, match="1: broken") as caught:
             s.begin([(-1, 5), ("begin", 5)])
@@ -134,7 +135,7 @@ def test_an_exception_in_begin():
 @pytest.mark.parametrize("where", [0, 1, 7, 30])
 @pytest.mark.parametrize("prefetch", [1, 10, 100])
 def test_an_exception_among_the_items(where, prefetch):
-    """The items before it come, then it comes, once; that stream is over, the other one goes on."""
+    """It comes once, after the items before it; that stream is over, the other one continues."""
     with streams(Broken, prefetch=prefetch) as s:
         for _ in range(2):
             s.begin([(where, 40), (-1, 40)])
@@ -149,7 +150,7 @@ def test_an_exception_among_the_items(where, prefetch):
 
 
 def test_an_exception_in_a_call():
-    """It comes out of `ask`; that worker's stream is over, the other one's is not."""
+    """`ask` raises it; that worker's stream is over, and the other one is not."""
     with streams(Broken) as s:
         s.begin([(-1, 9), (-1, 9)])
         items = iter(s)
@@ -165,13 +166,11 @@ def test_an_exception_in_a_call():
 
 
 class Stopping(Numbers):
-    """Raises StopIteration in a call."""
-
     def stop(self):
         raise StopIteration
 
 
 def test_stop_iteration_in_a_call_is_an_error():
-    """A call that raises StopIteration does not look like the end of something."""
+    """A call that raises StopIteration does not look like an end."""
     with streams(Stopping) as s, pytest.raises(RuntimeError, match="StopIteration"):
         s.ask("stop")

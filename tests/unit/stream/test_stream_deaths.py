@@ -1,4 +1,4 @@
-"""Workers of streams die and hang: each item comes once, in its order, or one error."""
+"""Workers of streams that die and hang: each item comes once, in order, or there is one error."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ import cseq.processes.deaths
 
 
 class Fatal(Numbers):
-    """Dies where it is told, as often as it is told, counted by files."""
+    """Dies at a given place, a given number of times, which files count."""
 
     def __init__(self, folder, where, times, number, num_workers):
         super().__init__(number, num_workers)
@@ -26,7 +26,7 @@ class Fatal(Numbers):
         self.reach("init")
 
     def reach(self, place):
-        """Die here, perhaps."""
+        """Die here if due."""
         if place == self.where and self.number == 0:
             marks = len(list(self.folder.iterdir()))
             if marks < self.times:
@@ -59,7 +59,7 @@ def fatal(folder, where, times=1):
 @pytest.mark.parametrize("where", ["init", "begin", "items", 0, 1, 17, 39, "end"])
 @pytest.mark.parametrize("prefetch", [1, 10, 100])
 def test_a_dead_worker_is_replaced(tmp_path, where, prefetch):
-    """Wherever it is killed: another one takes its place, and no item shows it."""
+    """Wherever it is killed, another worker replaces it, and the items are unchanged."""
     with streams(fatal(tmp_path, where, 2), prefetch=prefetch) as s:
         s.begin([40, 40])
         assert plain(s) == in_process([40, 40])
@@ -68,7 +68,7 @@ def test_a_dead_worker_is_replaced(tmp_path, where, prefetch):
 
 
 def test_a_worker_that_dies_in_a_call(tmp_path):
-    """The call runs again in its replacement, which has begun the epoch before."""
+    """The call runs again in the replacement, which first begins the epoch."""
     with streams(fatal(tmp_path, "call")) as s:
         s.begin([30, 20])
         assert next(iter(s))[1] == 0
@@ -77,7 +77,7 @@ def test_a_worker_that_dies_in_a_call(tmp_path):
 
 
 def test_idle_workers_may_die():
-    """A worker that dies with nothing to do is replaced; what `begin` gave it is given again."""
+    """An idle worker that dies is replaced, and gets the assignment of `begin` again."""
     with streams() as s:
         for pid in s.ask("pid"):
             kill(pid)
@@ -93,7 +93,7 @@ def test_idle_workers_may_die():
 
 @pytest.mark.parametrize("wait", ["next", "begin", "ask"])
 def test_no_restarts_at_all(tmp_path, wait):
-    """With max_restarts=0 a death is WorkerDied, which names the worker, wherever one waits."""
+    """With max_restarts=0, any wait raises WorkerDied with the worker's name."""
     where = {"next": 5, "begin": "begin", "ask": "call"}[wait]
     with streams(fatal(tmp_path, where), max_restarts=0) as s:
         with pytest.raises(cseq.WorkerDied, match=f"worker 0 {WORDS}") as caught:
@@ -107,7 +107,7 @@ def test_no_restarts_at_all(tmp_path, wait):
 
 
 def test_an_item_that_kills_again_and_again_is_named(tmp_path):
-    """What has ended three workers ends the streams; WorkerDied names the item."""
+    """After three workers, the streams end, and WorkerDied names the item."""
     with streams(fatal(tmp_path, 2, 1000), prefetch=1) as s:
         s.begin([5, 5])
         with pytest.raises(cseq.WorkerDied, match="item 2 of worker 0, epoch 0") as caught:
@@ -119,10 +119,8 @@ def test_an_item_that_kills_again_and_again_is_named(tmp_path):
 
 
 class Hangs(Fatal):
-    """Hangs instead of dying."""
-
     def reach(self, place):
-        """Hang here, perhaps."""
+        """Hang here if due."""
         if place == self.where and self.number == 0:
             marks = len(list(self.folder.iterdir()))
             if marks < self.times:
@@ -131,7 +129,7 @@ class Hangs(Fatal):
 
 
 def a_place_to_be_found():
-    """Never come back."""
+    """Never return."""
     while True:
         threading.Event().wait(1000)
 
@@ -139,19 +137,20 @@ def a_place_to_be_found():
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("where", [3, "begin", "call"])
 def test_a_timeout_shows_where_the_worker_is(tmp_path, where):
-    """WorkerTimeout has the stack of the worker that hangs, and says what it works on."""
+    """WorkerTimeout has the stack of the hanging worker, and names its item."""
     with streams(partial(Hangs, str(tmp_path), where, 1), timeout=0.3) as s:
         with pytest.raises(cseq.WorkerTimeout, match="a_place_to_be_found") as caught:
             s.begin([9, 9])
             s.ask("call")
             list(s)
         assert "worker 0" in str(caught.value)
-        for pid in filter(None, s.pids()):  # else closing waits for the one that hangs
+        # Without this, closing would wait for the hanging worker.
+        for pid in filter(None, s.pids()):
             kill(pid)
 
 
 def test_a_hanging_worker_can_be_replaced(tmp_path):
-    """on_timeout='restart': it is killed, and its items are made again."""
+    """With on_timeout='restart', it is killed, and its items are made again."""
     hangs = partial(Hangs, str(tmp_path), 7, 1)
     with streams(hangs, timeout=1.5, on_timeout="restart") as s:
         s.begin([20, 20])
@@ -162,7 +161,7 @@ def test_a_hanging_worker_can_be_replaced(tmp_path):
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("on_timeout", ["raise", "restart"])
 def test_a_worker_that_was_stopped(monkeypatch, on_timeout):
-    """One that does not even take its ticket up meets the timeout, too."""
+    """A worker that does not even claim its ticket meets the timeout, too."""
     monkeypatch.setattr("cseq.processes.worker.STACK_SECONDS", 0.1)
     with streams(timeout=0.3, on_timeout=on_timeout) as s:
         s.begin([3, 3])
@@ -192,12 +191,13 @@ class Held(Numbers):
 
 
 def test_the_timeout_of_a_call_that_waits(tmp_path):
-    """An item may have been made for longer than that before it was waited for."""
+    """The time before the wait does not count."""
     held = type("Held", (Held,), {"path": str(tmp_path / "gate")})
     with streams(held, 1, prefetch=1, timeout=1.0) as s:
         s.begin([2])
         begun = time.monotonic()
-        for _ in range(2):  # the second waits as long again
+        # The second call waits just as long.
+        for _ in range(2):
             with pytest.raises(cseq.WorkerTimeout, match="item 0 of worker 0"):
                 next(iter(s))
             assert time.monotonic() - begun > 1.0

@@ -36,7 +36,7 @@ NEVER = contextlib.nullcontext(threading.Event())
 
 
 class Reading:
-    """Reads an epoch, interrupted here and there, and knows what is still to come."""
+    """Reads an epoch with interruptions, and knows what must still come."""
 
     def __init__(self, s, producer, lengths):
         self.s = s
@@ -46,7 +46,8 @@ class Reading:
         self.turns = [w for k in range(max(lengths)) for w in range(count) if k < lengths[w]]
         self.taken = 0
         self.round: Iterator[Any] = iter(s)
-        self.held: list[BaseException] = []  # with what their frames have
+        # These keep the contents of their frames.
+        self.held: list[BaseException] = []
 
     def take(self, countdown=0, *, hold=False):
         """Take an item; return whether that was interrupted."""
@@ -67,7 +68,7 @@ class Reading:
         return struck.is_set()
 
     def finish(self):
-        """Take the rest; no slot may be lost then."""
+        """Take the rest; no slot may then be lost."""
         while self.turns:
             self.take()
         self.take()
@@ -76,7 +77,7 @@ class Reading:
 
 
 class Leased(Numbers):
-    """Items just large enough to be handed out where they lie."""
+    """Items just large enough to be leased in place."""
 
     def item(self, k):
         return self.number, k, np.full(1 << 13, 10 * k + self.number)
@@ -88,10 +89,11 @@ TEARING = [(Numbers, 1, (3, 2)), (Numbers, 12, (20, 15)), (Leased, 3, (4, 3))]
 @in_shares
 @pytest.mark.parametrize(("producer", "prefetch", "lengths"), TEARING)
 def test_ctrl_c_anywhere_in_the_taking_of_an_item(producer, prefetch, lengths, share):
-    """Wherever in it a signal handler raises: no item is lost, doubled or out of its turn."""
+    """Wherever a signal handler raises in it, no item is lost, doubled or out of turn."""
     with streams(producer, 2, prefetch=prefetch) as s:
         s.begin([500, 500])
-        assert len(list(s)) == 1000  # from now on small items come together
+        # From now on, small items come together.
+        assert len(list(s)) == 1000
 
         hits = 0
         for behind in (0, 2, sum(lengths)):
@@ -105,11 +107,12 @@ def test_ctrl_c_anywhere_in_the_taking_of_an_item(producer, prefetch, lengths, s
                 return hit
 
             hits += first_hits(step, share=share)
-        assert hits >= 7 or share  # one place in each share, but perhaps in the last ones
+        # Each share has one place, except perhaps the last ones.
+        assert hits >= 7 or share
 
 
 class Wide(Numbers):
-    """Its items lie in slots of their own, those of keys too."""
+    """Its items have their own slots, even with keys."""
 
     def item(self, k):
         return self.number, k, np.zeros(20_000)
@@ -127,7 +130,7 @@ def names_of(items):
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("verb", ["take", "close"])
 def test_a_signal_handler_in_the_taking_of_an_item(verb, keyed, prefetch):
-    """It may end all, and take and begin nothing."""
+    """It may end all, but neither take nor begin anything."""
 
     def begin(s):
         if keyed:
@@ -169,7 +172,7 @@ def test_a_signal_handler_in_the_taking_of_an_item(verb, keyed, prefetch):
     ("kind", "prefetch"), [("processes", 1), ("processes", 30), ("threads", 3)]
 )
 def test_ctrl_c_anywhere_in_a_call(kind, prefetch, share):
-    """Wherever in `ask` a signal handler raises: calls and items go on, and no slot is lost."""
+    """Wherever a signal handler raises in `ask`, calls and items continue, and no slot is lost."""
     with streams(num_workers=2, prefetch=prefetch, kind=kind) as s:
 
         def step(countdown):
@@ -189,7 +192,7 @@ def test_ctrl_c_anywhere_in_a_call(kind, prefetch, share):
 @in_shares
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(kind, share):
-    """Wherever in `begin` a signal handler raises: there is no epoch, or it is as it should be."""
+    """Wherever a signal handler raises in `begin`, the epoch does not exist, or is intact."""
     with streams(prefetch=3, kind=kind) as s:
 
         def step(countdown):
@@ -213,7 +216,7 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(kind, share):
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("verb", ["raise", "close"])
 def test_a_signal_while_begin_starts_the_workers(verb):
-    """Wherever it comes: there is an epoch, or the next call begins one; or all is closed."""
+    """Wherever it comes, the epoch exists, or the next call begins one, or all is closed."""
     steps = (*STEPS, "processes/supervisor.py")
     lengths = (4, 5)
 
@@ -244,8 +247,6 @@ def test_a_signal_while_begin_starts_the_workers(verb):
 
 
 class Signalling:
-    """Calls a function when it is pickled."""
-
     def __init__(self, function):
         self.function = function
 
@@ -255,7 +256,7 @@ class Signalling:
 
 
 def test_an_epoch_of_keys_cannot_be_begun_while_another_one_is():
-    """As by a signal handler: that is an error there, and the outer call goes on."""
+    """An inner call, as in a signal handler, is an error, and the outer call continues."""
 
     def begin():
         with pytest.raises(RuntimeError, match="in the middle of another call"):

@@ -1,4 +1,4 @@
-"""Streams whose workers are started with the first epoch: `launch="begin"`."""
+"""Streams whose workers start with the first epoch: `launch="begin"`."""
 
 import errno
 
@@ -16,7 +16,7 @@ from cseq.processes.launcher import processes
 
 @pytest.mark.parametrize("method", METHODS)
 def test_begin_starts_the_workers(method):
-    """The first epoch does; the next ones have the same workers."""
+    """The first epoch starts them; later epochs have the same workers."""
     with streams(start_method=method, launch="begin") as s:
         assert s.pids() == [None, None]
         assert s.begin([7, 5]) == [("begun", 0, 7), ("begun", 1, 5)]
@@ -35,14 +35,12 @@ def test_workers_that_are_never_started():
 
 
 class Level(Numbers):
-    """Makes its keys."""
-
     def make(self, key):
         return key
 
 
 def test_keys_that_raise_before_workers_are_started():
-    """Nothing is begun then, and the next call begins."""
+    """Nothing has begun then, and the next call begins."""
 
     def keys():
         yield 1
@@ -59,7 +57,7 @@ def test_keys_that_raise_before_workers_are_started():
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("launch", ["now", "begin"])
 def test_a_fork_that_fails(launch, monkeypatch):
-    """The call that starts the workers raises it, also if the first of them was forked."""
+    """The call that starts the workers raises, even if the first one was forked."""
     fork, forked = processes.fork, []
 
     def full():

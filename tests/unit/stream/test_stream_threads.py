@@ -1,4 +1,4 @@
-"""Streams of threads: what is asked for and what comes are the objects themselves."""
+"""Streams of threads: requests and items are the objects themselves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cseq.stream import ItemFailure, Streams
 
 
 class Held:
-    """An object that can be neither copied nor pickled, and is watched."""
+    """An object that can be neither copied nor pickled, and that is watched."""
 
     def __reduce__(self):
         raise TypeError("Held is to stay")
@@ -64,7 +64,7 @@ def streams(num_workers=3, **options):
 
 
 def test_items_of_each_thread():
-    """In turn, again in each epoch; what one raises ends its own."""
+    """They alternate, in each epoch; an exception ends its own thread's items."""
     given = [Held() for _ in range(3)]
     with streams(errors="return", prefetch=2) as s:
         for _ in range(2):
@@ -83,7 +83,7 @@ def test_items_of_each_thread():
 
 @pytest.mark.parametrize("prefetch", [1, 2, 40])
 def test_items_of_keys(prefetch):
-    """Lists of small integers travel in tickets, the others as they are; in their order."""
+    """Tickets carry lists of small integers, other keys travel as objects; their order is kept."""
     keys = [[1, 2], Held(), None, "text", [2**70], [Held()], 7, {"a": 1}, (1,), [*range(600)]] * 5
     with streams(prefetch=prefetch) as s:
         for ordered in (True, False):
@@ -96,7 +96,7 @@ def test_items_of_keys(prefetch):
 
 
 def test_calls_run_in_each_thread_and_failures_name_the_item():
-    """With what they are given, itself."""
+    """Each call gets its very arguments."""
     value = Held()
     with streams(2, errors="return") as s:
         replies = s.ask("thread", value)
@@ -112,7 +112,7 @@ def test_calls_run_in_each_thread_and_failures_name_the_item():
 
 
 def test_a_producer_that_cannot_be_made_is_raised():
-    """By the call that waits for it."""
+    """The call that waits for it raises."""
 
     def refuse(number, num_workers):
         raise OSError("no such data")
@@ -135,11 +135,13 @@ def turns(monkeypatch):
 
 
 def test_in_turns_one_thread_works_at_a_time(turns):
-    """From a wait for tickets to the next one. All has its place as without turns."""
+    """A turn lasts from one wait for tickets to the next. The results are as without turns."""
     with streams(2, prefetch=4) as s:
         seen = set()
-        while len(seen) < 2:  # a thread that has not waited yet has no turn
-            # Many: a loop that the end of a turn does not wake looks ten times a second.
+        # A thread that has not yet waited has no turn.
+        while len(seen) < 2:
+            # Many turns are needed: a loop that the end of a turn does not wake looks ten times a
+            # second.
             s.begin([None] * 2, iter([turns] * 16_000))
             assert [one is turns for one in s] == [True] * 16_000
             seen = set.union(*(one.holders for one in made)) - {0}
@@ -158,7 +160,7 @@ def test_in_turns_an_item_comes_while_its_thread_works(turns):
 
 
 def test_threads_that_wait_for_each_other_go_on_in_turns(turns):
-    """The turn of one does not keep another one from its work for ever."""
+    """One thread's turn does not block another one's work forever."""
     barrier = threading.Barrier(2)
     with streams(2) as s:
         s.begin([None] * 2, iter([barrier] * 6))
@@ -167,7 +169,7 @@ def test_threads_that_wait_for_each_other_go_on_in_turns(turns):
 
 
 def test_nothing_is_kept():
-    """Keys and items are dropped with their tickets, assignments with the epoch."""
+    """Keys and items go with their tickets, assignments with the epoch."""
     with streams(2, prefetch=3) as s:
         keys = [Held() for _ in range(20)]
         watched = [weakref.ref(key) for key in keys]
@@ -188,7 +190,7 @@ def test_nothing_is_kept():
 
 
 def test_dropped_streams_end_their_threads():
-    """Nobody waits for that."""
+    """Nothing waits for that."""
     s = streams(2)
     s.begin([1, 2])
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("cseq-w")]
