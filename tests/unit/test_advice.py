@@ -1,4 +1,4 @@
-"""The rules of the advice: one cause for every window, no numbers that contradict each other."""
+"""The rules of the advice: one cause for every window, and no contradictory numbers."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from cseq.measure.advice import RULES, Window, advise, duration
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
-# 1000 batches in 10 seconds: 4 of 9 cores' workers, 40 ms a batch, steps of 5 ms.
+# 1000 batches in 10 seconds: 4 workers on 9 cores, 40 ms a batch, steps of 5 ms.
 PLAIN = Window(
     batches=1000, elapsed=10.0, waited=5.0, step=0.005, step_p99=0.006,
     index=0.04, index_p99=0.05, workers=4, busy=1.0, cpu=0.95, cores=9, buffer=10,
@@ -25,17 +25,20 @@ CASES = {
     "inline": [{"workers": 0}, {"workers": 0, "batches": 1, "elapsed": 0.0}],
     "gil": [
         {"threads": True, "gil_long": 0.6, "computed": 1.0},
-        {"threads": True, "gil_long": 0.6, "computed": 1.0, "waited": 0.1},  # it hides in the step
+        # The wait for the GIL hides in the step.
+        {"threads": True, "gil_long": 0.6, "computed": 1.0, "waited": 0.1},
         {"threads": True, "gil_long": 0.6, "computed": 1.0, "busy": 0.5, "behind": 1.0},
-        # other programs use the cores
+        # Other programs use the cores.
         {"threads": True, "gil_long": 0.6, "computed": 0.2, "cpu": 0.05, "queued": 0.2},
     ],
     "loop": [
         {"waited": 0.4},
         {"waited": 0.4, "busy": 0.1},
         {"waited": 0.4, "workers": 0},
-        {"waited": 0.0, "threads": True, "gil_long": 0.6, "computed": 1.0, "cpu": 0.01},  # its GIL
-        {"waited": 0.0, "threads": True, "gil_long": 0.6, "computed": 0.3, "busy": 0.08},  # free
+        # The loop waits for the GIL.
+        {"waited": 0.0, "threads": True, "gil_long": 0.6, "computed": 1.0, "cpu": 0.01},
+        # The GIL is free.
+        {"waited": 0.0, "threads": True, "gil_long": 0.6, "computed": 0.3, "busy": 0.08},
         {"dry": 0.02},
         {"dry": 0.02, "busy": 0.3},
         {"dry": 0.02, "batches": 10**6, "busy": 0.3},
@@ -48,7 +51,8 @@ CASES = {
     "cores": [
         {"cores": 4},
         {"cores": 2, "cpu": 0.25},
-        {"cpu": 0.3, "queued": 0.6},  # of nine
+        # There are nine cores.
+        {"cpu": 0.3, "queued": 0.6},
         {"cpu": 0.1, "queued": 0.3, "threads": True, "computed": 0.4, "gil_long": 0.2},
     ],
     "workers": [
@@ -60,8 +64,10 @@ CASES = {
         {"cpu": 0.02},
         {"cpu": 0.02, "queued": 0.1},
         {"cpu": 0.02, "threads": True, "computed": 0.1},
-        {"cpu": 0.02, "threads": True, "computed": 0.9, "gil_long": 0.6},  # the loop's
-        {"cpu": 0.15, "threads": True, "computed": 0.6, "gil_long": 0.4},  # free now and then
+        # The loop holds the GIL.
+        {"cpu": 0.02, "threads": True, "computed": 0.9, "gil_long": 0.6},
+        # The GIL is free at times.
+        {"cpu": 0.15, "threads": True, "computed": 0.6, "gil_long": 0.4},
     ],
     "buffer": [
         {"busy": 0.4, "buffer": 2},
@@ -74,13 +80,13 @@ CASES = {
 
 @pytest.mark.parametrize("cause", CASES)
 def test_each_cause(cause):
-    """What is measured tells the causes apart, whatever else was measured."""
+    """Measurements tell the causes apart, regardless of the other measurements."""
     for changed in CASES[cause]:
         assert advise(replace(PLAIN, **changed)).cause == cause, changed
 
 
 def test_every_cause_has_a_case():
-    """And each rule can be reached."""
+    """Each rule can therefore be reached."""
     assert [rule.cause for rule in RULES] == list(CASES)
 
 
@@ -105,11 +111,12 @@ windows = st.builds(
 
 @given(windows)
 def test_any_window(window):
-    """Always one cause, always a number in the text, at most one action, and a gain in bounds."""
+    """There is always one cause, a number in the text, at most one action, and a gain in bounds."""
     advice = advise(window)
     assert advice.cause in CASES
     assert re.search(r"\d", advice.sentence)
-    limits = {"gil": 64.0, "handover": 64.0}  # both make the loop's own time shorter, too
+    # Both also shorten the loop's own time.
+    limits = {"gil": 64.0, "handover": 64.0}
     assert 1 <= advice.gain <= limits.get(advice.cause, max(window.most, 1)) + 1e-9
     assert set(advice.change) <= {"num_workers", "buffer", "num_converters"}
     assert len(advice.change) <= 1
@@ -121,8 +128,9 @@ def test_any_window(window):
 
 
 def test_how_many_workers():
-    """As many as the loop needs, and a tenth; more than there are; within the cores' number."""
-    assert advise(PLAIN).change == {"num_workers": 8}  # 40 ms in 8 workers: 5 ms, the step; 9 cores
+    """As many as the loop needs plus a tenth: more than now, and within the number of cores."""
+    # 8 workers of 40 ms take 5 ms, like the step; there are 9 cores.
+    assert advise(PLAIN).change == {"num_workers": 8}
     assert advise(replace(PLAIN, cores=64)).change == {"num_workers": math.ceil(1.1 * 40 / 5)}
     assert advise(replace(PLAIN, cores=6)).change == {"num_workers": 5}
     assert advise(replace(PLAIN, cpu=0.02, cores=2)).change == {"num_workers": 8}
@@ -133,7 +141,7 @@ def test_how_many_workers():
 
 
 def test_cores_that_are_used_up():
-    """No number is named: what the workers would compute with a core each is not known."""
+    """No number is named, as what the workers would compute with a core each is unknown."""
     few = advise(replace(PLAIN, workers=6, cores=2, cpu=0.3))
     assert (few.cause, few.change) == ("cores", {})
     assert few.action.startswith("try fewer workers, and find what uses the CPU")
@@ -144,19 +152,20 @@ def test_cores_that_are_used_up():
 
 
 def test_a_buffer_lasts_as_long_as_a_pause():
-    """Twice what is made in the meantime; where it does already, the slowest batches are named."""
+    """It lasts for twice a pause's batches; if it already does, the slowest batches are named."""
     pauses = replace(PLAIN, busy=0.6, step_p99=0.5)
     assert advise(pauses).change == {"buffer": 2 * (50 + 4)}
     assert "batches are ahead" in advise(pauses).sentence
     starved = advise(replace(pauses, waited=0.9 * PLAIN.elapsed))
-    assert (starved.cause, starved.gain) == ("buffer", pytest.approx(1 / 0.6))  # all busy, then
+    # All workers are then busy.
+    assert (starved.cause, starved.gain) == ("buffer", pytest.approx(1 / 0.6))
     ready = advise(replace(pauses, buffer=200))
     assert ready.change == {}
     assert "stats().slowest" in ready.action
 
 
 def test_what_no_worker_can_help():
-    """The loop is the cause where its GPU is fed, or where it wants a core that others use."""
+    """The loop is the cause if its GPU is busy, or if it needs a core that others use."""
     fed = advise(replace(PLAIN, dry=0.02))
     assert "the GPU has enough work" in str(fed)
     assert (fed.action, fed.gain) == ("", 1.0)
@@ -167,23 +176,25 @@ def test_what_no_worker_can_help():
 
 
 def test_larger_batches():
-    """A number is named, and what it gains at most; where the samples take time, that is little."""
+    """The advice names a number and its maximum gain, which is small if samples take the time."""
     tiny = replace(
         PLAIN, batches=10**6, size=1.0, elapsed=4.0, waited=3.0, step=1e-6, index=2e-6, busy=0.25
     )
     said = advise(tiny)
     assert said.action == "larger batches, such as batch_size=32"
     assert (said.cause, said.change) == ("handover", {})
-    assert said.gain == pytest.approx(32 / 1.5)  # a larger batch takes longer to hand over
+    # A larger batch takes longer to hand over.
+    assert said.gain == pytest.approx(32 / 1.5)
     assert advise(replace(tiny, size=4.0)).action.endswith("=128")
     assert advise(replace(tiny, size=0.0)).action == "larger batches"
     worked = replace(tiny, elapsed=12.0, waited=11.0, index=15e-6, workers=2, busy=0.6)
-    assert advise(worked).gain == pytest.approx(2.4)  # 12 µs; 2 workers with 10 µs for samples
+    # 12 µs pass; 2 workers take 10 µs for the samples.
+    assert advise(worked).gain == pytest.approx(2.4)
     assert advise(replace(worked, busy=0.9)).cause == "workers"
 
 
 def test_a_start_of_many_workers_is_none_of_the_waiting():
-    """It is said where it takes a good part of the time; a single epoch is not to be longer."""
+    """The start is reported if it takes a large part of the time; no longer epoch is advised."""
     late = advise(replace(PLAIN, waited=0.0, first=1.0))
     assert (late.cause, late.action) == ("loop", "")
     assert "before that, it waited 1 s until all workers had begun" in late.sentence
@@ -191,12 +202,13 @@ def test_a_start_of_many_workers_is_none_of_the_waiting():
 
 
 def test_cores_that_others_use():
-    """More workers are not named; what free cores would gain is: workers would not queue."""
+    """The advice names no more workers, but the gain of free cores, for which none would queue."""
     crowded = replace(PLAIN, cpu=0.35, queued=0.6)
     said = advise(crowded)
     assert (said.cause, said.change) == ("cores", {})
     assert "computing 35% of that and waiting for a core 60%: other programs" in said.sentence
-    assert said.gain == pytest.approx(2.0)  # no more than of a loop that never waits
+    # A loop that never waits has this gain, the maximum.
+    assert said.gain == pytest.approx(2.0)
     assert advise(replace(crowded, waited=9.0)).gain == pytest.approx(2.5)
     assert crowded.room == crowded.workers
     own = advise(replace(crowded, workers=12, cpu=0.7, queued=0.3))
@@ -205,24 +217,24 @@ def test_cores_that_others_use():
 
 
 def test_the_rate_of_threads_that_hold_the_gil():
-    """More of them have one core between them; those that release it have all."""
+    """Threads that hold the GIL share one core; those that release it have all of them."""
     threads = replace(PLAIN, threads=True, workers=2, cpu=0.25, computed=0.5)
     assert threads.room == 32
     assert replace(threads, gil_long=0.2).room == 4
     assert advise(replace(threads, gil_long=0.2, index=0.02)).gain == pytest.approx(4 / 2)
 
 
-# The names say what a batch takes: in "py4, sleep1" a worker computes 4 ms in Python, and the step
-# sleeps for 1 ms.
+# A name describes a batch: in "py4, sleep1", a worker computes 4 ms in Python, and the step sleeps
+# 1 ms.
 MEASURED = json.loads((GOLDEN / "advice.json").read_text(encoding="ascii"))
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda r: f"{r['loop']}, {r['kind']}, {r['others']}")
 def test_what_was_measured(row):
-    """The cause of loops on two cores beside other busy processes; what following it has gained.
+    """The causes of loops on two cores beside other busy processes, and the gain of the advice.
 
-    `got` is how many times as fast a loop was that did what the advice says: gave `num_workers` or
-    `batch_size`, or had processes in place of threads.
+    `got` is the speedup of a loop that followed the advice: it set `num_workers` or `batch_size`,
+    or used processes instead of threads.
     """
     advice = advise(Window(**row["window"]))
     assert advice.cause == row["cause"]
@@ -233,14 +245,14 @@ def test_what_was_measured(row):
 
 @pytest.mark.parametrize("cause", CASES)
 def test_what_a_stream_has_not_is_not_named(cause):
-    """A DataLoader has no such arguments."""
+    """A DataLoader lacks these arguments."""
     for changed in CASES[cause]:
         action = advise(replace(PLAIN, **changed | {"buffer": 0})).action
         assert not re.search(r"\bordered=|memory_limit|manager|buffer=", action)
 
 
 def test_the_start_is_a_line_of_its_own():
-    """The rest is of the time after the first batch, whatever came before that took."""
+    """The rest covers the time after the first batch, no matter how long the start took."""
     slow = advise(replace(PLAIN, start=30.0))
     told, start = str(slow).splitlines()
     assert told == str(advise(PLAIN))
@@ -251,13 +263,14 @@ def test_the_start_is_a_line_of_its_own():
 
 
 def test_a_loop_that_makes_its_batches_itself():
-    """As many workers as would keep up, where there are times; else two."""
+    """With times, the advice is as many workers as would keep up; without, it is two."""
     assert advise(Window(batches=1)).change == {"num_workers": 2}
-    # it makes a batch in 10 ms, and takes 2 ms for it: 6 would keep up
+    # It makes a batch in 10 ms, and takes 2 ms for it: 6 workers would keep up.
     reads = Window(batches=200, elapsed=2.4, waited=2.0, step=0.002, index=0.01, cores=4, cpu=0.0)
     assert advise(reads).change == {"num_workers": 6}
     assert math.isclose(advise(reads).gain, 6.0)
-    burns = advise(replace(reads, cpu=0.9))  # 3 have a core each
+    # Three workers have a core each.
+    burns = advise(replace(reads, cpu=0.9))
     assert burns.change == {"num_workers": 3}
     assert math.isclose(burns.gain, 3.6)
 
@@ -276,12 +289,12 @@ def test_a_loop_that_makes_its_batches_itself():
     ],
 )
 def test_durations(seconds, words):
-    """Two digits, or three, and the unit."""
+    """Two or three digits, and the unit."""
     assert duration(seconds) == words
 
 
 def test_the_rate_of_more_workers():
-    """It grows with them, up to the cores that the loop leaves."""
+    """It grows with them, up to the cores that the loop leaves free."""
     window = replace(PLAIN, index=0.2, cpu=0.5, cores=16)
     assert window.room == 30
     assert window.rate(2) == pytest.approx(10)

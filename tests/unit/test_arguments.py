@@ -1,4 +1,4 @@
-"""What is computed of some arguments of `MSequence`."""
+"""Values that `MSequence` derives from its arguments."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from cseq.order.shuffled import Shuffled
 
 
 def test_the_number_of_converters():
-    """By default a quarter of the workers, but up to four; none without workers."""
+    """By default, a quarter of the workers, at most four; none without workers."""
     numbers = (0, 1, 3, 5, 16, 20)
     assert [arguments.converters_of(n, None, "proc") for n in numbers] == [0, 1, 1, 1, 1, 1]
     assert [arguments.converters_of(n, None, "thread") for n in numbers] == [0, 1, 3, 4, 4, 5]
@@ -18,7 +18,7 @@ def test_the_number_of_converters():
 
 
 def test_the_number_of_samples_of_a_worker():
-    """The length of an object that has one; a class has none, and then the order may know."""
+    """It is an object's length, if any; a class has none, but the order may know."""
     assert arguments.samples_of(range(7), Shuffled(9)) == 7
     assert arguments.samples_of(dict, Shuffled(9)) == 9
     with pytest.raises(TypeError, match="dset_size is missing"):

@@ -1,4 +1,4 @@
-"""`Balanced`: golden, the same rows in the same steps, and as much work for all ranks."""
+"""`Balanced`: golden records, the same rows in the same steps, and equal work for all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROW = 8192
 
 
 def lengths_of(count):
-    """Return lengths as those of web pages, some longer than a row."""
+    """Return lengths like web pages', some of them longer than a row."""
     drawn = np.random.default_rng(5).lognormal(np.log(700) - 0.72, 1.2, count)
     return drawn.clip(2, 60_000).astype(np.int64)
 
@@ -46,7 +46,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def work_of(lengths, row, pieces):
-    """Return the work of a row by what an indexer knows of it."""
+    """Return the work of a row from an indexer's data."""
     documents, begins = DocumentEnds(lengths).find(pieces)
     left, work = row, 0
     for length in (np.asarray(lengths)[documents] - (pieces - begins)).tolist():
@@ -56,7 +56,7 @@ def work_of(lengths, row, pieces):
 
 
 def works_of(order, epoch=0):
-    """Return the work of each row, by what is in it."""
+    """Return the work of each row from its content."""
     samples, sizes = order.reader(7).samples(epoch, 0, order.units)
     works = order.measured(7)[1](epoch, np.arange(order.units))
     rows = np.split(samples, np.cumsum(sizes)[:-1])
@@ -64,7 +64,7 @@ def works_of(order, epoch=0):
 
 
 def of_ranks(order, ranks, size, start=0):
-    """Return the rows of each global batch, rank by rank."""
+    """Return the rows of each global batch, by rank."""
     each = []
     for rank in range(ranks):
         options = {"rank": rank, "world_size": ranks, "drop_last": True}
@@ -85,7 +85,7 @@ def of_ranks(order, ranks, size, start=0):
 
 @pytest.mark.parametrize("record", golden.records("orders_balanced"), ids=str)
 def test_the_page_defines_the_golden_file(record):
-    """All rows are those of the other order, in the order that docs/inside/orders.md defines."""
+    """All rows are the inner order's, in the order that docs/inside/orders.md defines."""
     options = {key: record[key] for key in ("step", "over", "together", "seed", "epoch")}
     lengths = golden.lengths(*record["lengths"])
     inner = golden.rows(record["kind"], lengths, record["row"])
@@ -99,7 +99,7 @@ def test_the_page_defines_the_golden_file(record):
 
 @every_kind
 def test_the_work_of_rows(kind):
-    """It is the sum of the squares of the lengths of their pieces."""
+    """It is the sum of the squares of the lengths of a row's pieces."""
     if kind == "mixture":
         order = cseq.Mixture({"a": KINDS["packed"](SMALL, 100)}, {"a": 1}, block=8)
         order = cseq.Mixture({"b": cseq.Resized(order, 17)}, {"b": 1}, block=8)
@@ -110,7 +110,7 @@ def test_the_work_of_rows(kind):
 
 
 def test_the_work_of_whole_samples():
-    """Rows that are not split have a work, too, up to the next quantum."""
+    """Rows of whole samples have a work, too, rounded up to a quantum."""
     lengths = [3, 5, 4, 9, 10, 3]
     assert sorted(works_of(cseq.Packed(lengths, 12)).values()) == [50, 90, 100]
     assert sorted(works_of(cseq.Packed([3, 5, 4, 9], 12, quantum=4)).values()) == [16, 80, 144]
@@ -122,7 +122,7 @@ def test_the_work_of_whole_samples():
 @every_kind
 @pytest.mark.parametrize(("over", "steps"), [("step", 1), ("window", 16), ("epoch", 10**9)])
 def test_rows_stay_in_their_window(kind, over, steps):
-    """Each row comes once, in the step, window or epoch that it was in; the rest stays."""
+    """Each row comes once, in its step, window or epoch; the rest stays."""
     inner = KINDS[kind](LENGTHS[:7000], 1024)
     rows = inner.batches(seed=7, epoch=2)
     order = cseq.Balanced(inner, 12, over=over)
@@ -140,7 +140,7 @@ def test_rows_stay_in_their_window(kind, over, steps):
 @every_kind
 @pytest.mark.parametrize("over", ["step", "window", "epoch"])
 def test_global_batches_do_not_depend_on_ranks(kind, over):
-    """2, 4, 8 ranks and one get the same rows in each global batch, from any row on."""
+    """1, 2, 4 and 8 ranks get the same rows in each global batch, from any row."""
     order = cseq.Balanced(KINDS[kind](LENGTHS[:1500], 1024), 48, over=over)
     for start in (0, 40, 5):
         alone = [sorted(batch) for (batch,) in of_ranks(order, 1, 16, start)]
@@ -151,7 +151,7 @@ def test_global_batches_do_not_depend_on_ranks(kind, over):
 
 
 def test_a_step_that_is_no_multiple_of_the_global_batch(caplog):
-    """Batches of two steps are dealt as they come, and the log says so, once."""
+    """A batch that covers two steps is dealt as it comes, and the log says so once."""
     order = cseq.Balanced(KINDS["packed"](SMALL, 100), 13)
     for _ in range(2):
         found = of_ranks(order, 2, 2)
@@ -165,7 +165,7 @@ def test_a_step_that_is_no_multiple_of_the_global_batch(caplog):
 
 # ── equal work ────────────────────────────────────────────────────────────────────────────────
 
-# Rows of a step are those of 64 ranks and 4 microbatches: the slowest rank over the mean.
+# The slowest rank's work over the mean, for steps of 64 ranks and 4 microbatches.
 MOST = {
     ("packed", "step"): (1.1, 1.6),
     ("concatenated", "step"): (1.35, 1.7),
@@ -177,9 +177,9 @@ MOST = {
 
 
 def slowest(order, ranks, size):
-    """Return how long ranks work in the mean if they wait once a step, and at each microbatch.
+    """Return how long ranks work on average if they wait once a step, and at each microbatch.
 
-    In parts of the mean work of a rank.
+    The unit is the mean work of a rank.
     """
     works, step = works_of(order.order), order.step  # type: ignore[attr-defined]
     batches = of_ranks(order, ranks, size)
@@ -193,7 +193,7 @@ def slowest(order, ranks, size):
 
 @pytest.mark.parametrize(("kind", "over"), MOST)
 def test_ranks_have_equal_work(kind, over):
-    """64 ranks, which wait once a step or at each of 4 microbatches; as well 8 and 2."""
+    """64 ranks wait once a step or at each of 4 microbatches; so do 8 and 2."""
     count = 300_000 if over == "epoch" else 60_000
     order = cseq.Balanced(KINDS[kind](LENGTHS[:count], ROW), 256, over=over)
     once, each = slowest(order, 64, 1)
@@ -201,7 +201,8 @@ def test_ranks_have_equal_work(kind, over):
     assert each <= MOST[kind, over][1]
     if over == "epoch":
         return
-    assert slowest(order, 64, 4)[1] <= MOST[kind, over][0]  # four rows at once: no microbatches
+    # At four rows at once, there are no microbatches.
+    assert slowest(order, 64, 4)[1] <= MOST[kind, over][0]
     for ranks in (8, 2):
         once, each = slowest(order, ranks, 1)
         assert once <= 1.01
@@ -209,7 +210,7 @@ def test_ranks_have_equal_work(kind, over):
 
 
 def test_without_balance_ranks_wait():
-    """What the bounds are to be compared with: rows as they come."""
+    """This measures unbalanced rows, for comparison with the bounds."""
     inner = KINDS["packed"](LENGTHS[:60_000], ROW)
     plain = cseq.Balanced(inner, 64, together=64)
     plain.reader = inner.reader
@@ -217,7 +218,7 @@ def test_without_balance_ranks_wait():
 
 
 def test_rows_are_dealt_to_whom_has_least():
-    """The next row goes to the rank with the least work that has room, in its batch."""
+    """The next row goes to the rank with the least work that has room in its batch."""
     works = np.array([9.0, 8, 7, 3, 2, 1])
     owners, turns = deal(works, np.zeros(6, np.int64), 2, 1, 3)
     assert owners.tolist() == [0, 1, 1, 0, 0, 1]
@@ -240,13 +241,13 @@ def test_rows_are_dealt_to_whom_has_least():
 
 
 def mixed(weights, names="ab"):
-    """Return a balanced mixture of rows that differ."""
+    """Return a balanced mixture of rows of different lengths."""
     parts = {name: cseq.Concatenated(SMALL[k::3], 20) for k, name in enumerate(names)}
     return cseq.Balanced(cseq.Mixture(parts, weights, block=8, epoch_size=60), 12)
 
 
 def tokens_of(order, epochs, start=0):
-    """Return the rows of some epochs, from a row of the first one on."""
+    """Return the rows of some epochs, starting at a row of the first one."""
     first = order.batches(seed=7, epoch=2, start=start)
     return first + [
         row for epoch in range(3, 2 + epochs) for row in order.batches(seed=7, epoch=epoch)
@@ -254,13 +255,14 @@ def tokens_of(order, epochs, start=0):
 
 
 def test_other_weights_begin_with_a_step():
-    """A state loads into a mixture with other weights, or one more source, after whole steps."""
+    """A state after whole steps loads into a mixture with other weights, or one more source."""
     before, after = mixed({"a": 1, "b": 1}), mixed({"a": 1, "b": 3, "c": 1}, "abc")
     facts = json.loads(json.dumps(before.facts()))
     assert before.resumed(facts, 7, 2, 5) is before
     going = after.resumed(facts, 7, 2, 24)
     inner = after.order.resumed(facts["order"], 7, 2, 24)
-    for at in range(24, 60, 12):  # the rows of each step are those of the mixture alone
+    # Each step has the rows of the mixture alone.
+    for at in range(24, 60, 12):
         rows = [order.batches(seed=7, epoch=2, start=at, stop=at + 12) for order in (going, inner)]
         assert sorted(rows[0]) == sorted(rows[1])
     for where in (25, 30):
@@ -268,13 +270,14 @@ def test_other_weights_begin_with_a_step():
             after.resumed(facts, 7, 2, where)
     with pytest.raises(ValueError, match="step=12, but here it has step=24"):
         cseq.Balanced(before.order, 24).resumed(facts, 7, 2, 24)
-    later = json.loads(json.dumps(going.facts()))  # of the same mixture, in the middle of a step
+    # The state is the same mixture's, in the middle of a step.
+    later = json.loads(json.dumps(going.facts()))
     again = after.resumed(later, 7, 2, 31)
     assert tokens_of(again, 3, 31) == tokens_of(going, 3, 31)
 
 
 def test_weights_change_between_steps():
-    """`reweigh` holds from the next step on; elsewhere the error says where it can be called."""
+    """`reweigh` takes effect at the next step; elsewhere, the error says where it may be called."""
     order = mixed({"a": 1, "b": 1})
     options = {"batch_size": 6, "seed": 7, "out_type": "null"}
     manager = cseq.MTSequence(lambda: np.arange(order.samples or 0), order=order, **options)

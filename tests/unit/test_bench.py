@@ -1,4 +1,4 @@
-"""`cseq bench` measures a loader as it is and with cseq, and says which one to take."""
+"""`cseq bench` measures a loader with and without cseq, and says which one to use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def empty():
 """
 
 
-nightly = pytest.mark.nightly  # each row is a process, which may import torch
+# Each row is a process, which may import torch.
+nightly = pytest.mark.nightly
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def run(run_command, tmp_path):
 
 @pytest.mark.needs("quick processes")
 def test_a_loader_of_torch(run):
-    """Over several epochs."""
+    """It is measured over several epochs."""
     pytest.importorskip("torch")
     done = run(TORCH, "data.py:rows", "--step", "1ms", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
@@ -102,7 +103,7 @@ def test_a_loader_of_torch(run):
     "name", ["rows", *(pytest.param(name, marks=nightly) for name in ("alone", "left_to_it"))]
 )
 def test_a_manager(run, name):
-    """As it is, and in test mode."""
+    """It is measured as given, and in test mode."""
     done = run(PLAIN, f"data.py:{name}", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
     first, _, *rows, last = done.stdout.splitlines()
@@ -128,12 +129,13 @@ def test_what_cannot_be_measured(run, target, told):
     done = run(PLAIN, target)
     assert done.returncode == 1
     assert told in done.stderr
-    assert "cseq/observe" not in done.stderr  # no frames of ours
+    # The traceback has no frames of cseq.
+    assert "cseq/observe" not in done.stderr
     assert not done.stdout
 
 
 def test_a_file_that_parses_arguments(run):
-    """It sees its own name alone, as if it were run without arguments."""
+    """It sees only its own name, as if run without arguments."""
     source = "import argparse\nargparse.ArgumentParser().parse_args()\n" + PLAIN
     done = run(source + "import sys\nprint(sys.argv)\n", "data.py:rows", "--seconds", "0.1")
     assert done.returncode == 0, done.stderr
@@ -141,7 +143,7 @@ def test_a_file_that_parses_arguments(run):
 
 
 def test_an_error_in_the_file_has_its_own_frames_alone(run):
-    """None of the import that runs it."""
+    """It lacks the frames of the import that runs the file."""
     done = run("\nimport json\njson.loads('?')\n", "data.py:rows")
     assert done.returncode == 1
     first, second, *_ = (line for line in done.stderr.splitlines() if line.startswith("  File"))
@@ -151,7 +153,7 @@ def test_an_error_in_the_file_has_its_own_frames_alone(run):
 
 
 def test_rows_that_fail(run):
-    """Each says why, and the others are measured all the same."""
+    """Each row says why it failed, and the others are still measured."""
     done = run(PLAIN, "data.py:breaks")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("OSError: no disk") >= 2
@@ -159,7 +161,7 @@ def test_rows_that_fail(run):
 
 
 def test_an_encoding_without_arrows(tmp_path, monkeypatch):
-    """As a file's on Windows: a question mark stands in an arrow's place."""
+    """A question mark replaces an arrow, as in a file on Windows."""
     (tmp_path / "data.py").write_text(PLAIN)
     file = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding="cp1252"))
@@ -171,7 +173,7 @@ def test_an_encoding_without_arrows(tmp_path, monkeypatch):
 
 
 def test_what_is_said():
-    """What free data would gain the loader as it is; what cseq's workers advise."""
+    """The text has the gain of free data for the given loader, and the advice of cseq's workers."""
     torch = Figures(50, waits=0.5)
     measured = {"torch": torch, "cseq": Figures(80, waits=0.1, advice="workers: …")}
     assert said(measured, "torch", 0.01) == [

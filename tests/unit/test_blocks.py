@@ -1,4 +1,4 @@
-"""`Blocks`: in windows and lanes, few blocks in use, and all batches mixed alike."""
+"""`Blocks`: with windows and lanes, few blocks are in use, and all batches are equally mixed."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def shapes(draw):
 @example((5, 9, 6, 3), 1, 0)
 @example((28, 4, 2, 1), 1, 0)
 def test_reference(shape, seed, epoch):
-    """An epoch is that of the reference in plain Python, and can be read in any pieces."""
+    """An epoch equals the reference in plain Python, and can be read in any pieces."""
     order, expected = made(*shape), blocks(*shape, seed, epoch)
     assert drawn(order, seed, epoch).tolist() == expected
     reader = order.reader(seed)
@@ -43,7 +43,7 @@ def test_reference(shape, seed, epoch):
 
 @given(shapes(), st.sampled_from([1, 2, 3, 4]), st.integers(1, 12))
 def test_ranks_have_lanes(shape, ranks, size):
-    """Of each whole global batch, a rank has the samples of its lanes, if they divide it."""
+    """Of each whole global batch, a rank has its lanes' samples, if the lanes divide the batch."""
     lanes, together = shape[3], size * ranks
     order = made(*shape)
     whole, turn = drawn(order, 1, 2), derive(stream(1, 2, 7, 1), 2)[1] * lanes >> 64
@@ -61,7 +61,7 @@ def test_ranks_have_lanes(shape, ranks, size):
 
 @given(shapes())
 def test_few_blocks_are_in_use(shape):
-    """At no position are there more than `window` blocks that have begun and are not over."""
+    """At every position, at most `window` blocks have begun and not ended."""
     samples, rows, window, _ = shape
     where = np.argsort(drawn(made(*shape), 1, 2))
     firsts = np.arange(0, samples, rows)
@@ -75,7 +75,7 @@ def test_few_blocks_are_in_use(shape):
 @pytest.mark.parametrize("short", [0, 1, 39])
 @pytest.mark.parametrize(("window", "lanes"), [(2, 1), (64, 1), (64, 2), (48, 6), (8, 8), (32, 32)])
 def test_all_batches_are_mixed_alike(window, lanes, short):
-    """No whole batch has samples of fewer than half the median number of blocks."""
+    """No whole batch has samples from fewer than half the median number of blocks."""
     for blocks_there in [*range(3, 20), *range(20, 300, 7), 1025]:
         order = made(blocks_there * 40 - short, 40, window, lanes)
         batches = drawn(order, 5)[: order.units // 64 * 64].reshape(-1, 64) // 40
@@ -86,7 +86,7 @@ def test_all_batches_are_mixed_alike(window, lanes, short):
 
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_a_short_block_comes_anywhere(lanes):
-    """The last samples come in every window and in every lane's turn as often."""
+    """The last samples come equally often in every window, and at every lane's turn."""
     n = 3 * 8 * 40 + 3
     counts = np.zeros((5, lanes))
     for epoch in epochs(made(n, 8, 28, lanes), 1500, 10):
@@ -97,7 +97,7 @@ def test_a_short_block_comes_anywhere(lanes):
 
 @pytest.mark.parametrize("lanes", [1, 8])
 def test_blocks_come_by_chance(lanes):
-    """Classes of whole blocks are drawn for a window, and a window's samples for its batches."""
+    """Classes of whole blocks are random in each window, and a window's samples in its batches."""
     rows = []
     order, blocks_there = made(1200 * 25, 25, 400, lanes), 1200
     labels, inside = labels_of(blocks_there)[::2], labels_of(400 * 25)[::2]
@@ -111,20 +111,21 @@ def test_blocks_come_by_chance(lanes):
 
 
 def test_neighbours_are_strangers():
-    """Within a window, neighbours stay so by chance, and no sample tells of the next one."""
+    """In a window, neighbours stay neighbours by chance, and no sample predicts the next one."""
     rows = []
     order, kept = made(7 * 640, 64, 10, 1), 0
     for epoch in epochs(order, 200):
         kept += int((np.diff(epoch) == 1).sum())
         window = epoch[640:1280] % 64
         rows.append(np.array([np.corrcoef(window[1:], window[:-1])[0, 1] * np.sqrt(638)]))
-    pairs = 7 * 10 * 63 + 9  # within blocks; of neighbouring blocks in a window, on average
+    # Pairs within blocks, and of neighbouring blocks in a window, on average.
+    pairs = 7 * 10 * 63 + 9
     assert abs(kept - 200 * pairs / 640) < 5 * np.sqrt(200 * pairs / 640)
     assert worst(rows) < 5
 
 
 def test_epochs_have_other_windows():
-    """Blocks that are together in an epoch meet in the next one by chance."""
+    """Blocks of one epoch's window meet in the next one by chance."""
     rows = []
     before = np.arange(600)
     for epoch in epochs(made(600 * 4, 4, 200, 4), 100, 1):
@@ -136,7 +137,7 @@ def test_epochs_have_other_windows():
 
 
 def test_lanes_after_a_resume():
-    """A global batch begins anywhere: each rank has its lanes, and all together its samples."""
+    """A global batch may begin anywhere: each rank has its lanes, all ranks have its samples."""
     order = made(900, 5, 24, 8)
     whole = drawn(order, 1, 0)
     for consumed in (1, 13, 40):
@@ -149,7 +150,7 @@ def test_lanes_after_a_resume():
 
 
 def test_many_samples():
-    """More than 2**32 samples, and any place at once."""
+    """There may be more than 2**32 samples, and any position is read at once."""
     order = made(2**40 + 5, 512, 64, 4)
     reader = order.reader(1)
     there = [reader.samples(3, place, 500)[0] for place in (0, 2**33, 2**40 - 495)]
@@ -160,7 +161,7 @@ def test_many_samples():
 
 
 def test_of_the_data():
-    """Without a number of samples, there are as many as the data has."""
+    """Without a number of samples, the order has as many as the data."""
     assert cseq.Blocks(4, 2).units == 0
     order = cseq.Blocks(4, 2).over(10)
     assert sorted(drawn(order, 1).tolist()) == list(range(10))
@@ -170,14 +171,14 @@ def test_of_the_data():
         made(10, 4, 3, 1).resumed(order.facts(), 0, 0, 0)
 
 
-# -- of unequal sizes
+# -- unequal sizes
 
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 
 
 @given(SIZES, st.integers(1, 9), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_unequal_blocks_are_the_references(sizes, window, seed, epoch):
-    """An epoch is that of the reference in plain Python, and can be read in any pieces."""
+    """An epoch equals the reference in plain Python, and can be read in any pieces."""
     order, expected = cseq.Blocks(sizes, window), unequal_blocks(sizes, window, seed, epoch)
     assert drawn(order, seed, epoch).tolist() == expected
     reader = order.reader(seed)
@@ -187,7 +188,7 @@ def test_unequal_blocks_are_the_references(sizes, window, seed, epoch):
 
 @given(SIZES, st.integers(1, 9))
 def test_few_unequal_blocks_are_in_use(sizes, window):
-    """Blocks come window by window: none begins before as many as a window has are over."""
+    """Blocks come by windows: none begins before a window's number of blocks have ended."""
     order = cseq.Blocks(sizes, window)
     block_of = np.repeat(np.arange(len(sizes)), sizes)[drawn(order, 1, 2)]
     _, begun = np.unique(block_of, return_index=True)
@@ -198,7 +199,7 @@ def test_few_unequal_blocks_are_in_use(sizes, window):
 
 
 def test_samples_of_unequal_blocks_are_anywhere_as_often():
-    """When a block's window comes does not depend on the block's size or number.
+    """The position of a block's window does not depend on the block's size or number.
 
     The sizes are sorted, and differ fifteenfold. 1500 epochs; five standard deviations.
     """
@@ -213,7 +214,7 @@ def test_samples_of_unequal_blocks_are_anywhere_as_often():
 
 
 def test_samples_of_a_window_are_strangers():
-    """Classes of samples in a window of unequal blocks are spread over it as by chance."""
+    """A window of unequal blocks spreads the classes of its samples by chance."""
     sizes = np.random.default_rng(3).integers(1, 60, 300)
     order, rows = cseq.Blocks(sizes, 300), []
     for epoch in epochs(order, 25):

@@ -1,4 +1,4 @@
-"""`Buckets`: within the budget, alike within a step, by chance otherwise, and what is refused."""
+"""`Buckets`: the budget, similar lengths in a step, chance elsewhere, and refused arguments."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import cseq
 
 
 def spread(n, longest=2048):
-    """Return lengths as those of sentences."""
+    """Return lengths like sentences'."""
     drawn = np.random.default_rng(0).lognormal(5.0, 1.0, n)
     return np.clip(drawn, 16, longest).astype(np.int64)
 
@@ -25,7 +25,7 @@ def epoch(order, number=0):
 
 
 def test_bounds_grow_by_the_ratio():
-    """From the least length to the greatest."""
+    """They go from the least length to the greatest."""
     order = cseq.Buckets([100, 4, 9, 31], 100, ratio=1.5)
     assert order.bounds.tolist() == [4, 6, 9, 13, 19, 28, 42, 63, 94, 100]
     assert cseq.Buckets([3, 1, 5], 9, ratio=1).bounds.tolist() == [1, 2, 3, 4, 5]
@@ -33,7 +33,7 @@ def test_bounds_grow_by_the_ratio():
 
 
 def test_boundaries_are_the_buckets():
-    """Given bounds are taken, as far as they are needed; the longest have one in any case."""
+    """Given bounds are used as far as needed; the longest samples always have a bucket."""
     lengths = [5, 10, 11, 20, 35]
     assert cseq.Buckets(lengths, 60, boundaries=[10, 20, 30]).bounds.tolist() == [10, 20, 30, 35]
     order = cseq.Buckets(lengths, 60, boundaries=[10, 40, 50, 900])
@@ -51,7 +51,7 @@ def test_boundaries_are_the_buckets():
     st.integers(0, 2**64 - 1),
 )
 def test_reference(lengths, budget, ratio, together, longest, seed):
-    """An epoch is that of the reference in plain Python."""
+    """An epoch equals the reference in plain Python."""
     order = cseq.Buckets(lengths, budget, ratio=ratio, together=together, longest_first=longest)
     bounds = order.bounds.tolist()
     of = np.searchsorted(bounds, lengths)
@@ -64,7 +64,7 @@ def test_reference(lengths, budget, ratio, together, longest, seed):
 @pytest.mark.parametrize("longest_first", [False, True])
 @pytest.mark.parametrize(("n", "together"), [(300, 8), (301, 1), (310, 3), (60, 16)])
 def test_batches_that_come_together_are_alike(n, together, longest_first):
-    """They are neighbours by length, but for one group that the last batches are taken out of."""
+    """They are neighbours by length, except for one group that supplies the last batches."""
     order = cseq.Buckets(spread(n, 300), 600, together=together, longest_first=longest_first)
     bounds = order.bounds[np.searchsorted(order.bounds, spread(n, 300))]
     for number in range(20):
@@ -79,12 +79,12 @@ def test_batches_that_come_together_are_alike(n, together, longest_first):
         assert between.max() <= together + len(longest) % together - 2
 
 
-# ── what is by chance ─────────────────────────────────────────────────────────────────────────
+# ── chance ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("count", [40, 37, 46])
 def test_any_samples_of_a_bucket_meet_as_often(count):
-    """All pairs are together in a batch as often, and all samples in the short batch."""
+    """All pairs meet equally often in a batch, and so do all samples in the short batch."""
     order = cseq.Buckets(np.repeat([10, 30], count), 50, together=2)
     pairs, short = np.zeros((2 * count, 2 * count)), np.zeros(2 * count)
     for number in range(500):
@@ -104,11 +104,11 @@ def test_any_samples_of_a_bucket_meet_as_often(count):
         assert off < 5 * np.sqrt(share * (1 - share) / 500)
 
 
-# ── what it is told ───────────────────────────────────────────────────────────────────────────
+# ── descriptions ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_it_says_what_an_epoch_has():
-    """Buckets, batches, the most padding, the smallest and the largest batch."""
+    """It has buckets, batches, the maximum padding, and the smallest and largest batch."""
     lengths = spread(20_000)
     order = cseq.Buckets(lengths, 16384, most=512)
     batches = epoch(order)
@@ -123,7 +123,7 @@ def test_it_says_what_an_epoch_has():
 
 @pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
 def test_samples_that_are_too_long_can_be_left_out(kind):
-    """They are in no batch; how many there are, and their tokens, are said, and a warning."""
+    """They are in no batch; a warning has their number and their tokens."""
     lengths = spread(100_000)
     kept = lengths <= 500
     with pytest.warns(UserWarning, match=r"too_long='drop', budget=500: .*; cut them") as told:
@@ -146,7 +146,7 @@ def test_samples_that_are_too_long_can_be_left_out(kind):
 
 @pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
 def test_a_warning_is_for_more_than_a_little(kind):
-    """Up to 1 % of the samples, and of the tokens, are only said; none are not."""
+    """Up to 1 % of the samples and tokens are only reported; none are not."""
     few = kind(np.repeat([20, 50], [9_997, 3]), 20, too_long="drop")
     assert "3 of 10,000 samples, with 0.07497 % of all tokens" in few.describe()
     assert "left out" not in kind(np.repeat([20, 50], [9_997, 3]), 50, too_long="drop").describe()
@@ -157,7 +157,7 @@ def test_a_warning_is_for_more_than_a_little(kind):
 
 @pytest.mark.filterwarnings("ignore:too_long='drop'")
 def test_huge_lengths():
-    """They are told apart beyond the integers of a double, in any type; so is what is too long."""
+    """They are exact beyond the integers of a double, in any type; so is what is too long."""
     lengths = np.array([2**61, 2**61 + 1, 5, 2**62 - 1, 2**62 + 7], np.uint64)
     for values in (lengths, lengths.astype(np.int64)):
         order = cseq.Buckets(values, 2**62, boundaries=[5, 2**61], most=10**30, too_long="drop")

@@ -1,4 +1,4 @@
-"""States: what they say, and which sampler they belong to."""
+"""States: their content, and the samplers that they fit."""
 
 import pytest
 
@@ -29,7 +29,7 @@ FIRST = {
 
 
 def test_a_state_of_version_1():
-    """It knew samples one by one: shuffled, by its algorithm, or not."""
+    """It knew samples one by one: shuffled, by the algorithm's name, or not."""
     one = sampler()
     assert checkpoint.load(FIRST, one, any_seed=False) == (one, 3, 48)
     computed = sampler(order=Shuffled())
@@ -58,7 +58,7 @@ def test_a_state_of_version_1():
     ],
 )
 def test_a_bad_state(name, value):
-    """A value that no state can have is an error that names it, and so is a missing one."""
+    """An invalid value, or a missing one, is an error that names it."""
     state = checkpoint.make(sampler(), 1, 0, 0)
     with pytest.raises(ValueError, match=name):
         checkpoint.load(state | {name: value}, sampler(), any_seed=False)
@@ -80,7 +80,7 @@ SECOND = {
 
 
 def test_a_state_of_version_2():
-    """It had a dict of the order, and did not know the indices."""
+    """It had a dict of the order, and no indices."""
     one = sampler(dset_size=list(range(100, 200)))
     assert checkpoint.load(SECOND, one, any_seed=False) == (one, 3, 48)
     with pytest.raises(ValueError, match="order"):

@@ -1,4 +1,4 @@
-"""A batch that was laid into a slot and read again is the batch."""
+"""A batch that was written to a slot and read again is the same batch."""
 
 import pickle
 from collections import OrderedDict, defaultdict
@@ -33,7 +33,8 @@ from cseq.encoding.codec import decode, map_leaves
 from cseq.memory.arena import Arena
 
 way = codec_batches.way
-MOST_PLANS = 64  # structures that a reader remembers
+# A reader remembers this number of structures.
+MOST_PLANS = 64
 
 # -- there and back -----------------------------------------------------------------------------
 
@@ -45,13 +46,13 @@ MOST_PLANS = 64  # structures that a reader remembers
 @example(batch={1: np.zeros(1), "a": 2})
 @example(batch=(np.zeros(3), [np.float32(1), b"x" * LONG, "text"], np.ones((2, 2))))
 def test_round_trip(batch):
-    """What is read equals what was written, types, order and bits, and can be written to."""
+    """The batch that is read equals the written one in types, order and bits, and is writable."""
     assert_same(batch, copied(batch))
 
 
 @given(sequence=st.lists(batches, min_size=2, max_size=5), data=st.data())
 def test_batches_do_not_depend_on_each_other(sequence, data):
-    """Batches of whatever structure can be written and read in any order."""
+    """Batches of any structure can be written and read in any order."""
     arena = Arena()
     written = []
     for batch in sequence + sequence[:1]:
@@ -79,8 +80,9 @@ NUMBERS = sorted({kind for kind in np.sctypeDict.values() if issubclass(kind, np
 
 @pytest.mark.parametrize("kind", NUMBERS, ids=lambda kind: np.dtype(kind).char)
 def test_a_number_keeps_its_type(kind, writer):
-    """A number arrives as what it was, also of a type that numpy holds equal to another one."""
-    unit = ("s",) if kind is np.timedelta64 else ()  # none is deprecated from numpy 2.5 on
+    """A number keeps its type, even if numpy takes the type as equal to another one."""
+    # A timedelta64 without a unit is deprecated from numpy 2.5 on.
+    unit = ("s",) if kind is np.timedelta64 else ()
     number = kind(7, *unit)
     assert_same(sent(writer, number), number)
 
@@ -88,7 +90,7 @@ def test_a_number_keeps_its_type(kind, writer):
 @pytest.mark.parametrize("cast", [None, FLOAT32], ids=["as it is", "cast"])
 @pytest.mark.parametrize("batch", KNOWN, ids=lambda batch: repr(batch)[:30])
 def test_a_known_structure_is_not_surveyed(batch, cast, way, writer, monkeypatch):
-    """A batch of the structure of the last is recognised, and read as one that is surveyed."""
+    """A batch with the last structure is recognised, and read like a surveyed one."""
     want, surveyed = sent(writer, batch, cast), []
     survey = _codec.plan_for
     monkeypatch.setattr(_codec, "plan_for", lambda *args: surveyed.append(1) or survey(*args))  # type: ignore[func-returns-value]
@@ -102,7 +104,7 @@ def test_a_known_structure_is_not_surveyed(batch, cast, way, writer, monkeypatch
     ids=repr,
 )
 def test_a_structure_that_cannot_be_recognised_is_made_once(batch, way, writer):
-    """It is surveyed each time, but described only once."""
+    """It is surveyed each time, but described once."""
     assert_same(batch, sent(writer, batch))
     plans = [*writer.encoder.plans]
     assert_same(batch, sent(writer, batch))
@@ -131,7 +133,7 @@ A, B = np.arange(3), np.ones(2)
     ids=lambda others: repr(others[0])[:30],
 )
 def test_a_structure_that_resembles_a_known_one(others, writer):
-    """Whatever is known, a batch of another structure is read as what it is."""
+    """Whatever structures are known, a batch of another one is read correctly."""
     for batch in others:
         for known in others:
             assert_same(known, sent(writer, known))
@@ -139,7 +141,7 @@ def test_a_structure_that_resembles_a_known_one(others, writer):
 
 
 def test_shapes_may_change_from_batch_to_batch(way, writer):
-    """Batches of one structure and many shapes are read right, and are one to the reader."""
+    """Batches of one structure and many shapes are read correctly, as a single structure."""
     structures = set()
     for size in range(2 * MOST_PLANS):
         batch = {way: np.full((size, 2), size), "n": size, "y": np.arange(size, dtype="u1")}
@@ -172,7 +174,7 @@ SOME = st.integers(-9, 200)
     lend=st.sampled_from([None, lambda *_: None]),
 )
 def test_a_layout_that_lies_does_not_leave_the_memory(words, record, lend):
-    """Whatever the numbers say, arrays lie in the memory, or it is an error."""
+    """For any numbers, arrays lie in the memory, or there is an error."""
     arena = Arena()
     writer = writer_of(arena)
     spread = np.broadcast_to(np.arange(3.0), (2, 3))
@@ -199,7 +201,8 @@ def test_a_layout_that_lies_does_not_leave_the_memory(words, record, lend):
             at = array.ctypes.data - start
             assert 0 <= at <= true[0]
             assert not array.size or at + array.itemsize + sum(ends) <= true[0]
-        if array.size < 10**6:  # an element may be in any number of places
+        if array.size < 10**6:
+            # An element may be in any number of places.
             array.sum()
 
 
@@ -207,7 +210,7 @@ def test_a_layout_that_lies_does_not_leave_the_memory(words, record, lend):
 
 
 def test_parts_of_arrays_in_the_slot(writer):
-    """Contiguous parts stay where they are; others are copied, and what overlaps the former."""
+    """Contiguous parts stay in place; others are copied, as is what overlaps an earlier part."""
     x = writer.room.empty((10, 4), np.int32)
     x[:] = np.arange(40).reshape(10, 4)
     batch = (x[2:5], x[7].view(np.uint8), x[5:7], x[:, 1], x[3:3], x, x[4:6], x.T)
@@ -232,7 +235,7 @@ def test_arrays_in_the_slot_are_found_after_it_grew(writer):
 
 
 def test_a_stage_appends_to_what_another_wrote(writer):
-    """What was read from the slot and is passed on is not copied; what is new goes behind it."""
+    """Data read from the slot and passed on is not copied; new data comes after it."""
     first = writer.encoder.encode([np.arange(1000), np.arange(3.0)])
     writer.room.select(writer.room.slot, writer.room.capacity, sum(first))
     batch = decode(writer.room.loan(), first)
@@ -247,7 +250,7 @@ def test_a_stage_appends_to_what_another_wrote(writer):
 
 
 def test_map_leaves():
-    """The function's results take the leaves' places, in containers of the same types."""
+    """The function's results replace the leaves, in containers of the same types."""
     batch = {
         "list": [1, 2], "tuple": (3,), "pair": Pair(4, [5]), "sample": Sample(6, 7),
         "frozen": Slotted(8), "ordered": OrderedDict(a=9), 10: defaultdict(None, a=11),

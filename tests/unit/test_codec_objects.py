@@ -1,4 +1,4 @@
-"""Objects, dataclasses and pickles in a batch come as they were, or it is said why not."""
+"""Objects, dataclasses and pickles arrive unchanged in a batch, or an error says why not."""
 
 import copyreg
 import threading
@@ -38,7 +38,7 @@ way = codec_batches.way
 
 
 def test_dataclasses_are_not_made_again():
-    """Neither `__init__` nor `__post_init__` runs once more; fields and attributes are kept."""
+    """Neither `__init__` nor `__post_init__` runs again; fields and attributes are kept."""
     sample = Sample(np.arange(3))
     sample.extra = np.arange(4)  # type: ignore[attr-defined]
     read = copied(sample)
@@ -47,7 +47,7 @@ def test_dataclasses_are_not_made_again():
 
 
 def test_dataclasses_that_are_more_go_by_pickle():
-    """A dataclass that is a dict, or says how it is pickled, is pickled."""
+    """A dataclass that is also a dict, or that defines its pickling, is pickled."""
     keyed = Keyed(np.arange(3))
     keyed["a"] = np.arange(2)
     read = copied(keyed)
@@ -57,7 +57,7 @@ def test_dataclasses_that_are_more_go_by_pickle():
 
 
 def test_dataclasses_may_lack_fields():
-    """A field that was deleted, or never set, is not there after the journey either."""
+    """A field that was deleted, or never set, is absent after the journey, too."""
     sample = Sample(np.arange(3))
     del sample.made
     assert "made" not in vars(copied(sample))
@@ -69,7 +69,7 @@ def test_dataclasses_may_lack_fields():
 
 
 def test_named_tuples_of_a_known_structure_keep_attributes(writer):
-    """Also where one without them came before."""
+    """This holds even after one without attributes."""
     for _ in range(2):
         marked = Marked(np.arange(3), 1)
         assert vars(sent(writer, marked)) == {}
@@ -78,7 +78,7 @@ def test_named_tuples_of_a_known_structure_keep_attributes(writer):
 
 
 def test_leaves_of_objects_are_cast_where_they_are_converted(writer):
-    """In dataclasses and dicts of any kind, in the trainer; in other classes, they are not cast."""
+    """The trainer casts them in dataclasses and dicts of any kind, but not in other classes."""
     large, small = np.arange(9000).reshape(9, 1000), np.arange(4)[::2]
     convert = Converter(Output("array", dtype=FLOAT32)).convert
     for make in (Sample, Slotted, lambda *pair: {0: pair}, lambda *pair: OrderedDict(a=pair)):
@@ -94,7 +94,7 @@ def test_leaves_of_objects_are_cast_where_they_are_converted(writer):
 
 
 def test_a_reducer_that_is_registered_later_is_used(monkeypatch):
-    """So is the one that replaces it, and none once it is gone."""
+    """So is a reducer that replaces it; none is used once it is unregistered."""
     assert copied([Fraction(1, 3)]) == [Fraction(1, 3)]
     for value in (7, 8):
         monkeypatch.setitem(copyreg.dispatch_table, Fraction, lambda _, to=value: (Fraction, (to,)))
@@ -104,7 +104,7 @@ def test_a_reducer_that_is_registered_later_is_used(monkeypatch):
 
 
 def test_other_arrays_go_by_pickle():
-    """Arrays of objects and subclasses of array arrive as what they are."""
+    """Arrays of objects, and subclasses of array, keep their type."""
     objects = np.array([1, "a", None], dtype=object)
     assert copied([objects])[0].tolist() == [1, "a", None]
     mixed = np.array([(1, "a")], dtype=[("n", "i4"), ("o", object)])
@@ -118,7 +118,7 @@ def test_other_arrays_go_by_pickle():
 
 
 def test_buffers_of_pickles_lie_in_the_slot(writer):
-    """A large array inside an object is read where it lies, and a small one is not worth it."""
+    """A large array inside an object is read in place; a small one is not worth it."""
     large, small = np.arange(1000), np.arange(5)
     odd = np.arange(1001, dtype=np.uint32).view(np.uint8)[1:]
     read = sent(writer, [Plain(odd), Plain(large), Plain(small), np.arange(3)])
@@ -135,8 +135,6 @@ def test_buffers_of_pickles_lie_in_the_slot(writer):
 
 
 class Stubborn:
-    """Raises when it is pickled."""
-
     def __reduce__(self):
         raise ValueError("no")
 
@@ -158,13 +156,13 @@ BAD = [
     ],
 )
 def test_what_cannot_be_pickled_is_refused(bad, make):
-    """The error says what a batch may have."""
+    """The error says what a batch may contain."""
     with pytest.raises(UnpicklableError, match=r"^batch: .*\. Return arrays, tensors"):
         copied(make(bad))
 
 
 def test_an_open_file_cannot_be_in_a_batch(tmp_path):
-    """Neither a file of text nor one of bytes arrives as something else."""
+    """Neither a text file nor a binary file arrives as another object."""
     path = tmp_path / "notes.txt"
     path.write_text("a note")
     for mode in ("r", "rb"):
@@ -173,7 +171,7 @@ def test_an_open_file_cannot_be_in_a_batch(tmp_path):
 
 
 def test_a_batch_that_contains_itself():
-    """It arrives as it was; where leaves are to be converted it is an error, no crash."""
+    """It arrives unchanged; where leaves are converted, it is an error, not a crash."""
     endless = [np.zeros(3)]
     endless.append({"again": endless, "number": 7})
     read = copied(endless)
@@ -186,7 +184,7 @@ def test_a_batch_that_contains_itself():
 
 
 def test_deep_batches():
-    """Containers can be inside one another more often than they are opened."""
+    """Containers may be nested more deeply than they are opened."""
     batch = np.zeros(3)
     for _ in range(codec.MAX_DEPTH):
         batch = [batch]
@@ -198,7 +196,7 @@ def test_deep_batches():
 
 
 def test_what_is_twice_in_a_batch():
-    """Containers of arrays, and arrays, are then two; what is pickled stays one."""
+    """Arrays, and containers of them, become two objects; pickled objects stay one."""
     arrays, texts = [np.zeros(3)], ["a"]
     read = copied([arrays, arrays, arrays[0], texts, {"x": (np.ones(2), texts)}])
     assert read[0] is not read[1]

@@ -1,4 +1,4 @@
-"""Tensors in a batch come as they were."""
+"""Tensors arrive unchanged in a batch."""
 
 import sys
 
@@ -17,7 +17,7 @@ way = codec_batches.way
 
 @pytest.fixture(scope="session")
 def torch():
-    """torch, if it is installed."""
+    """Return torch, if it is installed."""
     return pytest.importorskip("torch")
 
 
@@ -27,7 +27,7 @@ TYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 comp
 @pytest.mark.parametrize("name", TYPES.split())
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
 def test_tensors(torch, name, shape):
-    """CPU tensors of all types arrive as they were, also those that numpy lacks."""
+    """CPU tensors of all types arrive unchanged, even of types that numpy lacks."""
     tensor = torch.arange(6).to(getattr(torch, name))[: int(np.prod(shape))].reshape(shape)
     for batch in (tensor, [tensor, np.zeros(2), "text"]):
         read = copied(batch)
@@ -38,9 +38,10 @@ def test_tensors(torch, name, shape):
         assert torch.equal(read, tensor)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.12
+# torch 2.12 warns of this.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_tensors_of_other_layouts(torch):
-    """Transposed, strided, conjugated and sparse tensors have the values they had."""
+    """Transposed, strided, conjugated and sparse tensors keep their values."""
     base = torch.arange(24.0).reshape(4, 6)
     conjugated = torch.tensor([1 + 2j, 3j]).conj()
     batch = [
@@ -77,7 +78,7 @@ def test_strides_of_tensors(torch, writer):
 
 
 def test_tensors_keep_whether_they_require_gradients(torch):
-    """A tensor arrives as a leaf that requires gradients if it did; its graph stays behind."""
+    """A tensor that requires gradients arrives as a leaf that does; its graph stays behind."""
     leaf = torch.ones(3, requires_grad=True)
     read = copied([leaf, leaf * 2, leaf.detach()])
     assert [tensor.requires_grad for tensor in read] == [True, True, False]
@@ -88,7 +89,7 @@ def test_tensors_keep_whether_they_require_gradients(torch):
 
 
 def test_tensors_in_objects_lie_in_the_slot(torch, writer):
-    """Of any object, the bytes of arrays and tensors are not pickled, and are read in place."""
+    """For any object, the bytes of arrays and tensors are not pickled, and are read in place."""
     base = torch.arange(30_000.0)
     sparse = torch.zeros(3000).index_fill(0, torch.arange(0, 3000, 2), 1.0).to_sparse()
     feature = Feature(
@@ -124,7 +125,8 @@ def test_tensors_in_objects_lie_in_the_slot(torch, writer):
         assert np.array_equal(got["array"], feature["array"])
         assert torch.equal(got["sparse"].to_dense(), sparse.to_dense())
         assert (got["small"].tolist(), got["none"].shape) == ([1, 1, 1], (0, 2))
-        assert got["again"] is got["base"]  # what is one stays one; a part has its own memory
+        # One object stays one; a part has its own memory.
+        assert got["again"] is got["base"]
         got["base"][150] = -1
         assert got["part"][50] == 150
         got["array"][0] = -1
@@ -133,7 +135,7 @@ def test_tensors_in_objects_lie_in_the_slot(torch, writer):
 
 
 def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch, writer):
-    """Arrays, tensors, and parts of them that do not overlap."""
+    """This covers arrays, tensors, and parts of them that do not overlap."""
     x = writer.room.empty((50, 30), np.float32)
     x[:] = 7
     y = writer.room.empty(500, np.int64)
@@ -148,7 +150,7 @@ def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch, writer):
 
 
 def test_a_part_of_a_large_tensor_travels_alone(torch, writer):
-    """In any object; so does one in a list of tensors."""
+    """This holds in any object, and in lists of tensors."""
     large = torch.arange(100_000.0)
     for part in (large[5:9], large.to(torch.bfloat16)[5:9], large.requires_grad_()[5:9]):
         for batch in (Sample(part), {0: part}, [part, "text"], Feature(x=part)):
@@ -165,7 +167,7 @@ def test_a_part_of_a_large_tensor_travels_alone(torch, writer):
 
 
 def test_tensors_of_types_that_numpy_lacks_are_recognised(torch, way, writer, monkeypatch):
-    """A batch of them is surveyed once, and told from one of their bits."""
+    """A batch of them is surveyed once, and differs from one of tensors of their bits."""
     half = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     bits = torch.arange(6, dtype=torch.int16).view(2, 3)
     for batch in ([half], [bits], [half]):
@@ -177,13 +179,16 @@ def test_tensors_of_types_that_numpy_lacks_are_recognised(torch, way, writer, mo
         read = sent(writer, batch)[0]
         assert read.dtype == batch[0].dtype
         assert torch.equal(read, batch[0])
-    assert len(surveyed) == (3 if way == "surveyed" else 1)  # of the transposed one
+    # The survey is of the transposed tensor.
+    assert len(surveyed) == (3 if way == "surveyed" else 1)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of quantised and nested tensors and of storages
+# torch warns of quantised and nested tensors, and of storages.
+@pytest.mark.filterwarnings("ignore")
 def test_odd_tensors_in_objects(torch, monkeypatch):
-    """Quantised, nested and conjugated tensors, and storages, arrive in objects as they were."""
-    # pickle looks for what names no module in all of them; RETURNN's lazy ones import more then.
+    """Quantised, nested and conjugated tensors, and storages, arrive unchanged in objects."""
+    # pickle searches all modules for an object without one, and RETURNN's lazy ones then import
+    # more.
     lazy = [name for name, m in sys.modules.items() if type(m).__module__.startswith("returnn")]
     for name in lazy:
         monkeypatch.delitem(sys.modules, name)
@@ -206,7 +211,7 @@ def test_odd_tensors_in_objects(torch, monkeypatch):
 
 
 def test_tensors_are_cast(torch):
-    """Tensors of numbers are cast as torch does it; complex ones are not."""
+    """Tensors of numbers are cast like torch casts them; complex ones are not."""
     batch = [
         torch.arange(3),
         torch.tensor([True]),
@@ -222,7 +227,7 @@ PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors
 
 
 def test_cuda_tensors_travel_by_handle(torch, writer, monkeypatch):
-    """Those in objects, too, and not by way of the host."""
+    """Those in objects do, too, and none goes through the host."""
     sent = []
 
     def reduce_tensor(tensor):
@@ -240,14 +245,15 @@ def test_cuda_tensors_travel_by_handle(torch, writer, monkeypatch):
     ):
         sent.clear()
         got = decode(writer.room.memory, writer.encoder.encode(batch))
-        assert len(sent) == 1  # what is twice in an object is one
+        # An object that occurs twice is sent once.
+        assert len(sent) == 1
         assert repr(got) == repr(batch).replace("tensor([1, 2, 3])", "tensor([1, 1])")
 
 
 @PROTOTYPE
 @pytest.mark.parametrize("grad", [False, True])
 def test_nested_tensors(torch, grad):
-    """Tensors of tensors of unequal size arrive as such, beside others."""
+    """Tensors of tensors of unequal size keep their type, next to other tensors."""
     parts = [torch.ones(2), torch.arange(3.0)]
     nested = torch.nested.nested_tensor(parts, requires_grad=grad)
     for batch in (nested, {"x": torch.ones(2), "nested": nested}):
@@ -261,7 +267,7 @@ def test_nested_tensors(torch, grad):
 
 @pytest.mark.parametrize("nbytes", [0, 12, 100_000])
 def test_storages(torch, nbytes):
-    """Those of torch arrive as such, and can be written to."""
+    """torch's storages keep their type, and are writable."""
     storage = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8).untyped_storage()
     for batch in (storage, [storage], {"x": torch.ones(2), "s": storage, "text": "a"}):
         read = copied(batch)

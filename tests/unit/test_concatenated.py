@@ -1,4 +1,4 @@
-"""`Concatenated`: each token once but the tail, full rows, far apart."""
+"""`Concatenated`: each token once except the tail's, full rows, rows of a document far apart."""
 
 import math
 
@@ -13,7 +13,7 @@ from cseq.order._readers import DocumentEnds
 
 @pytest.mark.parametrize("record", golden.records("orders_concatenated"))
 def test_reference(record):
-    """An order is that of the reference in plain Python."""
+    """An order equals the reference in plain Python."""
     lengths = golden.lengths(record["count"], 0, record["spread"])
     if sum(lengths) < 200_000:
         where = record["seed"], record["epoch"]
@@ -22,7 +22,7 @@ def test_reference(record):
 
 
 def test_many_documents_are_put_in_order_in_parts():
-    """More than are summed up at once; they need no table, and any row is there at once."""
+    """These documents are too many for one sum; they need no table, and any row is read at once."""
     lengths = np.arange(2**20 + 1000) % 5
     order = cseq.Concatenated(lengths, 100)
     reader = order.reader(1)
@@ -32,14 +32,15 @@ def test_many_documents_are_put_in_order_in_parts():
     documents, starts = ends.find(samples)
     whole = samples == starts
     missing = (lengths > 0).sum() - len(np.unique(documents[whole]))
-    assert 0 <= missing <= order.samples % 100  # they are in the tail
+    # The missing documents are in the tail.
+    assert 0 <= missing <= order.samples % 100
     assert (sizes > 25).all()
     alone = order.reader(1).samples(3, order.units - 7, 7)[0]
     assert (alone == samples[-len(alone) :]).all()
 
 
 def test_the_most_pieces_of_a_row():
-    """`room` is enough for the shortest documents together, and is not far above."""
+    """`room` is enough for the shortest documents together, and is not far above that."""
     assert cseq.Concatenated([1] * 20, 6).room == 6
     assert cseq.Concatenated([3] * 20, 11).room == 5
     assert cseq.Concatenated([100], 11).room == 2
@@ -51,7 +52,7 @@ def test_the_most_pieces_of_a_row():
 
 
 def test_a_document_comes_anywhere():
-    """The first token of each is in every row as often, and left out as often as it must be."""
+    """Each one's first token comes equally often in every row, and is omitted when it must."""
     lengths = np.array([40, 7, 3, 16, 5, 5, 9, 33, 12])
     order, ends = cseq.Concatenated(lengths, 16), DocumentEnds(lengths)
     reader, starts = order.reader(3), ends.starts(np.arange(len(lengths)))
@@ -69,18 +70,19 @@ def test_a_document_comes_anywhere():
 
 
 def test_rows_of_a_long_document_are_far_apart():
-    """They come one after another as seldom as any two rows do."""
+    """They follow each other as rarely as any two rows."""
     order = cseq.Concatenated([5000, *[7] * 5000], 50)
     after = 0
     for epoch in range(50):
         first = np.array([row[0] for row in order.batches(seed=1, epoch=epoch)])
         after += int((np.diff(first) == 50).sum())
-    expected = 50 * 100 / order.units  # of 100 rows, each with one that follows
+    # Of 100 rows, each has one that follows.
+    expected = 50 * 100 / order.units
     assert abs(after - expected) < 5 * math.sqrt(expected)
 
 
 def test_what_it_says():
-    """Rows, pieces, and the tail, here and in a mixture."""
+    """It has rows, pieces and the tail, alone and in a mixture."""
     order = cseq.Concatenated([5, 20, 0, 3], 12)
     said = "an epoch leaves 4 tokens out, others each time"
     assert order.describe() == f"2 rows of 12 tokens, at most 3 pieces a row; {said}"

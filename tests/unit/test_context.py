@@ -1,4 +1,4 @@
-"""What an indexer may ask: `rng`, `empty` and `worker_info`, in every pool."""
+"""The functions for indexers: `rng`, `empty` and `worker_info`, in every pool."""
 
 import threading
 
@@ -14,7 +14,7 @@ every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 
 
 class Rng:
-    """Draws from the batch's generator, in two calls; and says whether they gave the same one."""
+    """Draws from the batch's generator in two calls, and returns whether they gave the same one."""
 
     def __getitem__(self, indices):
         first = cseq.rng()
@@ -26,19 +26,19 @@ class Rng:
 
 @pytest.mark.parametrize("kind", [INLINE, THREAD], ids=by_name)
 def test_rng_of_a_batch(kind):
-    """Within a batch, `rng` is one generator; each batch, epoch, seed and rank has another."""
+    """In a batch, `rng` is one generator; each batch, epoch, seed and rank has another one."""
     draws = []
     for options in ({"epochs": 2}, {"seed": 43}, {"shard": (0, 2)}, {"shard": (1, 2)}):
         for same, first, second in stream(kind, Rng, 8, batch_size=1, **options):
             assert same
             draws += [first, second]
-    # Rank 0 begins where the whole does: that batch is at the same place of the same epoch.
+    # Rank 0 begins where the whole order begins: that batch has the same place in the same epoch.
     assert len(draws) == 2 * (16 + 8 + 4 + 4)
     assert len(set(draws)) == len(draws) - 2 * 8
 
 
 def test_rng_is_pinned():
-    """What `rng` draws for a batch never changes: it is part of the stream a seed stands for."""
+    """The draws of `rng` for a batch never change: a seed stands for them, too."""
     drawn = context.generator(1, 2, 3).integers(1 << 32, size=3).tolist()
     again = context.generator(1, 2, 3)
     assert drawn == again.integers(1 << 32, size=3).tolist() == [107490069, 3035305554, 634159054]
@@ -46,14 +46,14 @@ def test_rng_is_pinned():
 
 
 def test_rng_outside():
-    """Outside of an indexer, `rng` is a RuntimeError that says what to use there."""
+    """Outside of an indexer, `rng` raises a RuntimeError that names an alternative."""
     with pytest.raises(RuntimeError, match="default_rng"):
         cseq.rng()
 
 
 @every_kind
 def test_rng_while_the_indexer_is_made(kind):
-    """Where the indexer is made there is no batch, so `rng` is a RuntimeError."""
+    """There is no batch then, so `rng` raises a RuntimeError."""
     with pytest.raises(RuntimeError, match="__getitem__"), kind.start(cseq.rng, 10) as m:
         list(m)
 
@@ -62,7 +62,7 @@ def test_rng_while_the_indexer_is_made(kind):
 
 
 def test_empty_outside():
-    """Outside of a worker, `empty` is numpy's: the same arguments and the same errors."""
+    """Outside of a worker, `empty` is numpy's, with the same arguments and errors."""
     assert cseq.empty(3).dtype == np.float64
     assert cseq.empty((2, 3), "i2").shape == (2, 3)
     assert cseq.empty([2, 0], dtype=bool).shape == (2, 0)
@@ -71,7 +71,8 @@ def test_empty_outside():
     with pytest.raises(ValueError, match="negative"):
         cseq.empty((2, -1))
     for shape in (2.5, (2.7, 3), "3", None):
-        with pytest.raises((TypeError, DeprecationWarning)):  # numpy 2.2 warns of None only
+        # numpy 2.2 only warns of None.
+        with pytest.raises((TypeError, DeprecationWarning)):
             np.empty(shape)  # type: ignore[arg-type, call-overload]
         with pytest.raises(TypeError):
             cseq.empty(shape)  # type: ignore[arg-type]
@@ -79,7 +80,7 @@ def test_empty_outside():
 
 @every_kind
 def test_empty_with_objects(kind):
-    """`empty` for Python objects: numpy's in this process, an error in shared memory."""
+    """For Python objects, `empty` is numpy's in this process, and an error in shared memory."""
 
     class Objects:
         def __getitem__(self, indices):
@@ -94,7 +95,7 @@ def test_empty_with_objects(kind):
 
 @every_kind
 def test_empty_in_a_thread_of_the_indexers_own(kind):
-    """A thread that an indexer starts is in no context: plain arrays, and no generator."""
+    """A thread that an indexer starts has no context: it gets plain arrays, and no generator."""
 
     class Threads:
         def __getitem__(self, indices):
@@ -118,7 +119,7 @@ def test_empty_in_a_thread_of_the_indexers_own(kind):
 
 @every_kind
 def test_worker_info(kind):
-    """`worker_info` says which worker, of how many, makes which batch of which epoch."""
+    """`worker_info` says which of how many workers makes which batch of which epoch."""
     workers = 3 if kind.parallel else 1
     got = stream(kind, Info, 60, batch_size=2, epochs=2, num_workers=3, shuffle=False)
     assert [(info.epoch, info.batch) for _, _, info in got] == [
@@ -135,7 +136,7 @@ def test_worker_info(kind):
 
 @every_kind
 def test_at_close(kind, tmp_path):
-    """When the indexer is closed there is no batch: its worker is known, `empty` is numpy's."""
+    """A closing indexer has no batch: its worker is known, and `empty` is numpy's."""
 
     class Closing:
         def __getitem__(self, indices):
@@ -143,7 +144,8 @@ def test_at_close(kind, tmp_path):
 
         def close(self):
             info = cseq.worker_info()
-            cseq.empty(100_000, "u1")[:] = 255  # in shared memory, this would spoil a batch
+            # In shared memory, this would spoil a batch.
+            cseq.empty(100_000, "u1")[:] = 255
             (tmp_path / "closed").write_text(f"{info.epoch} {info.batch} {info.number}")
 
     batch = stream(kind, Closing, 1, num_workers=1)[0].copy()
@@ -155,7 +157,7 @@ def test_at_close(kind, tmp_path):
 
 
 def test_contexts_are_one_for_each_thread():
-    """One is seen by its own thread only, and the one left is there again afterwards."""
+    """Only its own thread sees a context, and leaving one restores the previous one."""
     one, two = context.BatchContext(0, 2, 7), context.BatchContext(1, 2, 7)
     assert context.enter(one) is None
     seen = []

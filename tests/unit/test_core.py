@@ -1,7 +1,7 @@
-"""The core's door: the ring and its runners, in Python; what they refuse, and what they keep alive.
+"""The core's Python interface, the ring and its runners: what they refuse and keep alive.
 
-The shuffle has a file of its own. All of this runs a second time with the naps that stand in for
-the futex on systems that have none.
+The shuffle has its own file. All of this runs a second time with the naps that replace the futex on
+systems without one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ NAP = os.environ.get("CSEQ_WAIT") == "nap"
 
 
 def test_a_tickets_journey():
-    """post, claim, publish, take: all that was given on one side is there on the other."""
+    """After post, claim, publish and take, each side has what the other side gave."""
     ring, whole = make_ring(), ringing.cut(1, 2, first=2**50) | {"start": 2**47}
     trainer = Trainer(ring, source=OrderSource(RangeReader(2**48), 2**63, whole, whole, 0))
     assert trainer.take() is None
@@ -69,7 +69,7 @@ def test_a_tickets_journey():
 
 
 def runner_of(*sizes):
-    """Make a runner with a ticket of so many indices, and the next ones behind it."""
+    """Make a runner with a ticket of the given number of indices, followed by more tickets."""
     ring = make_ring(cells=2, size=max(sizes), runners=1)
     full, *rest = sizes
     whole = ringing.cut(1, full) | {"batches": len(sizes), "part_start": full, "part": sum(rest)}
@@ -80,7 +80,7 @@ def runner_of(*sizes):
 
 
 def test_an_array_of_indices_is_used_again():
-    """Where nothing refers to the one before, and it is small."""
+    """It is reused if nothing refers to it, and if it is small."""
     runner = runner_of(3, 2)
     first = runner.indices()
     place = id(first)
@@ -90,14 +90,16 @@ def test_an_array_of_indices_is_used_again():
     assert (id(again), again.tolist()) == (place, [0, 1, 2])
     del again
     runner.publish()
-    assert runner.claim() is True  # of another length
+    # The next ticket has another length.
+    assert runner.claim() is True
     assert runner.indices().shape == (2,)
     large = runner_of(3000)
-    assert sys.getrefcount(large.indices()) == sys.getrefcount(object())  # it may lie in a slot
+    # The array may lie in a slot.
+    assert sys.getrefcount(large.indices()) == sys.getrefcount(object())
 
 
 def become(indices, dtype):
-    """Have an array become one of another type, as `pickle` does."""
+    """Make an array another type's, as `pickle` does."""
     indices.__setstate__((1, indices.shape, np.dtype(dtype), False, bytes(indices.nbytes)))
 
 
@@ -116,7 +118,7 @@ USES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("use", USES)
 def test_an_array_of_indices_in_use_is_left_alone(use):
-    """What an indexer keeps, or has made of an array, is not touched."""
+    """An array that an indexer keeps, or from which it made another one, is not touched."""
     runner = runner_of(4)
     indices = runner.indices()
     held = USES[use](indices)
@@ -134,7 +136,7 @@ def test_an_array_of_indices_in_use_is_left_alone(use):
 
 
 def test_two_stages():
-    """Between the stages a record is kept until the second one has published its own."""
+    """Between the stages, a record is kept until the second one has published its own."""
     ring = make_ring()
     trainer = Trainer(ring, 1)
     first = Runner(ring, 0, 1, last=False)
@@ -164,7 +166,7 @@ def test_a_failure_skips_the_second_stage():
 
 
 def test_a_ticket_that_is_reposted_with_a_status():
-    """It is published with a status, in no slot; the next one is not."""
+    """It is published with the status, without a slot; the next one is not."""
     ring = make_ring()
     trainer = Trainer(ring, 2)
     claim(ring, 1)
@@ -174,7 +176,7 @@ def test_a_ticket_that_is_reposted_with_a_status():
 
 
 def test_what_a_dead_runner_held():
-    """`held` and `repost` know what a runner works on; it is posted again, oldest first."""
+    """`held` and `repost` know a runner's tickets, which are posted again, oldest first."""
     ring = make_ring()
     trainer = Trainer(ring, 3)
     cells = [claim(ring, owner).cell for owner in (1, 1, 2)]
@@ -193,7 +195,7 @@ def test_what_a_dead_runner_held():
 
 
 def test_what_a_dead_worker_owned():
-    """Its slots are freed, but those of its published tickets and of other workers."""
+    """Its slots are freed, except for published tickets; other workers' slots stay."""
     arena = Arena()
     ring = make_ring()
     arena.rings = [ring]
@@ -217,7 +219,7 @@ def test_what_a_dead_worker_owned():
 
 
 def test_a_slot_that_a_converter_frees():
-    """A batch that has left its slot comes out without one."""
+    """A batch that has left its slot comes without one."""
     ring = make_ring()
     file, slots = shared()
     trainer = Trainer(ring, 1, slots=slots)
@@ -233,7 +235,7 @@ def test_a_slot_that_a_converter_frees():
 
 
 def test_nothing_to_claim():
-    """A claim with nothing to claim comes back after a while, and counts the time."""
+    """Such a claim returns after a while, and counts the time."""
     ring = make_ring()
     runner = Runner(ring, 0, 2, last=True)
     assert runner.claim() is False
@@ -242,7 +244,7 @@ def test_nothing_to_claim():
 
 
 def test_a_closed_ring():
-    """Closing ends claims, also one that another thread waits in, and wakes the trainer."""
+    """Closing ends claims, even one in which another thread waits, and wakes the trainer."""
     ring = make_ring()
     results = []
 
@@ -263,7 +265,7 @@ def test_a_closed_ring():
 
 
 def test_waiting_for_a_ticket():
-    """The trainer sleeps until a ticket is ready: thousands of times, none is missed."""
+    """The trainer sleeps until a ticket is ready: of thousands, it misses none."""
     ring, total = make_ring(), 300 if NAP else 3000
     ring.wake_at = 1
     trainer = Trainer(ring, total)
@@ -275,7 +277,7 @@ def test_waiting_for_a_ticket():
 
 
 def test_a_notification_ends_a_wait():
-    """It is counted: who has read the number before it does not sleep."""
+    """It is counted, so a thread that read the number before does not sleep."""
     ring = make_ring()
     feed = Trainer(ring, 1).feed
     for notify in (ring.notify_all, ring.close, lambda: ring.repost(1)):
@@ -296,7 +298,8 @@ def test_rings_in_one_memory():
     seen = feed.notices()
     attached[2].notify_all()
     assert {trainer.feed.notices() for trainer in trainers} == {seen + 1}
-    feed.wait(seen, cells)  # it has changed
+    # The count has changed.
+    feed.wait(seen, cells)
     for k in (2, 0, 1):
         claim(attached[k]).publish()
         feed.wait(feed.notices(), cells[k:])
@@ -329,7 +332,7 @@ def test_several_tickets_are_waited_for():
 
 
 def test_a_ring_keeps_its_memory():
-    """Indices, runners and the ring keep the memory they lie on."""
+    """Indices, runners and the ring keep the memory that they lie in."""
     ring = make_ring()
     room, runner = ring.indices(0), Runner(ring, 0, 1, last=True)
     assert room.shape == (2,)
@@ -339,12 +342,13 @@ def test_a_ring_keeps_its_memory():
     assert runner.ring.indices(0).tolist() == [4, 4]
 
 
-LONG = 4_000_000_000  # ns; no turn here takes nearly as long
+# In ns; no turn here takes nearly as long.
+LONG = 4_000_000_000
 
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
 def test_nobody_looks_on_a_single_core(monkeypatch, cores):
-    """Who looks at the ring before it sleeps needs a core that the others do not."""
+    """A thread that looks at the ring before it sleeps needs a core that the others do not."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     assert spin_ns(1) == {1: 0}.get(cores, LONG_SPIN_NS)
     assert spin_ns(2) == {1: 0, 2: SPIN_NS}.get(cores, LONG_SPIN_NS)
@@ -353,7 +357,7 @@ def test_nobody_looks_on_a_single_core(monkeypatch, cores):
 
 @contextmanager
 def serving(ring, *owners):
-    """Have threads that publish whatever they can claim."""
+    """Run threads that publish all they can claim."""
 
     def serve(owner):
         runner = Runner(ring, 0, owner, last=True)
@@ -374,7 +378,7 @@ def serving(ring, *owners):
 
 @pytest.mark.parametrize("crew", [0, 1])
 def test_threads_wait_for_each_other_awake(crew):
-    """Trainer and runner go on without going to sleep, and without being woken, also in turns."""
+    """Trainer and runner continue without sleeping or waking each other, even in turns."""
     ring = make_ring(cells=2, runners=1)
     ring.set_spin(LONG, crew)
     with serving(ring):
@@ -385,7 +389,7 @@ def test_threads_wait_for_each_other_awake(crew):
 
 
 def test_processes_wait_for_each_other_awake():
-    """Trainer and runner spin where a sleep would follow."""
+    """Trainer and runner spin where they would otherwise sleep."""
     with file_of(PAGE) as fd:
         ring = Ring(Mapping(fd, 0, PAGE), 2, 2, 1)
     ring.set_spin(LONG)
@@ -397,23 +401,24 @@ def test_processes_wait_for_each_other_awake():
 
 
 def test_a_turn_begins_when_the_other_one_waits():
-    """A runner that looks leaves tickets alone while the trainer has something else to do.
+    """A spinning runner leaves tickets alone while the trainer does other work.
 
-    But for one that has just seen it wait, and is held up by the system before it claims.
+    The exception is a runner that has just seen it wait, and is delayed before it claims.
     """
     ring = make_ring(cells=1, runners=1)
     ring.set_spin(LONG, 1)
     alone = 0
     with serving(ring):
         trainer = Trainer(ring, 41)
-        for batch in range(40):  # each returns when the next one is posted
+        # Each batch returns when the next one is posted.
+        for batch in range(40):
             assert trainer.await_batch() == batch
             alone += all(ring.depths() == (1, 0, 0) for _ in range(1000))
     assert alone > 20
 
 
 def test_the_trainer_goes_on_when_the_crew_waits():
-    """Its batch is ready, but a runner works: it goes on once that one waits, too."""
+    """Its batch is ready, but a runner works: it continues once that runner waits, too."""
     ring = make_ring(cells=2, runners=1)
     ring.set_spin(LONG, 1)
     runner, trainer = Runner(ring, 0, 1, last=True), Trainer(ring, 1)
@@ -435,8 +440,9 @@ def test_the_trainer_goes_on_when_the_crew_waits():
 
 @pytest.mark.parametrize("crew", [0, 2])
 def test_turns_that_never_come(crew):
-    """Looking in vain changes nothing: who sleeps is woken, and everything is delivered."""
-    ring = make_ring(cells=2, runners=2)  # the other one is never parked
+    """Spinning in vain changes nothing: sleepers are woken, and everything is delivered."""
+    # The other runner is never parked.
+    ring = make_ring(cells=2, runners=2)
     ring.set_spin(1000, crew)
     ring.wake_at = 3
     with serving(ring):
@@ -445,7 +451,7 @@ def test_turns_that_never_come(crew):
 
 
 def test_a_notification_ends_spinning():
-    """A trainer that spins sees a notification at once."""
+    """A spinning trainer sees a notification at once."""
     ring = make_ring()
     ring.set_spin(LONG)
     feed = Trainer(ring, 1).feed
@@ -471,13 +477,13 @@ BAD_RINGS: list[Callable[[], Any]] = [
 
 @pytest.mark.parametrize("make", BAD_RINGS)
 def test_bad_rings(make):
-    """Rings that do not fit, owners and stages that do not exist, tickets too large: refused."""
+    """Rings that do not fit, unknown owners and stages, and too large tickets are refused."""
     with pytest.raises(ValueError, match=r"\d|no ring"):
         make()
 
 
 def test_bad_cells():
-    """Cells that do not exist are refused everywhere."""
+    """Unknown cells are refused everywhere."""
     ring = make_ring(cells=4)
     for use in (
         ring.indices,
@@ -494,7 +500,7 @@ def test_bad_cells():
 
 
 def test_a_runner_has_one_ticket():
-    """A second claim before the publish is refused; so is everything without a ticket in hand."""
+    """A second claim before the publish is refused, as is any operation without a ticket."""
     ring = make_ring()
     Trainer(ring, 2)
     runner = claim(ring)
@@ -518,10 +524,10 @@ def test_bad_records(record):
 
 
 def test_turns_are_kept_while_they_are_quicker():
-    """The trainer measures 64 batches in both ways; what loses is tried more and more rarely."""
+    """The trainer measures 64 batches both ways, and tries the slower way more and more rarely."""
 
     def measured(cost, share=1.0):
-        """Take 64 batches, which take so many ns each; return whether threads take turns then."""
+        """Take 64 batches of the given time in ns; return whether threads then take turns."""
         clock[0] += 64 * cost
         clock[1] += 64
         turns.learn(clock[0] - int(64 * cost * share), clock[0], clock[1])
@@ -530,12 +536,17 @@ def test_turns_are_kept_while_they_are_quicker():
     turns = Turns(8)
     clock = [10**12, 0]
     turns.learn(clock[0], clock[0], 0)
-    assert [measured(1000), measured(800), measured(800)] == [True, True, True]  # turns win
-    assert [measured(800), measured(1000)] == [False, True]  # the other way loses
+    # Turns win.
+    assert [measured(1000), measured(800), measured(800)] == [True, True, True]
+    # The other way loses.
+    assert [measured(800), measured(1000)] == [False, True]
     assert [measured(800) for _ in range(2)] == [True] * 2
-    assert [measured(800), measured(700)] == [False, False]  # until it wins
-    assert [measured(10**6) for _ in range(9)] == [False] * 9  # 8 ms in a thread: no trial
-    assert [measured(700, share=0.4) for _ in range(9)] == [False] * 9  # the loop takes longer
+    # The other way is tried until it wins.
+    assert [measured(800), measured(700)] == [False, False]
+    # Batches that take 8 ms in a thread cause no trial.
+    assert [measured(10**6) for _ in range(9)] == [False] * 9
+    # The loop takes longer.
+    assert [measured(700, share=0.4) for _ in range(9)] == [False] * 9
     assert (measured(700), turns.holder) == (True, 0)
 
 
@@ -544,13 +555,14 @@ def test_turns_are_kept_while_they_are_quicker():
 
 @pytest.mark.skipif(NAP, reason="this is that run")
 def test_all_this_with_naps():
-    """Where there is no futex, naps do: every test of this file passes with them."""
+    """Without the futex, naps serve: every test of this file passes with them."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", __file__,
          "-k", "wait or claim or clos or notif or order or stage or any_history"],
         env=os.environ
         | {"CSEQ_WAIT": "nap", "PYTHONPATH": str(Path(_core.__file__).parents[1])},
-        cwd=Path(__file__).parent,  # where there is no other cseq, if it is that of a wheel
+        # No other cseq is in this folder, if the tested one is a wheel's.
+        cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
         check=False,

@@ -17,7 +17,7 @@ from cseq.indexing.dataset import default_collate
 
 
 class Squares:
-    """A data set as most people write it: one plain int in, one sample out."""
+    """A typical data set: one plain int in, one sample out."""
 
     def __init__(self, n=10):
         self.n = n
@@ -80,7 +80,7 @@ def test_every_kind(kind):
 
 
 def test_without_dset_size():
-    """`dset_size` may be left out by position and by name; a part of the data set may be given."""
+    """`dset_size` may be left out by position and by name; part of the data set may be given."""
     worker = cseq.from_dataset(data := Squares(33))
     assert worker.dataset is data
     m = cseq.MPSequence(worker, batch_size=32, out_type="null")
@@ -93,14 +93,14 @@ def test_without_dset_size():
 
 @pytest.mark.parametrize("worker", [Squares, partial(Squares, 3), object], ids=repr)
 def test_no_length(worker):
-    """Where the worker has no length, the error says what to give."""
+    """The error says what to pass."""
     with pytest.raises(TypeError, match=r"dset_size is missing.*from_dataset"):
         cseq.MPSequence(worker, batch_size=2)
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_getitems(kind):
-    """`__getitems__` is used where there is one."""
+    """`__getitems__` is used if it exists."""
     batches = stream(kind, cseq.from_dataset(Together()), None, shuffle=False, batch_size=5)
     assert [batch[0] for batch in batches] == [["together"] * 5] * 2
     assert [batch[1].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
@@ -109,7 +109,7 @@ def test_getitems(kind):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_the_index_that_failed(kind):
-    """An exception names the sample, and not a remedy that was taken already."""
+    """An exception names the sample, and no remedy that is already applied."""
     worker = cseq.from_dataset(Failing())
     with kind.start(worker, None, batch_size=10) as m, pytest.raises(ValueError, match="bad") as at:
         list(m)
@@ -118,7 +118,7 @@ def test_the_index_that_failed(kind):
     assert "from_dataset" not in notes
 
 
-# -- samples that are left out
+# -- skipped samples
 
 
 class Holed(Squares):
@@ -140,7 +140,7 @@ class Holed(Squares):
 
 @pytest.mark.parametrize("options", [{}, {"large": True}, {"together": True}], ids=str)
 def test_a_sample_that_raises_is_left_out(options):
-    """Its batch is smaller, in every kind of pool; one without samples is left out."""
+    """Its batch is smaller, in every kind of pool; a batch without samples is skipped."""
     streams = []
     for kind in FEW:
         worker = cseq.from_dataset(Holed(**options))
@@ -157,12 +157,13 @@ def test_a_sample_that_raises_is_left_out(options):
         for numbers, _, rows in streams[-1]:
             assert (rows.reshape(3, -1) == numbers[:, None]).all()
     seeded = [kept for kind, kept in zip(FEW, streams, strict=True) if kind.name != "thread"]
-    assert_same(seeded[0], seeded[-1])  # what is drawn, too
+    # The draws are equal, too.
+    assert_same(seeded[0], seeded[-1])
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_ranks_have_equally_many_batches(kind):
-    """Each as many as `len` says, whatever samples they lose."""
+    """Each rank has as many as `len` says, no matter which samples it loses."""
     worker = cseq.from_dataset(Holed(), total)
     for rank in range(2):
         with kind.start(
@@ -172,14 +173,14 @@ def test_ranks_have_equally_many_batches(kind):
 
 
 def rows_of(samples):
-    """Return how many samples each row has."""
+    """Return the number of samples of each row."""
     assert cseq.parts().sum() == len(samples)
     return cseq.parts()
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_the_parts_of_a_batch_that_lacks_samples(kind):
-    """They are of what is there."""
+    """They belong to the existing samples."""
     worker = cseq.from_dataset(Holed(), rows_of)
     order = cseq.Packed([2] * 12, budget=6)
     with kind.start(worker, range(12), batch_size=2, order=order, seed=1, on_error="skip") as m:
@@ -189,7 +190,7 @@ def test_the_parts_of_a_batch_that_lacks_samples(kind):
 
 
 def test_a_collate_function_that_returns_nothing():
-    """It is named as an indexer's is."""
+    """The error names it, as it names an indexer."""
     worker = cseq.from_dataset(Squares(), lambda samples: None)
     with pytest.raises(TypeError, match=r"returned None; is a `return` missing\?"):
         worker[np.arange(2)]
@@ -204,7 +205,7 @@ class NoLength:
 
 
 def test_no_data_set():
-    """What gives no samples by index, or has no length, is refused at once."""
+    """An object without samples by index, or without a length, is refused at once."""
     for dataset, text in (
         (Squares, "pass an object, such as"),
         (iter([1]), "__getitem__"),
@@ -217,7 +218,7 @@ def test_no_data_set():
 
 
 def test_ragged_samples():
-    """Samples that cannot be stacked: the error says what differs, and what to give."""
+    """If samples cannot be stacked, the error has the difference and the remedy."""
     for samples, error, text in (
         ([np.zeros(3), np.zeros(4)], ValueError, r"shape.*\(3,\), \(4,\).*collate"),
         ([(1, 2), (1,)], ValueError, "length, from 1 to 2"),
@@ -233,7 +234,7 @@ def test_ragged_samples():
 
 
 def test_collating_by_default():
-    """Every kind of value, nested."""
+    """Every kind of value is collated, nested."""
     samples = [
         {"pair": Pair(np.full((2, 2), k), k), "list": [k, 0.5], "text": "é", "bytes": b"x",
          "flag": k > 0, "scalar": np.float32(k), "zero": np.array(k, np.int8)}
@@ -252,11 +253,11 @@ def test_collating_by_default():
 
 
 class Watched(np.ndarray):
-    """An array that can be referred to weakly."""
+    """An array that accepts weak references."""
 
 
 class Held(Squares):
-    """Samples with a large array; counts how many of these are alive at a time."""
+    """Samples with a large array; counts how many of them are alive at a time."""
 
     def __init__(self, wrap):
         super().__init__(8)
@@ -281,7 +282,7 @@ WRAPS = {
 
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 def test_large_arrays_are_not_held_beside_the_batch(wrap):
-    """Each goes into the batch before the next is fetched; the batch is as of samples together."""
+    """Each goes into the batch before the next one is fetched; the batch is the same."""
     dataset = Held(wrap)
     batch = cseq.from_dataset(dataset)[np.arange(8)]
     assert dataset.most == 0
@@ -307,7 +308,7 @@ BIG = np.zeros((100, 200))
     ],
 )
 def test_large_arrays_that_differ(samples):
-    """What is not like in the first sample is collated as without large arrays."""
+    """A sample unlike the first one is collated as without large arrays."""
     assert_same(_by_index(samples), default_collate(samples))
 
 
@@ -322,7 +323,7 @@ def test_large_arrays_that_differ(samples):
     ],
 )
 def test_large_arrays_that_cannot_be_stacked(samples, text):
-    """The error is that of other samples."""
+    """The error equals the other samples' error."""
     with pytest.raises(ValueError, match=f"differ in.*{text}|differ in their {text}"):
         _by_index(samples)
 
@@ -416,7 +417,7 @@ except TypeError as error:
 
 
 def test_torch_data_sets(run_prepared):
-    """Data sets of torch give the values and types of torch's `default_collate`."""
+    """torch's data sets give the values and types of torch's `default_collate`."""
     pytest.importorskip("torch")
     done = run_prepared(TORCH)
     assert done.returncode == 0, done.stderr

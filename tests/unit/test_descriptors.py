@@ -1,4 +1,4 @@
-"""Descriptors: anonymous files on every kernel, and programs that inherit none of ours."""
+"""Descriptors: anonymous files on every kernel, and programs that inherit none from cseq."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def test_an_anonymous_file():
 @linux
 @pytest.mark.parametrize("refusal", [errno.EACCES, errno.EINVAL, errno.ENOSYS])
 def test_a_system_that_refuses_them(monkeypatch, refusal):
-    """A temporary file without a name does as well; other errors are raised."""
+    """An unnamed temporary file replaces them; other errors are raised."""
 
     def refuse(*_):
         raise OSError(refusal, os.strerror(refusal))
@@ -45,7 +45,7 @@ def test_a_system_that_refuses_them(monkeypatch, refusal):
 @linux
 @pytest.mark.parametrize("mode", ["rb", "r+b"])
 def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(tmp_path, mode):
-    """It begins where the offset was, in a deleted file, too. Files that are written share one."""
+    """It starts at the old offset, even in a deleted file. Files open for writing share one."""
     path = tmp_path / "read"
     path.write_bytes(bytes(range(100)))
     with path.open(mode, buffering=0) as file:
@@ -62,7 +62,7 @@ def test_a_forked_process_has_an_offset_of_its_own_in_what_it_reads(tmp_path, mo
 
 @linux
 def test_own_offsets_leave_no_descriptor(tmp_path):
-    """Each file keeps its number, and what cannot be opened again is as it was."""
+    """Each file keeps its number, and one that cannot be reopened is unchanged."""
     (tmp_path / "read").write_bytes(b"text")
     reader, writer = os.pipe()
     path_only = os.open(tmp_path, os.O_PATH)
@@ -80,7 +80,7 @@ def test_own_offsets_leave_no_descriptor(tmp_path):
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("atomic", [True, False])
 def test_what_is_received_is_closed_in_programs(monkeypatch, *, atomic):
-    """With MSG_CMSG_CLOEXEC, and where there is none."""
+    """This holds with and without MSG_CMSG_CLOEXEC."""
     if not atomic:
         monkeypatch.delattr(socket, "MSG_CMSG_CLOEXEC", raising=False)
     ours, theirs = socket.socketpair()
@@ -95,9 +95,9 @@ def test_what_is_received_is_closed_in_programs(monkeypatch, *, atomic):
         assert descriptors.receive(theirs, 9, 2) == (b"", [])
 
 
-# --- as a user's script --------------------------------------------------------------------------
+# --- a user's script -----------------------------------------------------------------------------
 
-# What a program finds open that is executed without any being closed: what /proc/self/fd lists.
+# The descriptors open in an executed program if none is closed: the content of /proc/self/fd.
 LISTING = '''
 import os, subprocess, sys
 SHOW = """
@@ -159,7 +159,7 @@ print(sum(found, []) == [[]] * 9, [w for w in seen if w], found)
 @linux
 @pytest.mark.parametrize("method", start_methods())
 def test_executed_programs_inherit_nothing(run_script, tmp_path, method):
-    """Neither from an indexer nor from the trainer, whenever in a start."""
+    """They inherit none from an indexer or from the trainer, at any time of a start."""
     (tmp_path / "listing.py").write_text(LISTING)
     done = run_script(INHERIT_JOB, method)
     assert done.stdout.startswith("True []"), done.stdout + done.stderr
@@ -219,7 +219,7 @@ os.write(log, f"{number} {seen} {opened()}".encode())
 @pytest.mark.parametrize("closed", ["12", "012"])
 @pytest.mark.parametrize("method", start_methods())
 def test_no_descriptor_stands_in_for_a_closed_standard_stream(run_script, method, closed):
-    """In a daemon: neither shared memory nor a socket, also after a worker was replaced."""
+    """In a daemon, neither shared memory nor a socket does, even after a worker was replaced."""
     done = run_script(CLOSED_JOB, method, closed)
     assert done.stdout == "59 [] []", done.stdout + done.stderr
 
@@ -243,7 +243,7 @@ with cseq.MPSequence(Indexer, 4, 2, out_type="null", start_method=method).start(
 @pytest.mark.parametrize("streams", ["open", "closed"])
 @pytest.mark.parametrize("method", start_methods())
 def test_a_system_without_a_null_device(run_anew, tmp_path, method, streams):
-    """Standard input of workers is empty all the same."""
+    """The workers' standard input is still empty."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.devnull = '/nowhere/null'")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     done = run_anew(NULL_JOB, method, streams, PYTHONPATH=path)
@@ -252,7 +252,7 @@ def test_a_system_without_a_null_device(run_anew, tmp_path, method, streams):
 
 @pytest.mark.needs("POSIX")
 def test_what_is_received_is_above_the_standard_streams(run_script):
-    """Also where all of them are closed; the low numbers are free again."""
+    """This holds even if all of these are closed; the low numbers are free again."""
     done = run_script("""
 import os, socket
 from cseq.measure import lanes

@@ -1,4 +1,4 @@
-"""The doctor finds what was broken on purpose, and nothing on a sound machine."""
+"""The doctor finds every fault made on purpose, and none on a healthy machine."""
 
 import pytest
 
@@ -22,7 +22,7 @@ SOUND = {
 
 @pytest.fixture(autouse=True)
 def _sound(tmp_path, monkeypatch):
-    """Write the files of a sound machine of 8 cores, and look there."""
+    """Write the files of a healthy machine with 8 cores, and inspect that one."""
     for name, text in SOUND.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,12 +34,12 @@ def _sound(tmp_path, monkeypatch):
 
 
 def wrong(findings):
-    """Return what is not fine."""
+    """Return the findings that are not fine."""
     return [each.text for each in findings if each.remedy]
 
 
 def test_nothing_is_wrong_on_a_sound_machine():
-    """All that looks at a machine is fine there."""
+    """Every check of the machine passes."""
     for check in (doctor.quota, doctor.pressure, doctor.kills, doctor.threads, doctor.processes):
         assert wrong(check()) == []
 
@@ -67,7 +67,7 @@ def test_what_a_container_lacks(tmp_path, check, about, changed):
 
 
 def test_a_quota_of_either_version(tmp_path):
-    """The quota of the narrowest group counts, in both versions of control groups."""
+    """The narrowest group's quota counts, in both versions of control groups."""
     (tmp_path / f"{GROUP}/cpu.max").write_text("400000 100000\n", encoding="ascii")
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("250000 100000\n", encoding="ascii")
     assert "2.5" in next(doctor.quota()).text
@@ -77,12 +77,13 @@ def test_a_quota_of_either_version(tmp_path):
     (folder / "cpu.cfs_quota_us").write_text("400000\n", encoding="ascii")
     (folder / "cpu.cfs_period_us").write_text("100000\n", encoding="ascii")
     assert "use 4 of them" in next(doctor.quota()).text
-    (folder / "cpu.cfs_quota_us").write_text("-1\n", encoding="ascii")  # none
+    # This means no quota.
+    (folder / "cpu.cfs_quota_us").write_text("-1\n", encoding="ascii")
     assert wrong(doctor.quota()) == []
 
 
 def test_variables_of_many_threads(monkeypatch):
-    """One thread in each worker is what cseq would set."""
+    """cseq would set one thread in each worker."""
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     monkeypatch.setenv("MKL_NUM_THREADS", "1")
     (text,) = wrong(doctor.threads())
@@ -90,7 +91,7 @@ def test_variables_of_many_threads(monkeypatch):
 
 
 def test_a_slow_clock(tmp_path, monkeypatch):
-    """A clock whose reading takes long is named."""
+    """A clock with slow readings is named."""
     folder = tmp_path / "sys/devices/system/clocksource/clocksource0"
     folder.mkdir(parents=True)
     (folder / "current_clocksource").write_text("hpet\n", encoding="ascii")
@@ -101,7 +102,7 @@ def test_a_slow_clock(tmp_path, monkeypatch):
 
 
 def test_the_program(run_command, tmp_path):
-    """Each finding has a line, and the last line counts what is to be done."""
+    """Each finding has a line, and the last line counts what needs doing."""
     done = run_command(tmp_path, "doctor")
     *lines, last = done.stdout.splitlines()
     wrong = sum(line.startswith(" ! ") for line in lines)

@@ -1,4 +1,4 @@
-"""`DocumentEnds`: positions of documents and back, from lengths of any kind."""
+"""`DocumentEnds`: from positions to documents and back, for lengths of any kind."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def check(lengths, unit=1):
 
 @pytest.mark.parametrize("kind", ["packed", "concatenated"])
 def test_each_token_comes_once(kind):
-    """In 200 corpora with empty documents, and such as fill rows: none is lost but a tail."""
+    """In 200 corpora with empty documents, and with some that fill rows, only a tail is lost."""
     for seed in range(200):
         rng = np.random.default_rng(seed)
         row = int(rng.choice([1, 2, 7, 16, 17, 100]))
@@ -57,13 +57,13 @@ def test_each_token_comes_once(kind):
     st.integers(1, 4),
 )
 def test_each_token_is_in_its_document(lengths, kind, unit):
-    """Empty documents are never found, wherever they are; any type of integer will do."""
+    """Empty documents are never found, at any position; any integer type works."""
     check(np.array(lengths, kind), unit)
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 128, 20_000])
 def test_any_number_of_documents(count, tmp_path):
-    """Blocks may be whole or not, lengths mapped, or every second one of an array."""
+    """Blocks may be whole or not, and lengths may be mapped, or every second one of an array."""
     lengths = (np.arange(count) * 7 % 5).astype(np.int32)
     lengths[0] = 3
     np.save(tmp_path / "lengths.npy", np.repeat(lengths, 2))
@@ -73,7 +73,7 @@ def test_any_number_of_documents(count, tmp_path):
 
 
 def test_long_documents_do_not_overflow():
-    """Documents of nearly 2**48 tokens are looked up in any number."""
+    """Documents of nearly 2**48 tokens are found, in any number."""
     ends = DocumentEnds([1, 2**48 - 3, 1])
     positions = np.repeat([0, 2**48 - 3, 2**48 - 2], 100_000)
     documents, starts = ends.find(positions)

@@ -1,4 +1,4 @@
-"""Figures of each so many steps, whatever starts and ends in between."""
+"""Figures of every few steps, no matter what starts and ends in between."""
 
 import logging
 
@@ -7,7 +7,7 @@ from indexers import Indices1
 
 import cseq
 
-# Adapters, and the package and the module that each needs.
+# Adapters, with the package and the module that each needs.
 LIBRARIES = {
     "keras": ("keras", "keras"),
     "lightning": ("lightning", "lightning"),
@@ -16,7 +16,7 @@ LIBRARIES = {
 
 
 class Read:
-    """A loader whose last reading is kept."""
+    """A loader that keeps its last reading."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -27,7 +27,7 @@ class Read:
 
 
 def test_windows_end_with_each_so_many_steps():
-    """The figures are those since the one before, also in another epoch."""
+    """The figures cover the time since the previous ones, even across epochs."""
     with cseq.MTSequence(Indices1, 32, batch_size=4, out_type="null").start() as manager:
         read = Read(manager)
         every = cseq.Stats.every(3, read)
@@ -46,7 +46,7 @@ def test_windows_end_with_each_so_many_steps():
 
 
 def test_a_new_start_begins_a_window():
-    """What was counted before it is of another run, also where that had fewer batches."""
+    """Earlier counts are another run's, even if that one had fewer batches."""
     manager = cseq.MTSequence(Indices1, 32, batch_size=4, out_type="null")
     read = Read(manager)
     with manager.start():
@@ -60,7 +60,7 @@ def test_a_new_start_begins_a_window():
 
 
 def test_a_loader_without_workers_is_told_once(caplog):
-    """There are no figures of it; training goes on."""
+    """It has no figures; training continues."""
     loader = cseq_loader(num_workers=0)
     with caplog.at_level(logging.WARNING, "cseq"):
         every = cseq.Stats.every(1, loader)
@@ -73,7 +73,7 @@ def test_a_loader_without_workers_is_told_once(caplog):
 
 @pytest.mark.needs("worker processes")
 def test_each_epoch_of_a_loader_has_workers_of_its_own():
-    """A window that began with those of the epoch before has what the new ones have done."""
+    """A window that began with the previous epoch's workers has the new ones' work."""
     loader = cseq_loader(num_workers=1)
     read = Read(loader)
     every = cseq.Stats.every(3, read)
@@ -83,17 +83,18 @@ def test_each_epoch_of_a_loader_has_workers_of_its_own():
             step += 1
             if every.at(step):
                 found.append(read.last.batches)
-    assert found == [3, 2]  # of epochs of four batches
+    # Epochs have four batches.
+    assert found == [3, 2]
 
 
 def cseq_loader(**options):
-    """A DataLoader of four batches."""
+    """Return a DataLoader of four batches."""
     pytest.importorskip("torch")
     return cseq.DataLoader(list(range(8)), batch_size=2, **options)
 
 
 def test_what_does_not_count_is_refused():
-    """At once, with the remedy."""
+    """This happens at once, with the remedy."""
     with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a manager of cseq"):
         cseq.Stats.every(1, [])
     with pytest.raises(ValueError, match="n=0 is below 1"):
@@ -101,7 +102,7 @@ def test_what_does_not_count_is_refused():
 
 
 def test_adapters_import_no_library(run_script):
-    """`import cseq.adapters` is free; a module whose library is missing says how to install it."""
+    """`import cseq.adapters` costs nothing; a module without its library says how to install it."""
     script = f"""
 import sys, importlib
 import cseq.adapters

@@ -1,4 +1,4 @@
-"""An exception on its way from an indexer to the loop: it arrives as itself."""
+"""An exception's way from an indexer to the loop: it keeps its type."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ every_kind = pytest.mark.parametrize("kind", FEW, ids=by_name)
 
 
 class Coded(Exception):
-    """Its constructor takes other things than its args, and it says how it is pickled."""
+    """Its constructor does not take its args, and it defines its pickling."""
 
     def __init__(self, code, *, reason):
         super().__init__(f"code {code}: {reason}")
@@ -43,7 +43,7 @@ class Coded(Exception):
 
 
 class Formatted(Exception):
-    """Its constructor makes the text of its one argument."""
+    """Its constructor makes the text from one argument."""
 
     def __init__(self, name):
         super().__init__(f"no file for {name}")
@@ -51,7 +51,7 @@ class Formatted(Exception):
 
 
 class Slotted(LookupError):
-    """Has an attribute that it does not show its args."""
+    """Has an attribute that is not in its args."""
 
     def __init__(self, key):
         super().__init__()
@@ -62,10 +62,10 @@ class Slotted(LookupError):
 
 
 class Untravelled(Exception):
-    """Cannot be made anywhere but where it is raised."""
+    """Can be made only where it is raised."""
 
     def __new__(cls, *args, token=None):
-        """Refuse without a token, which nobody else has."""
+        """Refuse without a token, which no other code has."""
         if token is None:
             raise TypeError("a token is needed")
         return super().__new__(cls, *args)
@@ -75,28 +75,26 @@ class Untravelled(Exception):
 
 
 class Stubborn(Exception):
-    """Refuses to be pickled."""
-
     def __reduce_ex__(self, protocol):
         raise RuntimeError("stays where it is")
 
 
 class Changeling(Exception):
-    """Comes out of its pickle as something else."""
+    """Its pickle returns another object."""
 
     def __reduce__(self):
         return (ValueError, ("changed",))
 
 
 class Silent(Exception):
-    """Its text cannot be had."""
+    """Its text is unavailable."""
 
     def __str__(self):
         raise RuntimeError("no text")
 
 
 class Picky(Exception):
-    """Can be pickled, but not unpickled, by its constructor's wish."""
+    """Can be pickled; its constructor refuses the unpickling."""
 
     def __init__(self, one, two):
         if two is None:
@@ -154,7 +152,7 @@ def test_arrives_as_itself(make):
 
 
 def test_what_is_among_its_arguments_arrives_as_itself():
-    """So do the exceptions of a group, and one that another has as its argument."""
+    """The same holds for the exceptions of a group, and for one that is another one's argument."""
     errors = [ValueError("it failed", Formatted("a"))]
     if sys.version_info >= (3, 11):
         errors.append(ExceptionGroup("all", [Formatted("a"), Formatted("b")]))  # noqa: F821
@@ -165,7 +163,7 @@ def test_what_is_among_its_arguments_arrives_as_itself():
 
 
 def test_what_cannot_be_pickled_is_in_the_text():
-    """Of an exception that pickle does not carry, type, text and traceback arrive."""
+    """If an exception cannot be pickled, its type, text and traceback arrive."""
     held = ValueError("text")
     held.handle = (i for i in range(3))  # type: ignore[attr-defined]
     errors = [
@@ -186,7 +184,7 @@ def test_what_cannot_be_pickled_is_in_the_text():
 
 
 def test_what_has_no_text():
-    """An exception whose __str__ raises is a WorkerError; its traceback comes along."""
+    """An exception whose __str__ raises becomes a WorkerError with its traceback."""
     got = there_and_back(Silent(1))
     assert type(got) is cseq.WorkerError
     assert "Silent: <str() raised RuntimeError>" in str(got)
@@ -196,7 +194,7 @@ def test_what_has_no_text():
 
 
 def test_what_only_the_worker_can_import(monkeypatch):
-    """An exception that cannot be unpickled here is a WorkerError with its text."""
+    """An exception that cannot be unpickled here becomes a WorkerError with its text."""
     module = types.ModuleType("theirs")
     exec("class Theirs(ValueError): pass", vars(module))
     monkeypatch.setitem(sys.modules, "theirs", module)
@@ -209,7 +207,7 @@ def test_what_only_the_worker_can_import(monkeypatch):
 
 
 def test_text_alone_is_short():
-    """The text alone fits into the first pages of a slot, whatever the exception says."""
+    """The text alone fits into the first pages of a slot, for any exception."""
     try:
         raise ValueError("\U0001f600" * 10**5)
     except ValueError as error:
@@ -221,7 +219,7 @@ def test_text_alone_is_short():
 
 
 def test_the_traceback_comes_along():
-    """The cause of what arrives is the text of the traceback, with its own causes."""
+    """The received exception's cause is the text of the traceback, with its own causes."""
 
     def inner():
         raise KeyError("inner")
@@ -246,7 +244,7 @@ def test_the_traceback_comes_along():
 
 
 def test_where():
-    """A message names epoch and batch, and the first of the indices."""
+    """A message names epoch and batch, and the first few indices."""
     assert failure.location_of(1, 2, [3, 4]) == "epoch 1, batch 2, indices [3, 4]"
     text = failure.location_of(0, 0, list(range(100)))
     assert text.endswith("14, 15, … 84 more]")
@@ -254,7 +252,7 @@ def test_where():
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
-    """Has no attribute that can be set."""
+    """No attribute can be set."""
 
     path: str
 
@@ -270,15 +268,13 @@ class ReduceExits(Exception):
 
 
 class NoCause(Exception):
-    """Hides its cause."""
-
     @property
     def __cause__(self):
         raise RuntimeError("no cause")
 
 
 class Notes(Exception):
-    """Has something else in the place of its notes."""
+    """Has another object as its notes."""
 
     __notes__ = 5
 
@@ -294,13 +290,11 @@ class Interrupts(Exception):
 
 
 def interrupt():
-    """Raise as Ctrl-C does."""
+    """Raise KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 class Hidden(Exception):
-    """Shows none of its attributes."""
-
     def __getattribute__(self, name):
         raise RuntimeError("hidden")
 
@@ -316,7 +310,7 @@ class OddText(Exception):
 
 
 def of_a_parser():
-    """Make what `traceback` cannot format: its line is no text."""
+    """Make an exception that `traceback` cannot format: its line is no text."""
     error = SyntaxError("bad")
     error.filename, error.lineno, error.text = "file", 3, 7  # type: ignore[assignment]
     return error
@@ -335,7 +329,7 @@ AWKWARD: list[Callable[[], BaseException]] = [
 @pytest.mark.parametrize("make", AWKWARD, ids=lambda make: type(make()).__name__)
 @every_kind
 def test_awkward_exceptions(kind, make):
-    """What cannot be formatted, pickled or annotated is an error of its batch like any other."""
+    """An exception that cannot be formatted, pickled or annotated is an error of its batch."""
     worker = functools.partial(Raising, make, 5)
     with kind.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
         assert [b.tolist() for b in m] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
@@ -364,7 +358,7 @@ def test_awkward_exceptions(kind, make):
 
 @every_kind
 def test_a_traceback_in_the_loop_has_few_frames_of_ours(kind):
-    """Two of the call that gave the batch, then the user's own, if its code ran here."""
+    """It has two frames of the call that gave the batch, then the user's, if its code ran here."""
     worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
     batches = kind.start(worker, 12, batch_size=2, shuffle=False)
     with batches as m, pytest.raises(ValueError, match="x") as e:
@@ -376,7 +370,7 @@ def test_a_traceback_in_the_loop_has_few_frames_of_ours(kind):
 
 
 def test_the_text_of_a_traceback_begins_in_the_users_code():
-    """The frames above it are left out; what cseq itself raises has all of its own."""
+    """The frames above it are left out; an error of cseq itself has all of its frames."""
     worker = functools.partial(Raising, functools.partial(ValueError, "x"), 5)
     batches = QUICKEST.start(worker, 12, batch_size=2, shuffle=False)
     with batches as m, pytest.raises(ValueError, match="x") as e:
@@ -392,7 +386,7 @@ def test_the_text_of_a_traceback_begins_in_the_users_code():
 
 @pytest.mark.parametrize("cls", [Interrupts, Hidden], ids=lambda cls: cls.__name__)
 def test_an_exception_that_resists_arrives_as_text(cls):
-    """Its worker goes on, and the batch can be left out."""
+    """Its worker continues, and the batch can be skipped."""
     worker = functools.partial(Raising, functools.partial(cls, "x"), 5)
     with QUICKEST.start(worker, 12, batch_size=2, shuffle=False, on_error="skip") as m:
         assert [b.tolist() for b in m] == [[0, 1], [2, 3], [6, 7], [8, 9], [10, 11]]
@@ -423,7 +417,7 @@ ATTRIBUTES = ("errno", "filename", "object", "end", "lineno", "name", "path", "c
 
 @pytest.mark.parametrize("make", [*TEXTS, *OWN_TEXTS])
 def test_the_text_with_the_traceback(make):
-    """As with torch's loader, so that f"{e}" in a log has it; type and attributes stay."""
+    """As with torch's loader, f"{e}" in a log has the traceback; type and attributes stay."""
     sent = make()
     got = failure.show_traceback(failure.show_traceback(there_and_back(sent)))
     assert type(got) is type(sent)
@@ -439,7 +433,7 @@ def test_the_text_with_the_traceback(make):
         assert own in str(got)
     shown = "".join(traceback.format_exception(got))
     assert shown.count("raise error") == 1
-    again = there_and_back(got)  # as it is shown
+    again = there_and_back(got)
     assert (type(again), str(again)) == (type(got), str(got))
 
 
@@ -485,7 +479,7 @@ def throw(make):
 
 
 class HasEnding:
-    """Has one of these in its batch 2."""
+    """Its batch 2 has one of these."""
 
     def __init__(self, make):
         self.make = make
@@ -496,7 +490,7 @@ class HasEnding:
 
 @pytest.mark.parametrize("make", [SystemExit, KeyboardInterrupt, GeneratorExit])
 def test_an_object_that_ends_the_program(make):
-    """What the unpickling of a batch raises is an error of that batch, once, in the trainer too."""
+    """An exception of a batch's unpickling is an error of that batch, once, in the trainer, too."""
     worker = functools.partial(HasEnding, make)
     made = cseq.MPSequence(worker, 12, batch_size=2, shuffle=False, out_type="null")
     with made.start() as m:
@@ -514,7 +508,7 @@ def test_an_object_that_ends_the_program(make):
 
 @every_kind
 def test_exits_of_other_code_of_the_user(kind, caplog, capfd):
-    """`sys.exit` in a callable out_type is an error of the batch; in `close`, it is reported."""
+    """`sys.exit` in a callable out_type is an error of the batch; in `close`, it is logged."""
 
     def leave(array):
         sys.exit(0)
@@ -532,12 +526,13 @@ def test_exits_of_other_code_of_the_user(kind, caplog, capfd):
     with kind.start(Leaves, 4, num_workers=1) as m:
         assert len(list(m)) == 1
     assert "code 7" in caplog.text if kind.processes else "SystemExit: 7" in caplog.text
-    caplog.clear()  # the records refer to frames of the worker's thread, and so to its ring
+    # The records refer to frames of the worker's thread, and so to its ring.
+    caplog.clear()
 
 
 @pytest.mark.parametrize("where", ["indexer", "constructor", "out_type", "close"])
 def test_a_signal_handler_that_exits(where):
-    """In test mode, a handler's `sys.exit` (of SIGTERM) ends the program: no batch is skipped."""
+    """In test mode, a handler's `sys.exit` (for SIGTERM) ends the program: no batch is skipped."""
 
     class Handler:
         def __call__(self, number, frame):
@@ -577,8 +572,6 @@ def test_a_signal_handler_that_exits(where):
 
 
 class Unmade:
-    """Cannot be made."""
-
     def __init__(self):
         raise Coded(3, reason="no data")
 
@@ -588,7 +581,7 @@ class Unmade:
 
 @every_kind
 def test_a_failed_manager_is_dropped(kind):
-    """Its workers have the error to raise, and not the frames of who was told; they end."""
+    """Its workers keep the error to raise, but no caller's frames, and they end."""
     manager = kind.start(Unmade, 4) if kind.parallel else kind.make(Unmade, 4)
     told = []
     for _ in range(3):
@@ -620,7 +613,7 @@ def test_a_failed_manager_is_dropped(kind):
     ids=lambda error: type(error).__name__,
 )
 def test_a_failure_is_raised_again_and_again(error):
-    """With its type, attributes and cause; what is added to one is not added to the next."""
+    """Type, attributes and cause stay; additions to one exception do not reach the next one."""
     stored = failure.Failure()
     stored.check()
     assert not stored
@@ -642,7 +635,7 @@ def test_a_failure_is_raised_again_and_again(error):
 
 @every_kind
 def test_a_close_that_raises(kind, caplog, capfd):
-    """`finish` returns although an indexer's close() raises; the log tells of it."""
+    """`finish` returns even if an indexer's close() raises; the log reports it."""
 
     class Sticky:
         def __getitem__(self, indices):
@@ -661,4 +654,5 @@ def test_a_close_that_raises(kind, caplog, capfd):
     assert len(caplog.records) == 1
     list(kind.begin(manager))
     manager.finish()
-    caplog.clear()  # the records refer to frames of the worker's thread, and so to its ring
+    # The records refer to frames of the worker's thread, and so to its ring.
+    caplog.clear()

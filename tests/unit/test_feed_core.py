@@ -1,4 +1,4 @@
-"""The feed in C: peek, decode, commit, over one ring and over several."""
+"""The feed in C: peek, decode and commit, over one ring and over several."""
 
 from __future__ import annotations
 
@@ -34,23 +34,25 @@ from cseq.stage import BATCH, ENDED, RAISED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-GRAIN = 1 << 16  # bytes; a mapping can begin at any multiple of it, on any system
+# In bytes; on any system, a mapping can begin at any multiple of this.
+GRAIN = 1 << 16
 WIDTH = 4 * GRAIN
 
 
 class Failed(Exception):
-    """What an indexer raises here."""
+    """The exception of an indexer here."""
 
 
 class Counter(Asked):
-    """A feed of a ring of few cells, and of 5 batches of 2 samples in their natural order."""
+    """A feed of a ring with few cells, and 5 batches of 2 samples in their natural order."""
 
     def __init__(self, convert=None, *, full=5, ordered=True, cells=2, runners=1, **options):
         memory = Block(ring_bytes(cells, 2, runners), zero=True)
         self.ring = Ring(memory, cells, 2, runners)
         self.held = ObjectTable(cells)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        self.waits: list[Callable[[], Any]] = []  # what `await_next` does
+        # What `await_next` does.
+        self.waits: list[Callable[[], Any]] = []
         self.run = RunState()
         self.feed = Feed(
             self.run,
@@ -63,25 +65,22 @@ class Counter(Asked):
         self.begin(full, ordered=ordered)
 
     def begin(self, full=5, *, ordered=True):
-        """Begin an epoch."""
         cut = Cut(100, 5, full, 0, 2, 2, full * 2, 1, 0)._asdict()
         source = OrderSource(RangeReader(10), 7, cut, cut, 0)
         self.feed.begin_epoch(source, ordered=ordered)
         self.feed.refill()
 
     def await_next(self):
-        """Wait for the next batch."""
         if not self.waits:
             self.feed.advance()
             raise StopIteration
         self.waits.pop()()
 
     def decode(self, ring, cell, status, slot, capacity, record):
-        """Decode what is no batch: None, or an exception."""
+        """Decode a batch to None, or to an exception."""
         return (None, self.held[cell]) if status else (self.held[cell], None)
 
     def next(self):
-        """Take the next batch."""
         return next(FeedIterator(self.feed, 0))
 
     def describe(self, ring, cell, error):
@@ -90,13 +89,12 @@ class Counter(Asked):
         return error, self.ring.ticket(cell)[1]
 
     def work(self, batch="batch", status=0):
-        """Publish the next ticket."""
         assert self.runner.claim() is True
         self.held[self.runner.cell] = batch
         self.runner.publish(status)
 
     def state(self):
-        """All that a step may change."""
+        """Return all that a step may change."""
         cells = [(self.ring.ticket(c), self.ring.indices(c).tolist()) for c in range(2)]
         f, held = self.feed, map(self.held.__getitem__, range(2))
         return f.ticket, f.taken, f.done, self.ring.depths(), *held, cells
@@ -106,13 +104,13 @@ class Counter(Asked):
     ("buffer", "workers", "tickets"), [(10, 4, 5), (10, 8, 2), (1, 1, 1), (2, 8, 1), (100, 1, 50)]
 )
 def test_wake_at(buffer, workers, tickets):
-    """Workers are woken for several tickets at once, while enough batches are ready."""
+    """Workers are woken for several tickets at once while enough batches are ready."""
     assert wake_at(buffer, workers) == tickets
 
 
 @pytest.mark.parametrize("convert", [None, lambda batch: batch])
 def test_a_batch_that_is_taken_is_the_callers(convert):
-    """No reference is lost or left behind, on any way."""
+    """No path loses or leaks a reference."""
     counter = Counter(convert)
     batch = Failed()
     before = sys.getrefcount(batch)
@@ -125,7 +123,7 @@ def test_a_batch_that_is_taken_is_the_callers(convert):
 
 
 def test_an_epoch_that_is_begun_anew():
-    """It has a ticket in each cell, whatever was left of the one before."""
+    """Each cell has a ticket, no matter what was left of the previous epoch."""
     counter = Counter()
     for first in (2, 4):
         counter.begin()
@@ -133,12 +131,12 @@ def test_an_epoch_that_is_begun_anew():
 
 
 def interrupt(batch):
-    """Be a conversion during which Ctrl-C comes."""
+    """Stand in for a conversion during which Ctrl-C comes."""
     signal.default_int_handler(signal.SIGINT, None)
 
 
 def test_an_exit_of_a_conversion():
-    """It is an error of that batch; that of a signal handler ends the program, with none taken."""
+    """It is an error of the batch; a signal handler's exit ends the program, without a batch."""
 
     def convert(batch):
         if batch == "signal":
@@ -163,11 +161,11 @@ def test_an_exit_of_a_conversion():
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
 @pytest.mark.parametrize("late", [False, True])
 def test_ctrl_c(late):
-    """A signal handler raises before anything has changed, not behind it.
+    """A signal handler raises before anything has changed, not after.
 
-    A conversion that was broken off is made again, one that was not is not.
+    An interrupted conversion is repeated, a finished one is not.
     """
-    # A function of C behind which no handler runs before the consumer looks for one itself.
+    # No handler runs after this C function before the consumer checks for one itself.
     pending = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object)(
         ("PyErr_SetInterrupt", ctypes.pythonapi)
     )
@@ -181,13 +179,14 @@ def test_ctrl_c(late):
         if late:
             break
     if late:
-        assert isinstance(counter.next(), int)  # what `pending` has returned
+        # The batch is what `pending` has returned.
+        assert isinstance(counter.next(), int)
 
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals")
 @pytest.mark.parametrize("kind", [TimeoutError, GeneratorExit])
 def test_a_handler_that_raises_while_a_batch_is_converted(kind):
-    """Whatever it raises, however often, the batch is still the next one."""
+    """For any exception, any number of times, the batch is still the next one."""
     struck = []
 
     def strike(number, frame):
@@ -213,7 +212,7 @@ def test_a_handler_that_raises_while_a_batch_is_converted(kind):
 
 
 def test_a_batch_for_which_memory_is_short_twice():
-    """It is tried again once, and then passed: its MemoryError may be its own."""
+    """The batch is retried once and then passed, since the MemoryError may be its own."""
     short = [True, True, True]
 
     def convert(batch):
@@ -236,7 +235,7 @@ def test_a_batch_for_which_memory_is_short_twice():
 
 
 def test_unordered_tickets_are_looked_at_in_turn():
-    """One that is not ready goes to the end of the line: it is not looked at before each batch."""
+    """A ticket that is not ready goes to the end of the line: no batch is preceded by its check."""
     counter = Counter(ordered=False, cells=4, runners=2)
     slow = Runner(counter.ring, 0, 2, last=True)
     assert slow.claim() is True
@@ -256,7 +255,7 @@ def test_unordered_tickets_are_looked_at_in_turn():
 
 
 class Written(Asked):
-    """A feed of batches that were encoded as workers do it, in a ring of one cell."""
+    """A feed of batches encoded as workers encode them, in a ring of one cell."""
 
     def __init__(self, *, lends=True, **options):
         self.lends = lends
@@ -276,19 +275,16 @@ class Written(Asked):
         self.feed.refill()
 
     def lend(self, slot, capacity):
-        """Lend a slot."""
         return self.slots.lease(slot, self.mapped[slot]) if self.lends else None
 
     def decode(self, ring, cell, status, slot, capacity, record):
-        """Lend the slot."""
         return self.slots.lease(slot, self.mapped[slot]), None
 
     def next(self):
-        """Take the next batch."""
         return next(FeedIterator(self.feed, 0))
 
     def write(self, batch):
-        """Write the next ticket's batch to a slot, and publish it."""
+        """Write the next ticket's batch to a slot, and publish the ticket."""
         assert self.runner.claim() is True
         slot = self.worker.take()
         self.scratch.clear()
@@ -303,7 +299,7 @@ class Written(Asked):
 
 
 class Holder:
-    """Any object with an array, which a pickle does not hold itself."""
+    """An object with an array whose bytes are not in its pickle."""
 
     def __init__(self, length=200):
         self.array = np.arange(length)
@@ -320,7 +316,7 @@ BATCHES = [
 
 @pytest.mark.parametrize("batch", BATCHES, ids=repr)
 def test_a_small_batch(batch):
-    """A small batch of a known structure comes out in C, as copies that can be written to."""
+    """C code decodes a small batch of a known structure to writable copies."""
     bench = Written()
     bench.learn(batch)
     for _ in range(4):
@@ -335,7 +331,7 @@ def test_a_small_batch(batch):
 
 
 def test_what_is_kept_of_a_small_batch():
-    """The memory of an array that is kept, or of a part of one, is not used again."""
+    """The memory of an array that is kept, or of part of one, is not reused."""
     bench = Written()
     batch = {"a": np.arange(5), "b": np.arange(6)}
     bench.learn(batch)
@@ -352,7 +348,7 @@ def test_what_is_kept_of_a_small_batch():
 
 
 def test_a_loop_that_drops_its_batches_has_two_blocks():
-    """However many small batches of a structure it takes, and whether they become smaller."""
+    """This holds for any number of small batches, even if they become smaller."""
     bench = Written()
     bench.learn([np.arange(9), np.zeros(4)])
     places = set()
@@ -365,7 +361,7 @@ def test_a_loop_that_drops_its_batches_has_two_blocks():
 
 @pytest.mark.parametrize("convert", [None, lambda batch: codec.map_leaves(convert_leaf, batch)])
 def test_a_batch_with_objects(convert):
-    """What goes by pickle is decoded with the lock held, and converted unless it is plain."""
+    """Pickled parts are decoded with the lock held, and converted unless they are plain."""
     leaf_for = None if convert is None else lambda _: convert_leaf
     bench = Written(convert=convert, leaf_for=leaf_for)
     batch = [
@@ -380,7 +376,7 @@ def test_a_batch_with_objects(convert):
 
 
 def test_objects_with_buffers():
-    """Small ones are copied; a large one takes the slot along."""
+    """Small ones are copied; a large one keeps the slot."""
     bench = Written()
     bench.learn([ARRAY, Holder(), Holder()])
     for length, leased in [(200, 0), (10_000, 1)]:
@@ -395,7 +391,7 @@ def test_objects_with_buffers():
 
 
 def test_a_large_batch():
-    """What is not small is a view of the slot, and takes it along."""
+    """A batch that is not small is a view of the slot, and keeps it."""
     bench = Written()
     most = COPIED // 8
     bench.learn([np.zeros(most)])
@@ -411,7 +407,7 @@ def test_a_large_batch():
 
 
 def test_small_leaves_of_a_large_batch():
-    """They are copied: what is kept of them holds no slot."""
+    """They are copied, so that keeping them holds no slot."""
     bench = Written()
     batch = {
         "a": np.arange(3),
@@ -433,9 +429,9 @@ def test_small_leaves_of_a_large_batch():
 
 @pytest.mark.parametrize("large", [1, 10_000])
 def test_many_small_leaves(large):
-    """Where they take more than 64 KiB, they lie in the slot until three are leased.
+    """If they exceed 64 KiB, they stay in the slot until three slots are leased.
 
-    From then on they are copied, as many together as take 64 KiB.
+    From then on, they are copied, in groups of 64 KiB.
     """
     bench = Written()
     batch = {f"{number}": np.arange(2000) + number for number in range(8)}
@@ -458,7 +454,7 @@ def test_many_small_leaves(large):
 
 
 def test_beyond_the_limit_leaves_are_copied_one_by_one():
-    """Where the slot is not lent, a large leaf is a copy of its own."""
+    """If the slot is not leased, each large leaf is a separate copy."""
     bench = Written(lends=False)
     batch = [np.arange(9000), np.arange(9001), Holder(9002), np.arange(3)]
     bench.learn(batch)
@@ -475,17 +471,17 @@ def negative(array):
 
 
 def convert_leaf(leaf):
-    """Convert arrays, masked ones too."""
+    """Convert arrays, even masked ones."""
     return -leaf if isinstance(leaf, np.ndarray) else leaf
 
 
 def convert_for(dtype):
-    """Convert what is not of bytes."""
+    """Convert everything except bytes."""
     return None if dtype == np.uint8 else negative
 
 
 def test_leaves_are_converted():
-    """Each leaf is converted as its type wants it."""
+    """Each leaf is converted according to its type."""
     bench = Written(convert=lambda _: pytest.fail("converted as a whole"), leaf_for=convert_for)
     batch = {"a": np.ones(3), "b": [np.ones(2, np.uint8), (np.ones(1, np.int8),)]}
     bench.learn(batch)
@@ -498,7 +494,7 @@ def test_leaves_are_converted():
 
 @pytest.mark.parametrize("batch", BATCHES, ids=repr)
 def test_a_batch_of_tensors(batch):
-    """Arrays are the tensors that `torch.from_numpy` makes of them, on storages of their own."""
+    """Arrays become the tensors of `torch.from_numpy`, on separate storages."""
     torch = pytest.importorskip("torch", reason="tensors are torch's")
     converter = Converter(parse("cpu", None))
     bench = Written(convert=converter.convert, leaf_for=converter.leaf_for)
@@ -517,7 +513,7 @@ def test_a_batch_of_tensors(batch):
 
 
 def test_tensors_of_a_batch():
-    """Tensors of an indexer come out as they went in, also of types that numpy lacks."""
+    """An indexer's tensors come out unchanged, even of types that numpy lacks."""
     torch = pytest.importorskip("torch", reason="tensors are torch's")
     bench = Written()
     batch = {
@@ -551,7 +547,7 @@ def test_a_conversion_to_none():
 
 
 def test_a_batch_while_one_is_taken():
-    """What runs in the middle of a call takes nothing; it may end the generation."""
+    """A nested operation takes nothing; it may end the generation."""
 
     def convert(batch):
         with pytest.raises(RuntimeError, match="in the middle of another call"):
@@ -573,7 +569,7 @@ def test_a_batch_while_one_is_taken():
 
 
 class Asking(Counter):
-    """A feed of two workers' own items, each with a queue of its own."""
+    """A feed of two workers' own items, each with its own queue."""
 
     def __init__(self):
         room = ring_bytes(5, 20, 1)
@@ -595,21 +591,21 @@ class Asking(Counter):
         self.feed.refill()
 
     def answer(self, number, status=BATCH):
-        """Have a worker answer its next ticket."""
+        """Make a worker answer its next ticket."""
         assert self.runners[number].claim() is True
         self.runners[number].publish(status)
 
     def decode(self, ring, cell, status, slot, capacity, record):
-        """Decode an item: its worker, and its number."""
+        """Decode an item to its worker and its number."""
         item = ring, self.rings[ring].start(cell)
         return (None, Failed(*item)) if status & RAISED else (item, None)
 
     def describe(self, ring, cell, error):
-        """Leave the exception as it is."""
+        """Return the exception unchanged."""
         return error, None
 
     def line(self):
-        """By worker: the items that are asked for and not taken."""
+        """Return, for each worker, the items that are requested and not taken."""
         return [
             [ring.start(cell) for cell, _ in self.feed.tickets(number)]
             for number, ring in enumerate(self.rings)
@@ -617,7 +613,7 @@ class Asking(Counter):
 
 
 def test_keys_are_drawn_ahead():
-    """All at once so many for each worker, then one for each item that is taken."""
+    """At first, several are drawn for each worker, then one for each item that is taken."""
     asking, keys = Asking(), iter([number] for number in range(9))
     source = KeySource(
         [*asking.rings], 2, asking.requests, keys, None,
@@ -634,7 +630,7 @@ def test_keys_are_drawn_ahead():
 
 @pytest.mark.parametrize("status", [ENDED, RAISED | ENDED])
 def test_the_end_of_a_workers_items(status):
-    """Its other tickets are taken back: no item of it comes after that, and the others go on."""
+    """Its other tickets are taken back: none of its items follows, and the others continue."""
     asking = Asking()
     assert asking.line() == [[0, 1], [0, 1]]
     asking.answer(0, status)
@@ -649,7 +645,7 @@ def test_the_end_of_a_workers_items(status):
 
 
 def test_calls_beside_the_line():
-    """They come before the tickets that are not claimed; a new one gives up the one before."""
+    """They come before the unclaimed tickets; a new call replaces the previous one."""
     asking = Asking()
     request = Request(asking.slots)
     first, last = (asking.feed.post_call(0, request, "a call") for _ in range(2))

@@ -1,4 +1,4 @@
-"""Figures are sound SVG, in the colours of the page."""
+"""Figures are valid SVG, in the colours of the page."""
 
 import re
 from xml.etree import ElementTree as ET
@@ -11,7 +11,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def words_of(chart):
-    """Return what is written, from left to right as it was drawn."""
+    """Return the words, from left to right as drawn."""
     return [str(each.text) for each in ET.fromstring(chart.inline()).iter("text")]
 
 
@@ -25,19 +25,19 @@ def words_of(chart):
     ],
 )
 def test_ticks_are_round(low, high, ticks):
-    """Steps of 1, 2 or 5, of at most six values."""
+    """There are at most six, in steps of 1, 2 or 5."""
     assert Axis(low, high, 0, 100).ticks == pytest.approx(ticks)
 
 
 def test_ticks_of_times_and_of_logarithms():
-    """Quarters of minutes are round; powers of ten, not all of many."""
+    """Quarters of minutes are round; powers of ten are, but not all of many."""
     assert Axis(0, 70, 0, 100, times=True).ticks == [0, 15, 30, 45, 60]
     assert Axis(0.002, 20, 0, 100, logarithmic=True).ticks == pytest.approx([0.01, 0.1, 1, 10])
     assert len(Axis(1e-9, 1e9, 0, 100, logarithmic=True).ticks) <= 6
 
 
 def test_a_place_is_on_the_axis():
-    """Also of a value beyond it; upwards is towards lower places."""
+    """So is a value beyond the axis; upwards means smaller coordinates."""
     axis = Axis(1, 100, 200, 0, logarithmic=True)
     assert [axis.coordinate(value) for value in (0, 1, 10, 100, 1e9)] == [200, 200, 100, 0, 0]
 
@@ -46,12 +46,12 @@ def test_a_place_is_on_the_axis():
     ("value", "words"), [(0, "0"), (0.524, "0.524"), (19.12, "19.1"), (2524, "2524"), (2e6, "2 M")]
 )
 def test_numbers(value, words):
-    """Three digits."""
+    """Numbers have three digits."""
     assert number(value) == words
 
 
 def test_a_file_has_its_own_colours():
-    """A file has the rules that a page has, light and dark, in the same part."""
+    """A file has the page's rules, light and dark, in the same part."""
     drawing = Drawing(100, 50, "a < b")
     drawing.text(1, 20, "x & y", "strong")
     root = ET.fromstring(drawing.file())
@@ -65,7 +65,7 @@ def test_a_file_has_its_own_colours():
 
 
 def luminance(colour):
-    """As WCAG has it."""
+    """Return the luminance by WCAG's definition."""
     parts = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(f * c for f, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -74,13 +74,13 @@ def luminance(colour):
 @pytest.mark.parametrize("choice", [0, 1])
 @pytest.mark.parametrize("name", ["ink", "faint"])
 def test_words_can_be_read(name, choice):
-    """Contrast of 4.5 at least, light and dark."""
+    """The contrast is at least 4.5, light and dark."""
     light, dark = sorted(luminance(COLORS[each][choice]) for each in (name, "paper"))
     assert (dark + 0.05) / (light + 0.05) >= 4.5
 
 
 def test_marks_have_rows_of_their_own():
-    """However near they are; their words begin or end at their line, and stay on the sheet."""
+    """This holds at any distance; the words begin or end at their line, and stay on the sheet."""
     chart = Chart("marks", (0, 10), (0, 1))
     chart.marks(*((value, f"at {value}", "ink") for value in (0, 0.1, 9.9, 10)))
     found = list(ET.fromstring(chart.inline()).iter("text"))
@@ -90,7 +90,7 @@ def test_marks_have_rows_of_their_own():
 
 @pytest.mark.parametrize("values", [(3.0, 3.2), (3.2, 3.0), (5.1, 5.3), (7.0, 7.1), (1, 4, 4.5)])
 def test_no_line_runs_through_the_words_of_another_mark(values):
-    """Words are on the side where no other line is, and are drawn after all lines."""
+    """Words are on the side without another line, and are drawn after all lines."""
     chart = Chart("marks", (0, 10), (0, 1))
     chart.marks(*((value, "p50 1.2 ms", "ink") for value in values))
     parts = list(ET.fromstring(chart.inline()))
@@ -105,7 +105,7 @@ def test_no_line_runs_through_the_words_of_another_mark(values):
 
 
 def test_steps_are_an_area():
-    """From the floor up to each value, and back."""
+    """The area goes from the floor up to each value, and back."""
     chart = Chart("steps", (0, 4), (0, 1))
     chart.steps([0, 1, 2, 3, 4], [0.5, 0.25, 0, 1], "warm")
     (path,) = re.findall(r'd="([^"]*)"', chart.inline())
@@ -113,7 +113,7 @@ def test_steps_are_an_area():
 
 
 def test_a_grid_names_what_has_room():
-    """Values on both axes; of those that would touch each other, the first."""
+    """Both axes have values; of values that would touch, only the first."""
     chart = Chart("grid", (0, 100), (0, 10))
     chart.grid(lambda x: f"{x:g} seconds and more", number)
     assert words_of(chart)[:6] == ["0", "2", "4", "6", "8", "10"]

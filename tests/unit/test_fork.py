@@ -1,4 +1,4 @@
-"""A forked process shares the batches that are held: their slots are pinned for the epoch."""
+"""A forked process shares the held batches: their slots are pinned for the epoch."""
 
 import os
 import threading
@@ -26,12 +26,13 @@ def held(arena, value):
 
 
 def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena):
-    """Also if the parent drops its batch; a child that drops it frees nothing."""
+    """This holds even if the parent drops its batch; a child that drops it frees nothing."""
     array = held(arena, 1)
     slots, reader, writer = arena.slots, *os.pipe()
     child = os.fork()
     if not child:
-        os.read(reader, 1)  # until the parent has dropped its own, and filled another slot
+        # Wait until the parent has dropped its own array, and filled another slot.
+        os.read(reader, 1)
         good = array.min() == array.max() == 1
         del array
         os._exit(0 if good and slots.is_leased(1) else 1)
@@ -53,7 +54,7 @@ def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena):
 
 
 def test_a_lease_that_outlives_the_epoch_frees_its_slot(arena):
-    """Whichever ends last."""
+    """This holds no matter which ends last."""
     array = held(arena, 1)
     for _ in range(2):
         assert in_child(lambda: True)
@@ -66,7 +67,7 @@ def test_a_lease_that_outlives_the_epoch_frees_its_slot(arena):
 
 
 def test_what_is_pinned_counts_for_the_limit():
-    """Beyond it, batches are copied out of their slots."""
+    """Beyond the limit, batches are copied from their slots."""
     arena = Arena(5 * NBYTES)
     for number in range(8):
         array = held(arena, number)
@@ -81,7 +82,7 @@ def test_what_is_pinned_counts_for_the_limit():
 
 
 def test_a_childs_own_children_pin_nothing(arena):
-    """Its copy of the table is not the owner, and nothing would end that."""
+    """A child's copy of the table is not the owner, and would never unpin."""
     arrays = [held(arena, 1)]
     assert in_child(lambda: in_child(lambda: bool(arrays[0].max() == 1)))
     arena.tidy()
@@ -90,7 +91,7 @@ def test_a_childs_own_children_pin_nothing(arena):
 
 
 def test_leases_begin_and_end_while_processes_are_forked(arena):
-    """Each slot is free in the end; none is given out twice meanwhile."""
+    """Each slot is free in the end, and is never given out twice."""
     slots, ending = arena.slots, threading.Event()
 
     def hold():
@@ -148,7 +149,7 @@ with again.start() as batches:
 
 @pytest.mark.needs("Linux")
 def test_held_batches_are_not_copied_into_forked_workers(run_script):
-    """Of 128 MiB that are held, also those of a manager that has ended, a worker has none."""
+    """Of 128 MiB of held batches, some from a manager that has ended, a worker copies none."""
     done = run_script(HELD)
     assert done.stdout == "[True, True]\n8 True\n"
 
@@ -213,7 +214,7 @@ print(number)
 
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn", "fork"])
 def test_an_indexer_that_forks(run_script, start_method):
-    """A child sees the arrays of its batch, and makes arrays of its own."""
+    """A child sees the arrays of its batch, and makes its own arrays."""
     done = run_script(FORKING, start_method)
     assert (done.stdout, done.stderr) == ("59\n", "")
 
@@ -252,7 +253,7 @@ m.finish()
 
 
 def test_a_fork_while_another_thread_starts_a_manager(run_script):
-    """The child has that thread's manager, but not the thread: it does not wait for it."""
+    """The child has that thread's manager, but not the thread, and does not wait for it."""
     done = run_script(FORKED_MEANWHILE)
     assert (done.stdout, done.stderr) == ("0 1\n", "")
 
@@ -292,7 +293,7 @@ print(got == list(range(40)), m.stats().restarts)
 
 
 def test_a_replacement_is_not_forked_while_the_loop_holds_a_lock(run_script):
-    """It would wait for that lock for ever, and the loop for it."""
+    """It would wait for that lock forever, and the loop for it."""
     done = run_script(LOCKED)
     assert done.stdout == "True 2\n"
 
@@ -333,7 +334,7 @@ with lock:
 
 @pytest.mark.parametrize("is_beside", [True, False])
 def test_workers_that_hang_after_a_fork(run_prepared, is_beside):
-    """The log says where the worker is, and which other threads there were."""
+    """The log says where the worker is, and which other threads existed."""
     pytest.importorskip("torch")
     done = run_prepared(f"IS_BESIDE = {int(is_beside)}\n{SILENT}")
     assert "worker 0 is still in script.py:24 in __getitem__, torch/" in done.stdout
@@ -403,7 +404,7 @@ POOLS = [
 )
 @pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
 def test_a_process_that_an_indexer_forks_is_no_worker(run_script, how, said, options):
-    """Coming back into the engine, it ends, and says why unless it has called `sys.exit`."""
+    """If it returns to the engine, it ends, and says why unless it has called `sys.exit`."""
     done = run_script(STRAYING, how, repr(options))
     streams = "" if options["thread_type"] == "thread" else "[[0, 1, 2]]\n"
     assert done.stdout == f"True\n{streams}"

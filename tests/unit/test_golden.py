@@ -1,4 +1,4 @@
-"""What the definitions give never changes; `make golden` writes it down, once."""
+"""The definitions' results never change; `make golden` writes them down once."""
 
 import json
 
@@ -19,7 +19,7 @@ CASES = [(path.stem, *case) for path in FILES for case in golden.cases(path)]
     ids=[f"{stem}-{k}" for k, (stem, *_) in enumerate(CASES)],
 )
 def test_golden(kind, name, record):
-    """A definition gives the same for ever: its first values in clear, and the hash of them all."""
+    """A definition always gives the same: the first values are in the file, all are in the hash."""
     assert golden.arguments_of(record, kind) | kind(name, record) == record
 
 
@@ -34,7 +34,7 @@ def test_each_order_has_a_golden_file():
 
 @pytest.fixture
 def file(tmp_path):
-    """Return the file of a new order, whose records have no results."""
+    """Return the file of a new order, with records without results."""
     given = {"n": 10, "rows": 3, "window": 2, "lanes": 1, "seed": 0, "epoch": 1}
     more = given | {"n": 50}
     path = tmp_path / "orders_new.json"
@@ -44,7 +44,7 @@ def file(tmp_path):
 
 
 def test_records_without_results_get_them(file):
-    """They are those of the definition; nothing else in the file changes, then or later."""
+    """They come from the definition; nothing else in the file changes, then or later."""
     before = file.read_text()
     assert golden.complete(file) == 2
     [first, second] = [record for *_, record in golden.cases(file)]
@@ -57,7 +57,7 @@ def test_records_without_results_get_them(file):
 
 
 def test_results_that_are_there_are_not_changed(file):
-    """The file is left as it is, and the message says what to do."""
+    """The file stays unchanged, and the message has the remedy."""
     golden.complete(file)
     text = file.read_text().replace('"last": 6', '"last": 5')
     file.write_text(text)
@@ -67,7 +67,7 @@ def test_results_that_are_there_are_not_changed(file):
 
 
 def test_a_changed_definition_needs_a_new_file(file, monkeypatch):
-    """Under its new name, an order does not go into the file of the former definition."""
+    """Under its new name, an order cannot go into the old definition's file."""
     monkeypatch.setattr(cseq.Blocks, "name", "blocks-v3")
     with pytest.raises(ValueError, match="is of blocks-v2, and the order is blocks-v3"):
         golden.complete(file)

@@ -1,4 +1,4 @@
-"""`Groups`: distinct classes in a batch, all of them in turn, by chance otherwise."""
+"""`Groups`: distinct classes in a batch, each class in its turn, and chance otherwise."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import cseq
 
 
 def test_an_epoch_is_as_long_as_the_data():
-    """Unless it was said."""
+    """This is the default."""
     labels = ["a", "b", "c"] * 9
     order = cseq.Groups(labels, classes=2, samples=5)
     assert order.units == 3
@@ -15,7 +15,7 @@ def test_an_epoch_is_as_long_as_the_data():
 
 
 def test_it_says_what_comes_more_often_than_once():
-    """How often a sample comes on average, and how many classes do not fill a batch."""
+    """It has the mean number of times, and how many classes do not fill a batch."""
     order = cseq.Groups(list("abcabcabd"), 2, 3, epoch_size=4, repeat_small=True)
     assert repr(order) == (
         "<Groups: 4 batches of 2 of 4 classes, 3 samples of each; on average, samples come "
@@ -29,7 +29,7 @@ def test_it_says_what_comes_more_often_than_once():
 
 # ── statistics ────────────────────────────────────────────────────────────────────────────────
 
-# Sizes of the classes, classes of a batch, samples of each.
+# The sizes of the classes, the classes of a batch, and the samples of each.
 SHAPES = [
     ([5] * 6, 2, 2),
     ([4, 5, 6, 7, 8, 9, 10], 3, 2),
@@ -43,7 +43,7 @@ SHAPES = [
 @pytest.mark.parametrize(("sizes", "chosen", "each"), SHAPES)
 @pytest.mark.parametrize("is_sorted", [True, False])
 def test_classes_and_samples_come_by_chance(sizes, chosen, each, is_sorted):
-    """All classes, all pairs of classes, and all samples of a class come as often as each other."""
+    """All classes, all pairs of classes, and all samples of a class come equally often."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
     labels = labels if is_sorted else np.random.default_rng(0).permutation(labels)
     count, rest = len(sizes), len(sizes) % chosen
@@ -69,5 +69,6 @@ def test_classes_and_samples_come_by_chance(sizes, chosen, each, is_sorted):
     assert np.abs(pairs - rounds * share).max() <= 5 * np.sqrt(rounds * share)
     for c, size in enumerate(sizes):
         mean = classes[c].sum() * each / size
-        rare = size % each / size + left  # of a pass, or of a round, that leaves a sample out
+        # The probability that a pass, or a round, omits a sample.
+        rare = size % each / size + left
         assert np.abs(often[labels == c] - mean).max() <= 1 + 5 * np.sqrt(mean * rare)

@@ -1,4 +1,4 @@
-"""Stage 1: what is a worker, what is an indexer, and what becomes of a ticket."""
+"""Stage 1: valid workers, valid indexers, and a ticket's way through them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from cseq.stage import INDEXER
                memoryview(b"a")], ids=lambda w: type(w).__name__
 )  # fmt: skip
 def test_no_workers(worker):
-    """What can be neither called nor indexed by an array is a TypeError that says what to give."""
+    """An object that can be neither called nor indexed by an array raises a TypeError."""
     with pytest.raises(TypeError, match=r"^worker.*pass"):
         indexer.check_worker(worker)
 
 
 @pytest.mark.parametrize("worker", [NotAnIndexer, lambda: None, lambda: Rows])
 def test_build_no_indexer(worker):
-    """A worker that makes something without __getitem__, even a class of indexers, is refused."""
+    """A worker that makes an object without __getitem__, even a class of indexers, is refused."""
     with pytest.raises(TypeError, match="__getitem__"):
         indexer.build(worker)
 
 
 def table(library, name):
-    """Make an object of a type that looks like a library's table."""
+    """Make an object of a type that resembles a library's table."""
     kind = type(name, (), {"__getitem__": lambda self, key: key, "__len__": lambda self: 3})
     kind.__module__ = f"{library}.core.frame"
     return kind()
@@ -50,7 +50,7 @@ def table(library, name):
 )
 @pytest.mark.parametrize("name", ["DataFrame", "Series"])
 def test_tables_are_no_workers(library, rows, name):
-    """Tables of pandas and polars are refused with the remedy, also when a factory makes them."""
+    """Tables of pandas and polars are refused with the remedy, even if a factory makes them."""
     worker = table(library, name)
     with pytest.raises(TypeError, match=rf"^worker is a {library} {name}.*to_numpy.*{rows}"):
         indexer.check_worker(worker)
@@ -60,11 +60,11 @@ def test_tables_are_no_workers(library, rows, name):
 
 
 class OneByOne:
-    """A data set that takes one index at a time: what it does with an array fails."""
+    """A data set for one index at a time, which fails with an array."""
 
     def __init__(self, call, good=0):
         self.call = call
-        # Calls that do not fail.
+        # The number of calls that do not fail.
         self.good = good
 
     def __len__(self):
@@ -76,7 +76,7 @@ class OneByOne:
 
 
 def raises(error):
-    """Return a function that raises an error of its own."""
+    """Return a function that raises its own error."""
 
     def call(index):
         raise error("shard 3 has changed")
@@ -85,7 +85,7 @@ def raises(error):
 
 
 def hint_of(kind, worker):
-    """Return what is said below the exception that a worker raises."""
+    """Return the hint below the exception that a worker raises."""
     with kind.start(worker, 20, num_workers=1, batch_size=2) as m, pytest.raises(Exception) as at:  # noqa: PT011
         list(m)
     return "\n".join([str(at.value), *getattr(at.value, "__notes__", [])])
@@ -93,18 +93,19 @@ def hint_of(kind, worker):
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_data_set_as_worker(kind):
-    """The first exception of a data set says that it is to be wrapped; no other one does."""
+    """A data set's first exception says that the data set should be wrapped; no other one does."""
     for call in ([*range(100)].__getitem__, {0: 1}.get, lambda index: 1 if index else 2):
         assert "cseq.from_dataset(dataset)" in hint_of(kind, OneByOne(call))
     for error in (OSError, ValueError, KeyError, IndexError):
         assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(error)))
     assert "cseq.from_dataset" not in hint_of(kind, OneByOne(lambda index: np.frombuffer(b"123")))
     assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(TypeError), good=1))
-    assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))  # an index out of range
+    # The index is out of range.
+    assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))
 
 
 def test_dispose():
-    """What was made is closed; what the user handed in only where it is a copy."""
+    """What was made is closed; an object that the user passed, only where it is a copy."""
     made = Lasting(2)
     indexer.dispose(Lasting, made, copied=False)
     assert made.closed
@@ -112,20 +113,19 @@ def test_dispose():
         own = Lasting(2)
         indexer.dispose(own, own, copied=copied)
         assert own.closed == copied
-    indexer.dispose(Rows, Rows(), copied=False)  # it has no close
-    indexer.dispose(Rows, None, copied=False)  # it was never made
+    # This indexer has no close.
+    indexer.dispose(Rows, Rows(), copied=False)
+    # This indexer was never made.
+    indexer.dispose(Rows, None, copied=False)
 
 
 class Sticky:
-    """Cannot be closed."""
-
     def close(self):
-        """Raise."""
         raise OSError("stuck")
 
 
 def test_dispose_of_one_that_raises(caplog):
-    """What `close` raises goes to the log in the trainer, and ends a worker process."""
+    """The trainer logs the exception of `close`; a worker process ends with it."""
     sticky = Sticky()
     indexer.dispose(Sticky, sticky, copied=False)
     (record,) = caplog.records
@@ -136,7 +136,7 @@ def test_dispose_of_one_that_raises(caplog):
 
 
 class Bench:
-    """One runner at a ring of its own, in this thread."""
+    """A runner at its own ring, in this thread."""
 
     def __init__(self, made, convert=None):
         ring = make_ring(cells=3, runners=1)
@@ -146,7 +146,7 @@ class Bench:
         self.indexing = indexer.Indexing(self.edge, made, context.BatchContext(0, 1, 5), convert)
 
     def do(self):
-        """Work on the next ticket, take it: status and object."""
+        """Work on the next ticket; take it, and return its status and object."""
         assert self.runner.claim()
         self.indexing.work(self.runner)
         taken = self.trainer.take()
@@ -156,7 +156,7 @@ class Bench:
 
 
 def test_the_stamps_of_tickets_in_a_row():
-    """Where one ticket is claimed right after another, both share one reading of the clock."""
+    """If a ticket is claimed right after another, both share one reading of the clock."""
     bench = Bench(np.arange(10))
     for _ in range(3):
         assert next(bench.runner)
@@ -167,14 +167,10 @@ def test_the_stamps_of_tickets_in_a_row():
 
 
 class Owner:
-    """Has an indexer."""
-
     indexer: Any
 
 
 class Returns:
-    """An indexer of one batch."""
-
     def __init__(self, batch):
         self.batch = batch
 
@@ -183,7 +179,7 @@ class Returns:
 
 
 def test_labels_are_told_of_once(caplog):
-    """At the first batch alone, however many threads make one; the indexer is then in its place."""
+    """The first batch is checked, in any number of threads; then the indexer replaces the check."""
     told = []
     labels = {"x": np.zeros(3), "label": np.arange(3)}
     for batch, count in ((np.zeros(3), 0), (labels, 1)):
@@ -202,7 +198,7 @@ def test_labels_are_told_of_once(caplog):
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_forgotten_return(kind):
-    """None is no batch: it is raised as an error of that batch, or left out."""
+    """None is no batch: it is an error of that batch, or the batch is skipped."""
     told = "__getitem__` of Returns returned None; is a `return` missing?"
     worker = functools.partial(Returns, None)
     with kind.start(worker, 8, batch_size=2, shuffle=False, out_type="null") as m:
@@ -217,7 +213,7 @@ def test_a_forgotten_return(kind):
 
 
 class Squares:
-    """As torch's data sets are written: for one index. It takes an array, and makes no batch."""
+    """A typical torch data set for one index; it accepts an array, but makes no batch."""
 
     def __len__(self):
         return 100
@@ -227,14 +223,14 @@ class Squares:
 
 
 def torchs(kind, base="Dataset"):
-    """Make an object of a class that is a data set of torch's, too."""
+    """Make an object of a class that is also a torch data set."""
     data = pytest.importorskip("torch.utils.data")
     return type(kind.__name__, (kind, getattr(data, base)), {"__iter__": None})()
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_torch_data_set_as_worker(kind):
-    """It is what `from_dataset` makes of it, and so is a class: no batch is transposed."""
+    """Both it and a class become what `from_dataset` makes of them: no batch is transposed."""
     made = torchs(Squares)
     for worker, size in ((made, None), (type(made), 100)):
         with kind.start(worker, size, batch_size=50, shuffle=False, out_type="cpu") as m:
@@ -244,7 +240,7 @@ def test_a_torch_data_set_as_worker(kind):
 
 
 class Whole(Squares):
-    """One for arrays of indices."""
+    """Accepts arrays of indices."""
 
     def __getitem__(self, indices):
         return indices.tolist()
@@ -261,13 +257,13 @@ def test_a_torch_data_set_for_arrays(kind):
     "worker", [lambda indices: indices, functools.partial(Lasting), OneByOne.__getitem__]
 )
 def test_a_function_is_no_worker(worker):
-    """Nor is a class that takes arguments."""
+    """A class that requires arguments is none either."""
     with pytest.raises(TypeError, match=r"without arguments \(.*\): worker is a class or object"):
         cseq.MPSequence(worker, 8)
 
 
 def test_an_iterable_data_set_is_no_worker():
-    """It gives no sample for an index, nor does its class: the error names what takes it."""
+    """Like its class, it has no sample for an index; the error names what accepts it."""
     stream = torchs(Squares, "IterableDataset")
     for worker in (stream, type(stream)):
         with pytest.raises(TypeError, match=r"^worker is a Squares, an Iter.*cseq.DataLoader"):

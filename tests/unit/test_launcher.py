@@ -1,4 +1,4 @@
-"""Worker processes start, answer, end and are reaped alike under every start method."""
+"""Worker processes start, answer, end and are reaped alike with every start method."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.needs("POSIX")
 
 @pytest.fixture
 def launch(make):
-    """Return a function that launches a worker, whose socket is closed after the test."""
+    """Return a function that launches a worker; its socket is closed after the test."""
     one = make()
     with contextlib.ExitStack() as stack:
 
@@ -45,7 +45,7 @@ def launch(make):
 
 
 def children():
-    """Process numbers of this process's children, the dead among them."""
+    """Return the ids of this process's children, including dead ones."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         found |= {int(pid) for pid in (task / "children").read_text().split()}
@@ -56,7 +56,7 @@ def children():
 
 
 def test_a_worker_has_the_trainers_paths_and_arguments(launch, monkeypatch):
-    """``sys.path`` and ``sys.argv`` are those of the trainer when it launched the worker."""
+    """``sys.path`` and ``sys.argv`` equal the trainer's at the launch."""
     monkeypatch.setattr(sys, "argv", ["train.py", "--epochs", "7"])
     child = launch()
     assert ask(child, "sys.argv") == ["train.py", "--epochs", "7"]
@@ -64,7 +64,7 @@ def test_a_worker_has_the_trainers_paths_and_arguments(launch, monkeypatch):
 
 
 def test_no_file_in_the_current_folder_stands_in_for_a_module(make, tmp_path, monkeypatch):
-    """A folder that is not on the trainer's path is not on a worker's, the current one neither."""
+    """A folder that is not on the trainer's path is not on a worker's, not even the current one."""
     for name in ("struct", "socket", "numpy", "cseq"):
         (tmp_path / f"{name}.py").write_text("raise SystemError('the wrong module')")
     monkeypatch.chdir(tmp_path)
@@ -74,7 +74,7 @@ def test_no_file_in_the_current_folder_stands_in_for_a_module(make, tmp_path, mo
 
 
 def test_cseq_is_found_when_its_folder_has_left_the_path(make, monkeypatch):
-    """Workers run the very cseq of the trainer, also when ``sys.path`` no longer leads to it."""
+    """Workers run the very cseq of the trainer, even if ``sys.path`` no longer leads there."""
     home = str(Path(launcher.__file__).parents[3])
     monkeypatch.setattr(sys, "path", [p for p in sys.path if os.path.abspath(p) != home])
     child = make().launch(0)
@@ -83,7 +83,7 @@ def test_cseq_is_found_when_its_folder_has_left_the_path(make, monkeypatch):
 
 
 def test_a_working_directory_that_is_gone(make, tmp_path, monkeypatch):
-    """Workers start where it was deleted, also if ``sys.path`` leads to it."""
+    """Workers start in a deleted folder, even if ``sys.path`` leads to it."""
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -95,7 +95,7 @@ def test_a_working_directory_that_is_gone(make, tmp_path, monkeypatch):
 
 
 def test_standard_input_is_empty(launch):
-    """A worker reads end of file from its standard input, by descriptor and by object."""
+    """A worker's standard input is at its end, for the descriptor and the object."""
     reader, writer = os.pipe()
     os.write(writer, b"typed for the trainer")
     before = os.dup(0)
@@ -112,12 +112,12 @@ def test_standard_input_is_empty(launch):
 
 
 def test_workers_collect_garbage(launch):
-    """A worker's garbage collector is on, though it was off while the imports were made."""
+    """A worker's garbage collector is on, though it was off during the imports."""
     assert ask(launch(), "__import__('gc').isenabled()") is True
 
 
 def test_signals_are_not_blocked(launch):
-    """A worker's signal mask is that of the trainer, whose own is as before the launch."""
+    """A worker's signal mask is the trainer's, which the launch leaves unchanged."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     child = launch()
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
@@ -128,7 +128,7 @@ def test_signals_are_not_blocked(launch):
 
 @linux
 def test_the_trainers_descriptors_stay_with_the_trainer(make):
-    """A worker holds none of the sockets of those that were launched before it."""
+    """A worker holds no socket of a worker launched earlier."""
     one = make()
     others = [one.launch(number) for number in range(3)]
     for other in others:
@@ -148,7 +148,7 @@ def test_the_trainers_descriptors_stay_with_the_trainer(make):
 
 
 def standard_streams():
-    """Descriptors that every process inherits."""
+    """Return the descriptors that every process inherits."""
     return [fd for fd in (0, 1, 2) if os.path.islink(f"/proc/self/fd/{fd}")]
 
 
@@ -157,7 +157,7 @@ def standard_streams():
 
 @pytest.mark.parametrize("sent", [b"", b"unread"])
 def test_a_worker_that_finds_the_trainer_gone_is_silent(make, capfd, sent):
-    """Broken pipe and connection reset end a worker, in order, when its socket is closed."""
+    """A broken pipe, or a connection reset, ends a worker normally when its socket is closed."""
     one = make(entry="entries:talk")
     child = one.launch(0)
     child.sock.sendall(sent)
@@ -167,7 +167,7 @@ def test_a_worker_that_finds_the_trainer_gone_is_silent(make, capfd, sent):
 
 
 def test_another_broken_connection_is_reported(launch, capfd):
-    """An error of a connection of the worker's own is an error like any other."""
+    """An error of the worker's own connection is an error like any other."""
     child = launch()
     child.sock.sendall(b"socket.socket().connect(('127.0.0.1', 1))")
     assert end_of(child) == 1
@@ -186,9 +186,9 @@ CODES = {
 
 
 def test_exit_codes(launch, capfd, method):
-    """`status` is the exit code, or minus the number of the signal; the socket reaches its end.
+    """`status` is the exit code, or minus the signal's number; the socket reaches its end.
 
-    Spawned workers are reaped as forked ones are, and cost most: two ways to end are enough there.
+    Spawned workers cost most and are reaped like forked ones, so two ways to end are enough there.
     """
     for number, (question, code) in enumerate(CODES.items()):
         if method == "spawn" and question not in ("1 / 0", "os.kill(os.getpid(), signal.SIGKILL)"):
@@ -204,7 +204,7 @@ def test_exit_codes(launch, capfd, method):
 
 
 def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(launch, monkeypatch):
-    """`kill` does nothing once the process is gone: its number may be another one's by now."""
+    """`kill` does nothing once the process is gone, since its number may be another one's."""
     child = launch()
     child.kill()
     end_of(child)
@@ -219,7 +219,7 @@ def test_nobody_is_killed_in_place_of_a_worker_that_is_gone(launch, monkeypatch)
 
 
 def test_closing_ends_what_is_left(make):
-    """`close` kills and reaps workers that nobody has ended; closing again is fine."""
+    """`close` kills and reaps the remaining workers, and may be called again."""
     one = make()
     workers = [one.launch(number) for number in range(3)]
     for child in workers:
@@ -233,7 +233,7 @@ def test_closing_ends_what_is_left(make):
 
 @linux
 def test_many_launches_leave_nothing_behind(make, method):
-    """After many workers have come and gone there is no new descriptor, and no zombie."""
+    """After many launches there is no new descriptor, and no zombie."""
     one = make(entry="entries:ready")
 
     def come_and_go(number):
@@ -250,7 +250,7 @@ def test_many_launches_leave_nothing_behind(make, method):
 
 
 def test_what_a_worker_has_registered_to_run_at_its_end_runs(launch, tmp_path):
-    """A worker's own ``atexit`` functions run, though a thread of it does not end."""
+    """A worker's own ``atexit`` functions run, even if one of its threads does not end."""
     child, mark = launch(), tmp_path / "mark"
     ask(child, f"atexit.register(open, {str(mark)!r}, 'w') and 0")
     ask(child, "threading.Thread(target=signal.pause).start() or 0")
@@ -263,7 +263,7 @@ def test_what_a_worker_has_registered_to_run_at_its_end_runs(launch, tmp_path):
 
 
 def test_what_a_worker_forks_can_be_terminated(launch):
-    """A process that a worker forks has the usual handlers of the shielded signals."""
+    """A process that a worker forks has the default handlers of the shielded signals."""
     child = launch()
     fork = (
         "[pipe := os.pipe(), pid := os.fork() or [os.write(pipe[1], repr((signal.getsignal("
@@ -283,12 +283,13 @@ def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(launch):
     child.kill()
     assert child.sock.recv(1) == b""
     assert end_of(child) == -signal.SIGKILL
-    await_death(grandchild)  # the pipe of the dead worker has ended
+    # The pipe of the dead worker has ended.
+    await_death(grandchild)
 
 
 @linux
 def test_what_a_worker_has_started_is_killed_with_it(launch):
-    """Its children, and theirs; a signal alone goes to the worker alone."""
+    """Its children and their children are killed; a signal reaches the worker only."""
     child = launch()
     fork = (
         "[pipe := os.pipe(), pid := os.fork() or [own := os.fork() or [os.close(pipe[1]), "
@@ -305,7 +306,7 @@ def test_what_a_worker_has_started_is_killed_with_it(launch):
 
 
 def test_a_process_that_the_user_forks_does_not_end_the_trainers_workers(make):
-    """In a forked process `kill` does nothing."""
+    """In a forked process, `kill` does nothing."""
     one = make()
     child = one.launch(0)
     ask(child, "0")
@@ -352,14 +353,14 @@ print(answers, codes, launcher.close(time.monotonic() + 60), len(heard) > 0)
 
 
 def test_ctrl_c_while_workers_start_does_nothing_to_them(run_script, entries, method):
-    """Signals to the whole process group, from before the launch on, stop and print nothing."""
+    """Signals to the process group, even from before the launch, stop nothing and print nothing."""
     done = run_script(STORM, method, PYTHONPATH=python_path(entries))
     assert done.stderr == ""
     assert done.stdout == f"{[b'!'] * 4} {[0] * 4} True True\n"
 
 
 def python_path(folder):
-    """PYTHONPATH with a folder, and this very cseq."""
+    """Return a PYTHONPATH with a folder and the tested cseq."""
     return os.pathsep.join([str(folder), import_path()])
 
 
@@ -368,11 +369,10 @@ def python_path(folder):
 
 @pytest.mark.needs("fork")
 class TestFork:
-    """What only a copy of the trainer has."""
+    """Properties of a mere copy of the trainer."""
 
     @pytest.fixture
     def method(self):
-        """Just this one."""
         return "fork"
 
     def test_an_object_is_handed_over_as_it_is(self, make):
@@ -404,7 +404,7 @@ class TestFork:
         assert not mark.exists()
 
     def test_a_fork_leaves_filters_and_output_alone(self, run_anew, entries):
-        """That `os.fork` warns of threads is known; what waits in buffers is printed once."""
+        """`os.fork`'s warning about threads is suppressed; buffered output is printed once."""
         done = run_anew(FILTERS, PYTHONPATH=python_path(entries), PYTHONUNBUFFERED="")
         assert (done.stdout, done.stderr) == ("buffered True True [] [0, 0]\n", "")
 
@@ -423,7 +423,8 @@ class TestFork:
             making = threading.Thread(target=lambda: made.append(forks.pair()), daemon=True)
             making.start()
             making.join(PATIENCE)
-            for sock in made.pop():  # or that thread waits for ever
+            # Without this, that thread would wait forever.
+            for sock in made.pop():
                 sock.close()
             return struck.is_set()
 

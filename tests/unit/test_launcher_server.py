@@ -1,4 +1,4 @@
-"""The fork server: its death, what it imports; and what a launcher does on other systems."""
+"""The fork server: its death and its imports; and launchers on other systems."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.needs("POSIX")
 
 
 def kill_server(child):
-    """Kill the parent of a worker, and wait until it is dead; the launcher reaps it."""
+    """Kill the parent of a worker, and wait for its death; the launcher reaps it."""
     pid = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -39,7 +39,7 @@ def kill_server(child):
 
 @linux
 def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(served):
-    """Its `status` is None; `gone` says that it has ended. That of a worker before it is known."""
+    """Its `status` is None; `gone` says that it has ended. The earlier worker's status is known."""
     one = served()
     child, other = one.launch(0), one.launch(1)
     ask(child, "0")
@@ -61,14 +61,14 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
 
 
 def test_a_server_that_cannot_start_is_an_error(served, entries):
-    """`launch` raises OSError with the server's exit code when it dies again and again."""
+    """`launch` raises OSError with the server's exit code after repeated deaths."""
     (entries / "fatal.py").write_text("import os\nos._exit(23)")
     with pytest.raises(OSError, match="exited with code 23"):
         served(entry="fatal:answer").launch(0)
 
 
 def test_a_server_that_does_not_get_ready_is_a_timeout(served, entries, monkeypatch):
-    """`launch` raises TimeoutError; closing the launcher ends the server nevertheless."""
+    """`launch` raises TimeoutError; closing the launcher still ends the server."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served(entry="endless:answer")
     monkeypatch.setattr(forkserver, "START", 0.01)
@@ -93,7 +93,7 @@ def test_a_fork_that_fails_is_an_error(served, entries):
     child.sock.close()
 
 
-# The server's first worker does something at once; the server goes on when it has.
+# The server's first worker acts at once; the server waits for that.
 AT_BIRTH = """
 import os, signal
 from cseq.processes.launcher import server
@@ -113,7 +113,7 @@ server.fork = fork_once
 @linux
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP])
 def test_a_worker_that_dies_at_birth(served, entries, number):
-    """It was launched, whatever it has come to, and its end is that of a worker like any other."""
+    """It counts as launched, and ends like any other worker."""
     (entries / "birth.py").write_text(AT_BIRTH.format(signal=number.name))
     one = served(entry="birth:answer")
     child, other = one.launch(0), one.launch(1)
@@ -129,7 +129,7 @@ def test_a_worker_that_dies_at_birth(served, entries, number):
 
 @linux
 def test_a_server_that_dies_at_a_birth(served, entries):
-    """Its worker, which nobody knows, ends; another server has another one."""
+    """The unknown worker ends with it; another server has another worker."""
     (entries / "birth.py").write_text(
         "import os, signal\nfrom pathlib import Path\nfrom cseq.processes.launcher import server\n"
         "from entries import answer\nfork, born = server.fork, Path(__file__).with_name('born')\n"
@@ -153,9 +153,9 @@ def test_a_server_that_dies_at_a_birth(served, entries):
 
 @linux
 def test_a_worker_ends_though_its_server_is_stopped(served):
-    """It is gone, with the code of a failure; that it has ended without one, the server would say.
+    """It is gone, with a failure's code; only the server could say that it ended without one.
 
-    The report comes too late then, and is not missed.
+    The report then comes too late, and is not needed.
     """
     one = served()
     killed, left = one.launch(0), one.launch(1)
@@ -177,7 +177,7 @@ def test_a_worker_ends_though_its_server_is_stopped(served):
 
 
 def test_no_server_is_started_any_more_once_it_is_cancelled(served, entries, monkeypatch):
-    """Not after the one that imports something is ended: `launch` raises."""
+    """This holds after the end of a server that was importing: `launch` raises."""
     starts = []
     spawn = forkserver.spawn
 
@@ -210,7 +210,7 @@ def test_no_server_is_started_any_more_once_it_is_cancelled(served, entries, mon
 
 # --- modules that are imported once for all workers ----------------------------------------------
 
-# A module that notes down each of its imports: the process, by the name that the system shows.
+# A module that records each of its imports: the process, by its name in the system.
 NOTING = """
 import sys
 with open("/proc/self/comm") as comm, open("imports", "a") as file:
@@ -245,7 +245,7 @@ def run(worker, method="forkserver", **options):
 
 @linux
 def test_modules_are_imported_once_for_all_workers(run_script, tmp_path):
-    """Those that a worker refers to, however it travels."""
+    """They are the modules to which a worker refers, no matter how it travels."""
     for name in ("by_name", "used"):
         (tmp_path / f"{name}.py").write_text(NOTING)
     done = run_script(
@@ -265,7 +265,7 @@ def test_modules_are_imported_once_for_all_workers(run_script, tmp_path):
     assert done.stdout == "".join(f"{line}\n" for line in expected), done.stderr
 
 
-# What must not be there before a fork, and how the log says so.
+# Things that must not exist before a fork, and the log's words for them.
 UNFIT = {
     "threads": (
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
@@ -298,7 +298,7 @@ def test_a_module_that_must_not_be_there_before_a_fork(run_script, tmp_path, kin
 
 @linux
 def test_a_module_prints_once_and_raises_as_in_a_worker(run_script, tmp_path):
-    """Its output comes once, from the server; what it raises comes out of the loop."""
+    """The server prints its output once; the loop raises its exception."""
     (tmp_path / "prints.py").write_text(NOTING + "print('hello', flush=False)\n")
     (tmp_path / "raises.py").write_text(NOTING + "if 'cseq' in process: 1 / 0\n")
     done = run_script(
@@ -315,7 +315,7 @@ def test_a_module_prints_once_and_raises_as_in_a_worker(run_script, tmp_path):
 
 @linux
 def test_a_slow_import_is_told_of_and_can_be_broken_off(run_script, tmp_path):
-    """The log says what a start waits for; Ctrl-C ends it at once, and nothing is left."""
+    """The log says what a start waits for; Ctrl-C ends the import at once, and nothing remains."""
     (tmp_path / "slow.py").write_text(
         NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
     )
@@ -340,7 +340,8 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(run_script, tmp_path):
     )
     told = "forkserver module slow is being imported for all of them; cseq waits\n"
     told += "spawn worker 0 still imports slow (slow.py:12 in <module>); cseq waits\n"
-    assert done.stdout == told, done.stderr  # or it sleeps, and does not end
+    # Otherwise it would sleep, and not end.
+    assert done.stdout == told, done.stderr
 
 
 BUSY = """
@@ -353,9 +354,9 @@ while 'cseq' in process and not os.path.exists("go"):
 
 @linux
 def test_a_server_that_is_importing_for_another_manager(run_script, tmp_path):
-    """The first one ends without a word, or has a worker replaced once that is done.
+    """The first manager ends silently, or has a worker replaced after that import.
 
-    The time that the server has for an answer does not include that import.
+    The server's time limit for an answer excludes that import.
     """
     (tmp_path / "busy.py").write_text(NOTING + BUSY)
     done = run_script(
@@ -404,7 +405,7 @@ for each in (killed, other):
 
 @linux
 def test_a_module_that_ends_the_server_while_another_waits_for_its_own(run_script, tmp_path):
-    """The log names that module alone; the workers of both start."""
+    """The log names only that module; the workers of both start."""
     (tmp_path / "fatal.py").write_text(NOTING + BUSY + "if 'server' in process: os._exit(3)\n")
     (tmp_path / "fine.py").write_text(NOTING)
     (tmp_path / "entry.py").write_text("def run(sock): sock.sendall(b'!') or sock.recv(1)\n")
@@ -489,7 +490,7 @@ def ended(*pids):
     ],
 )
 def test_managers_share_a_fork_server(run_script, more, printed):
-    """It ends with the last of them; other threads, or a changed sys.path, have another."""
+    """It ends with the last of them; another thread, or a changed sys.path, has another server."""
     ends = """
 print(right(a, b))
 a.finish()
@@ -503,7 +504,7 @@ print(ended(p, q))
 
 @linux
 def test_the_death_of_a_shared_fork_server(run_script):
-    """Managers that are there go on, new workers of theirs share a new one."""
+    """Existing managers continue, and their new workers share a new one."""
     done = run_script(
         SHARED
         + """
@@ -524,7 +525,7 @@ print(ended(p, q))
 
 @linux
 def test_a_forked_program_has_fork_servers_of_its_own(run_script):
-    """Its parent's stays with the parent."""
+    """The parent's server stays with the parent."""
     done = run_script(
         SHARED
         + """
@@ -545,7 +546,7 @@ print(right(a), server(a) == p)
 
 @pytest.mark.parametrize("method", [m for m in start_methods() if m != "fork"])
 def test_a_module_that_starts_workers_when_workers_import_it(run_script, tmp_path, method):
-    """It would start processes without end: an error that says what to do."""
+    """It would start processes without end; the error has the remedy."""
     (tmp_path / "training.py").write_text(
         "import sys, cseq\n"
         "class Indexer:\n    def __getitem__(self, indices):\n        return indices\n"
@@ -571,7 +572,7 @@ def test_a_module_that_starts_workers_when_workers_import_it(run_script, tmp_pat
     ],
 )
 def test_start_methods_of_other_systems(monkeypatch, platform, lacks, methods):
-    """A fork server where processes fork and send descriptors; on Windows, spawn alone."""
+    """A fork server requires a fork that sends descriptors; on Windows, there is only spawn."""
     monkeypatch.setattr(sys, "platform", platform)
     for name in lacks:
         monkeypatch.delattr(os if name == "fork" else socket, name)
@@ -585,7 +586,7 @@ def test_an_unknown_method_is_an_error_that_names_the_known():
 
 
 def test_a_frozen_program_is_not_started_as_if_it_were_python(monkeypatch):
-    """Spawning needs an interpreter: a frozen application without one is an OSError."""
+    """Spawning needs an interpreter: a frozen application without one raises an OSError."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(OSError, match="set_executable"):
         make_launcher("spawn", entry="entries:answer").launch(0)
@@ -604,5 +605,5 @@ def test_a_frozen_program_is_not_started_as_if_it_were_python(monkeypatch):
     ],
 )
 def test_the_end_of_a_process_in_words(code, text):
-    """`describe_exit` gives the words for a message."""
+    """`describe_exit` returns the words for a message."""
     assert launcher.describe_exit(code) == text

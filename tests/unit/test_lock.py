@@ -1,4 +1,4 @@
-"""The lock of a run: one thread at a time, which may take it again; signals and forks; hangups."""
+"""The lock of a run: one thread at a time, reentrant; signals, forks and deferred calls."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from cseq._lock import Lock
 
 @contextmanager
 def taken_elsewhere(lock):
-    """Have another thread hold the lock; it gives it back once the event is set."""
+    """Make another thread hold the lock; it releases the lock once the event is set."""
     has, leave = threading.Event(), threading.Event()
 
     def hold():
@@ -33,7 +33,7 @@ def taken_elsewhere(lock):
 
 
 def test_it_is_given_back_as_often_as_taken():
-    """Until then, it is its thread's."""
+    """Until the last release, its thread has it."""
     lock = Lock()
     got = []
 
@@ -61,10 +61,11 @@ def test_it_is_given_back_as_often_as_taken():
 
 
 def test_a_time_limit():
-    """It is not taken then, nor given back where the body ends."""
+    """The lock is not taken then, and not released at the end of the body."""
     lock = Lock()
     with taken_elsewhere(lock):
-        before = time.perf_counter()  # time.monotonic counts in steps of 16 ms on Windows
+        # time.monotonic counts in steps of 16 ms on Windows.
+        before = time.perf_counter()
         for _ in range(2):
             with lock.hold(timeout=0.05) as hold:
                 assert not hold.has
@@ -74,13 +75,13 @@ def test_a_time_limit():
 
 
 class Struck(BaseException):
-    """What the signal handler raises; `Thread.start` takes an Exception for a failed start."""
+    """The signal handler's exception; `Thread.start` takes an Exception for a failed start."""
 
 
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("timeout", [-1, 60])
 def test_a_signal_handler_that_raises(timeout):
-    """It ends the waiting; the lock is not taken."""
+    """It ends the wait; the lock is not taken."""
     lock = Lock()
 
     def handle(*_):
@@ -102,11 +103,13 @@ def test_a_signal_handler_that_raises(timeout):
 
 
 def test_an_exception_between_the_taking_and_the_body():
-    """Of a signal handler, which runs there from Python 3.14 on: the lock is given back."""
+    """From Python 3.14 on, a signal handler may raise there: the lock is released."""
     lock = Lock()
-    assert not hasattr(lock, "__enter__")  # nothing would give it back
+    # Nothing would release the lock.
+    assert not hasattr(lock, "__enter__")
     with pytest.raises(Struck):
-        strike_behind(lock.hold().__enter__())  # what `with` has done when the handler runs
+        # `with` has done this when the handler runs.
+        strike_behind(lock.hold().__enter__())
     assert not is_mine(lock)
     with lock.hold():
         with pytest.raises(Struck):
@@ -116,7 +119,7 @@ def test_an_exception_between_the_taking_and_the_body():
 
 
 def test_calls_that_are_put_off():
-    """They are made once the lock is free: by the thread that had it, or here if none has."""
+    """They are made once the lock is free: by the thread that had it, or here if none had it."""
     lock, made = Lock(), []
 
     def call():
@@ -142,7 +145,7 @@ def test_calls_that_are_put_off():
 
 
 def test_a_call_that_is_put_off_and_raises():
-    """Where the lock is given back; those behind it are made where it is given back next."""
+    """It raises where the lock is released; later calls are made at the next release."""
     lock, made = Lock(), []
 
     def fail():
@@ -164,7 +167,7 @@ def strike_behind(taken):
 
 @pytest.mark.needs("Linux")
 def test_signals_while_it_is_taken():
-    """Wherever the handler of a real signal raises, the lock is not left taken."""
+    """Wherever a real signal's handler raises, the lock is not left taken."""
     lock = Lock()
 
     def handle(*_):
@@ -190,7 +193,7 @@ def test_signals_while_it_is_taken():
 
 
 def strike_and_leave(leave):
-    """Send a signal as a lock becomes free."""
+    """Send a signal when a lock becomes free."""
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
     leave.set()
 
@@ -198,7 +201,7 @@ def strike_and_leave(leave):
 @pytest.mark.needs("fork")
 @pytest.mark.parametrize("mine", [True, False])
 def test_a_fork(mine):
-    """Only the thread that forked is there: the lock stays its own, or is free."""
+    """Only the forking thread survives: it keeps its lock, or the lock is free."""
     lock = Lock()
 
     def exits_well(held):
@@ -222,7 +225,7 @@ def test_a_fork(mine):
 
 @pytest.mark.needs("fork")
 def test_a_fork_whose_thread_has_the_number_of_the_owner():
-    """A new thread may have the number of one that was left behind: the lock is not its own."""
+    """A new thread may reuse the number of a vanished one: the lock is not its own."""
     lock, others, found = Lock(), set(threading.enumerate()), list[bool]()
     with taken_elsewhere(lock):
         (owner,) = set(threading.enumerate()) - others

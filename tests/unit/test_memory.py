@@ -1,4 +1,4 @@
-"""Shared memory: blocks and mappings, the table of slots, their file, both ends of them."""
+"""Shared memory: blocks and mappings, the table of slots, their file, and both ends of them."""
 
 import errno
 import itertools
@@ -28,7 +28,7 @@ from cseq.system import MIB
 
 
 def test_a_block_of_nonsense():
-    """Negative sizes are refused, and ones that no machine has."""
+    """Negative sizes are refused, as are sizes that no machine has."""
     with pytest.raises(ValueError, match="-1"):
         Block(-1)
     with pytest.raises(MemoryError, match=r"\d bytes"):
@@ -55,7 +55,7 @@ BAD_VIEWS = [
 
 @pytest.mark.parametrize(("offset", "dtype", "shape", "kind"), BAD_VIEWS)
 def test_views_outside(offset, dtype, shape, kind):
-    """A view that does not lie in the memory, or could not, is refused."""
+    """A view that is not in the memory, or could not be, is refused."""
     with pytest.raises(kind):
         Block(100).view(offset, np.dtype(dtype), shape)
 
@@ -79,7 +79,7 @@ def test_outside(use):
 
 
 def test_mappings_of_nonsense():
-    """No bytes, too many, a part that begins within a page, or no file: refused with the bytes."""
+    """No bytes, too many, an unaligned part, or no file: each is refused, with the bytes."""
     with file_of(PAGE) as fd:
         for nbytes in (0, 2**63):
             with pytest.raises(ValueError, match=str(nbytes)):
@@ -95,7 +95,7 @@ def test_mappings_of_nonsense():
 
 
 def test_commit():
-    """Committed pages take room on the file; what cannot be had is a MemoryError with the bytes."""
+    """Committed pages take room in the file; without room, a MemoryError has the bytes."""
     file = sparse_file(4 * PAGE)
     commit(file.fd, PAGE, PAGE)
     memoryview(Mapping(file.fd, PAGE, PAGE))[-1] = 33
@@ -111,7 +111,7 @@ def test_commit():
 
 
 def test_many_slots():
-    """The table grows; when all slots are in use, that is a MemoryError."""
+    """The table grows; if all slots are in use, a MemoryError is raised."""
     _, slots = shared(2000)
     assert len(slots.owners()) == 1024
     assert [slots.take() for _ in range(1999)] == list(range(1, 2000))
@@ -122,7 +122,7 @@ def test_many_slots():
 
 
 def test_slots_are_not_released_twice():
-    """A slot that is not taken cannot be released or leased; one that does not exist neither."""
+    """A slot that is not taken, or that does not exist, can be neither released nor leased."""
     _, slots = shared()
     with file_of(PAGE) as fd:
         mapping = Mapping(fd, 0, PAGE)
@@ -141,27 +141,30 @@ def test_slots_are_not_released_twice():
 
 
 def test_decodes_of_one_ticket_share_a_lease():
-    """What an interrupted one has left behind stays intact when the next one's batch is dropped."""
+    """An interrupted decode's result stays intact when the next decode's batch is dropped."""
     _, slots = shared()
     with file_of(PAGE) as fd:
         left = slots.lease(slots.take(), Mapping(fd, 0, PAGE))
-        batch = lease(slots, 1, Mapping(fd, 0, PAGE))  # the slot is mapped anew meanwhile
+        # The slot has been mapped again.
+        batch = lease(slots, 1, Mapping(fd, 0, PAGE))
     assert (batch is left, slots.leased, slots.leased_bytes) == (True, 1, PAGE)
     del batch
     assert (slots.leased, slots.take()) == (1, 2)
     del left
     assert (slots.leased, slots.leased_bytes, slots.take()) == (0, 0, 1)
     commit_ticket(slots, 1, 100)
-    assert slots.peak() == (PAGE, 1)  # the largest, not the last
+    # The peak is the largest value, not the last.
+    assert slots.peak() == (PAGE, 1)
 
 
 def test_the_lowest_free_slot_is_found_again_and_again():
-    """Whatever was freed since: first, last, again, or new slots; also where the search is long."""
+    """This holds whatever was freed (first, last or new slots), even if the search is long."""
     rng = random.Random(7)
     _, slots = shared()
     taken = set()
     for step in range(4000):
-        few = step % 800 < 400  # half the time many are taken, then nearly none
+        # Half of the time many slots are taken, then nearly none.
+        few = step % 800 < 400
         if taken and rng.random() < (0.1 if few else 0.9):
             slot = rng.choice(sorted(taken))
             slots.free(slot)
@@ -173,7 +176,7 @@ def test_the_lowest_free_slot_is_found_again_and_again():
 
 
 def test_slots_freed_on_other_threads_are_found():
-    """A search that goes on meanwhile passes none of them for good."""
+    """A concurrent search misses none of them permanently."""
     _, slots = shared()
 
     def work(seed):
@@ -196,7 +199,7 @@ def test_slots_freed_on_other_threads_are_found():
 
 @pytest.mark.needs("Linux")
 def test_a_file_cannot_be_cut():
-    """The pages cannot be taken away under a mapping."""
+    """The pages below a mapping cannot be taken away."""
     file = sparse_file(1 << 20)
     with pytest.raises(PermissionError):
         os.ftruncate(file.fd, 0)
@@ -205,7 +208,7 @@ def test_a_file_cannot_be_cut():
 
 @pytest.mark.needs("POSIX")
 def test_a_system_without_anonymous_files(monkeypatch):
-    """An unlinked temporary file does as well, with slots as wide as the file system takes."""
+    """An unlinked temporary file replaces them, with slots as wide as the file system allows."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = set(os.listdir(tempfile.gettempdir()))
     arena = Arena()
@@ -221,7 +224,7 @@ def test_a_system_without_anonymous_files(monkeypatch):
 
 
 def test_a_file_system_without_long_files(monkeypatch):
-    """Slots are narrower and fewer where a file cannot be that long."""
+    """If a file cannot be that long, slots are narrower and fewer."""
     real = os.ftruncate
 
     def cut(fd, length):
@@ -238,7 +241,7 @@ def test_a_file_system_without_long_files(monkeypatch):
 
 @pytest.mark.needs("POSIX")
 def test_a_file_that_is_too_large(monkeypatch):
-    """Of slots or of a ring: the error names the size, and the limit that may be the reason."""
+    """For slots and for rings, the error names the size, and the limit that may be the reason."""
 
     def refuse(fd, length):
         raise OSError(errno.EFBIG, "File too large")
@@ -253,7 +256,7 @@ def test_a_file_that_is_too_large(monkeypatch):
 
 @pytest.mark.parametrize(("tickets", "width"), [(0, 512), (64, 512), (65, 256), (140, 128)])
 def test_more_tickets_make_narrower_slots_on_windows(tickets, width):
-    """There are slots for the tickets of two epochs and as many leases; 128 GiB, or 64, do."""
+    """Slots cover the tickets of two epochs and as many leases, in 128 GiB or 64."""
     sizes = reserved(tickets)
     assert sizes[0][0] == width * MIB
     assert [width * slots for width, slots in sizes] == [1 << 37, 1 << 36]
@@ -262,7 +265,7 @@ def test_more_tickets_make_narrower_slots_on_windows(tickets, width):
 
 @pytest.mark.needs("Linux")
 def test_too_many_descriptors(monkeypatch):
-    """The error says so, and names their limit instead of that of a file's size."""
+    """The error says so, with their limit instead of the limit of a file's size."""
 
     def full(*_):
         raise OSError(errno.EMFILE, "Too many open files")
@@ -275,7 +278,7 @@ def test_too_many_descriptors(monkeypatch):
 
 @pytest.mark.needs("Linux")
 def test_a_sandbox_that_refuses_seals(monkeypatch):
-    """A file that cannot be sealed does as well."""
+    """A file that cannot be sealed serves as well."""
     import fcntl
 
     def refuse(*_):
@@ -304,7 +307,7 @@ def test_growth_is_geometric():
 
 
 def test_steady_state_makes_no_mapping(arena, monkeypatch):
-    """A slot seen before is not mapped again, in the worker or in the trainer."""
+    """A known slot is not mapped again, in the worker or in the trainer."""
     writer = TicketWriter(arena.fd, arena.width)
     made = []
 
@@ -313,13 +316,15 @@ def test_steady_state_makes_no_mapping(arena, monkeypatch):
         return Mapping(*args, **kwargs)
 
     monkeypatch.setattr(arena_module, "Mapping", count)
-    mapped = []  # by the room
+    # The room's mappings.
+    mapped = []
     for turn in range(20):
         filled(arena, writer, turn, MIB)
         known = {*map(id, mapped)}
         mapped += [one for one in writer.room.mapped.values() if id(one) not in known]
     assert mapped
-    assert len(made) + len(mapped) <= 4  # at first, grown; for the writer and for the trainer
+    # There are a first and a grown mapping, each for the writer and for the trainer.
+    assert len(made) + len(mapped) <= 4
     writer.room.close()
 
 
@@ -327,7 +332,7 @@ def test_steady_state_makes_no_mapping(arena, monkeypatch):
     ("limit", "leases"), [(0, 0), (3 * MIB, 1), (4 * MIB, 2), ("7 MiB", 3), (None, 6)]
 )
 def test_too_many_held_batches_are_copied(limit, leases, caplog):
-    """Beyond memory_limit, batches are copied, intact, with one warning; later ones may be lent."""
+    """Beyond memory_limit, batches are copied, with one warning; later ones may be leased."""
     arena = Arena(limit)
     writer = TicketWriter(arena.fd, arena.width)
     with caplog.at_level(logging.WARNING, "cseq"):
@@ -347,11 +352,12 @@ def test_too_many_held_batches_are_copied(limit, leases, caplog):
 
 
 def test_too_many_slots_held(arena, writer, monkeypatch, caplog):
-    """The number of lent slots is limited as well: each is a mapping of its own."""
+    """The number of leased slots is limited as well: each is a separate mapping."""
     monkeypatch.setattr(arena_module, "MAX_LEASED", 3)
     memories = [filled(arena, writer, value, SMALL + 1) for value in range(5)]
     assert (arena.slots.leased, arena.copies) == (3, 2)
-    [told] = caplog.messages  # that limit, and no remedy for the other one
+    # The warning has this limit, and not the other one's remedy.
+    [told] = caplog.messages
     assert told.startswith("3 batches are held in ")
     assert ", and 3 batches is the most: until some are dropped" in told
     assert "memory_limit" not in told
@@ -362,7 +368,7 @@ def test_too_many_slots_held(arena, writer, monkeypatch, caplog):
 
 
 def test_no_room_for_a_new_slot(arena, monkeypatch):
-    """A slot that a worker cannot begin with is a MemoryError, and is its own for the next time."""
+    """If a worker cannot begin a slot, it raises MemoryError, and the slot stays its own."""
     slots = SlotTable(arena.fd, arena.width, arena.most, 1)
     writer = TicketWriter(arena.fd, arena.width, slots)
     with monkeypatch.context() as patch:
@@ -380,7 +386,7 @@ def test_no_room_for_a_new_slot(arena, monkeypatch):
 
 
 def committed(arena):
-    """Bytes that the file really takes."""
+    """Return the bytes that the file really uses."""
     return os.fstat(arena.fd).st_blocks * 512
 
 
@@ -392,7 +398,7 @@ def through(arena, writer, nbytes, value=0):
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("nbytes", [100, MIB, 5 * MIB])
 def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes):
-    """Pages that no batch needs any more are given back; what is held stays."""
+    """Pages that no batch needs any more are released; held ones stay."""
     arena = Arena(tickets=4)
     writer = TicketWriter(arena.fd, arena.width)
     huge = [through(arena, writer, 60 * MIB, value) for value in range(3)]
@@ -428,7 +434,7 @@ def test_slots_that_were_held_once_are_given_back(arena, writer):
 
 @pytest.mark.needs("Linux")
 def test_page_locked_slots_are_given_back_unlocked(writer):
-    """A mapping is unlocked before its pages are given back: a device would go on using them."""
+    """A mapping is unlocked before its pages are released, as a device would still use them."""
     locked = {}
 
     class Locks:
@@ -458,7 +464,7 @@ def test_page_locked_slots_are_given_back_unlocked(writer):
 
 @given(sizes=st.lists(st.integers(0, 3 * MIB), max_size=8))
 def test_a_slot_grows(sizes):
-    """Arrays of any size can be placed; those made before the slot grew stay whole."""
+    """Arrays of any size can be placed; those made before the slot grew stay intact."""
     arena = Arena()
     writer = TicketWriter(arena.fd, arena.width)
     slot = acquire(arena)
@@ -480,7 +486,7 @@ def test_a_slot_grows(sizes):
 
 
 def test_few_slots_stay_mapped(arena, monkeypatch):
-    """A writer keeps a limited number of slots mapped: those that it has mapped first."""
+    """A writer keeps a limited number of slots mapped: the first ones."""
     monkeypatch.setattr(room_module, "MAX_MAPPED", 3)
     writer = TicketWriter(arena.fd, arena.width)
     slots = [acquire(arena) for _ in range(8)]
@@ -491,12 +497,13 @@ def test_few_slots_stay_mapped(arena, monkeypatch):
             writer.room.empty(10)[:] = slot
         kept.append([writer.room.mapped[slot] for slot in slots[:2]])
     assert len(writer.room.mapped) == 3
-    assert kept[0] == kept[1] == kept[2]  # slots that come round in turn are not all mapped anew
+    # Slots used in rotation are not all mapped again.
+    assert kept[0] == kept[1] == kept[2]
     writer.room.close()
 
 
 def test_a_worker_may_know_less_than_the_trainer(arena):
-    """What another worker has committed of a slot is not committed once more."""
+    """What another worker has committed of a slot is not committed again."""
     slot = acquire(arena)
     first, second = (TicketWriter(arena.fd, arena.width) for _ in range(2))
     first.room.select(slot, FIRST)
@@ -521,7 +528,7 @@ def test_empty_refuses_what_cannot_be(writer):
 
 
 def test_find(writer):
-    """Only what lies wholly in the used part of the slot, in one piece, is found."""
+    """Only an array that is wholly in the used part of the slot, in one piece, is found."""
     array = writer.room.empty((10, 10), np.uint8)
     start = writer.room.offset_of(array)
     assert start == 0
@@ -531,13 +538,14 @@ def test_find(writer):
     assert writer.room.offset_of(array[::-1]) == -1
     assert writer.room.offset_of(array[:0]) == -1
     assert writer.room.offset_of(np.empty(100, np.uint8)) == -1
-    assert writer.room.offset_of(array.ravel()[1:9].view(np.int64)) == -1  # not aligned
+    # The array is not aligned.
+    assert writer.room.offset_of(array.ravel()[1:9].view(np.int64)) == -1
     beyond = writer.room.memory.view(0, np.dtype(np.uint8), (101,))
     assert writer.room.offset_of(beyond) == -1
 
 
 def test_an_indexer_must_not_keep_arrays_of_the_slot(writer):
-    """A view that is kept beyond its batch is an error, once; copies and garbage are none."""
+    """A view that outlives its batch is an error, once; copies and garbage are not."""
     kept = writer.room.empty(100, np.int64)[2:]
     with pytest.raises(RuntimeError, match=r"array\.copy\(\)"):
         writer.room.end_slot()
@@ -554,7 +562,7 @@ def test_an_indexer_must_not_keep_arrays_of_the_slot(writer):
 
 
 def test_no_room_leaves_the_writer_as_it_was(writer, monkeypatch):
-    """A batch for which there is no room is a MemoryError; smaller ones still pass."""
+    """A batch without room raises MemoryError; smaller ones still pass."""
     array = writer.room.empty(10)
     array[:] = 5
     before = (writer.room.used, writer.room.capacity, writer.room.memory)
@@ -580,14 +588,15 @@ def test_more_than_there_is(writer, monkeypatch):
     writer.room.reserve(35 * MIB)
     monkeypatch.setattr(system, "available_memory", lambda: None)
     writer.room.reserve(50 * MIB)
-    sizes = {"SC_PAGE_SIZE": MIB, "SC_PHYS_PAGES": 300}  # all that such a system tells
+    # Such a system tells no more than this.
+    sizes = {"SC_PAGE_SIZE": MIB, "SC_PHYS_PAGES": 300}
     monkeypatch.setattr(os, "sysconf", sizes.get, raising=False)
     with pytest.raises(MemoryError, match=str(300 * MIB)):
         writer.room.reserve(400 * MIB)
 
 
 def test_wider_than_a_slot():
-    """A batch larger than a slot can become is a MemoryError that says how large it may be."""
+    """A batch larger than a slot can become raises MemoryError with the maximum."""
     file = sparse_file(8 * MIB)
     writer = TicketWriter(file.fd, 4 * MIB)
     writer.room.select(1, FIRST)

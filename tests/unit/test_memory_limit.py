@@ -1,4 +1,4 @@
-"""Limits are read as they are written, and from control groups of both versions."""
+"""Limits are read from numbers and texts, and from control groups of both versions."""
 
 import os
 
@@ -28,7 +28,7 @@ def test_memory_limits(value, nbytes):
 
 @pytest.mark.parametrize("value", [-1, "2", "GiB", "2 gib", "-1GiB", "2GiB ram", "1e9B", ""])
 def test_wrong_memory_limits(value):
-    """A limit that means nothing is an error that shows it."""
+    """An invalid limit is an error that shows it."""
     with pytest.raises(ValueError, match="memory_limit"):
         memory_limit_of(value)
 
@@ -59,7 +59,7 @@ def test_the_default_is_a_quarter_of_the_machine(tmp_path):
 
 @pytest.mark.parametrize("name", LOCAL_SIZES)
 def test_ranks_share_the_default(name, monkeypatch):
-    """Eight ranks of a machine take a quarter of it together; a limit that is given is for each."""
+    """A machine's eight ranks share a quarter of its memory; an explicit limit is for each rank."""
     for each in LOCAL_SIZES:
         monkeypatch.delenv(each, raising=False)
     alone = memory_limit_of(None)
@@ -96,7 +96,7 @@ def test_the_default_obeys_control_groups(tmp_path, contents, limit):
 
 
 def test_available_memory(tmp_path):
-    """What is free in the machine and in every group, pages of files included, is available."""
+    """Available memory is what is free in the machine and in every group, including file pages."""
     assert available_memory(tmp_path) is None
     machine = {"proc/meminfo": "MemTotal: 90 kB\nMemAvailable: 40 kB\nSwapFree: 10 kB\n"}
     assert available_memory(files(tmp_path, machine)) == 50 * 1024
@@ -117,7 +117,7 @@ def test_available_memory(tmp_path):
 
 
 def test_kills_for_want_of_memory(tmp_path):
-    """The count of the innermost control group that has one, in both versions."""
+    """The innermost control group with a count supplies it, in both versions."""
     assert oom_kills(tmp_path) is None
     older = {
         "proc/self/cgroup": "1:memory:/a/b\n",
@@ -133,7 +133,7 @@ def test_kills_for_want_of_memory(tmp_path):
 
 @pytest.mark.needs("POSIX")
 def test_what_a_process_has_for_itself(tmp_path):
-    """Its pages that are resident, but those that it shares; 0 where that is not known."""
+    """It is its resident pages without the shared ones; 0 where this is unknown."""
     root = files(tmp_path, {"proc/7/statm": "900 50 20 1 0 300 0\n", "proc/8/statm": "\n"})
     assert private_memory(7, root) == 30 * os.sysconf("SC_PAGE_SIZE")
     assert private_memory(8, root) == private_memory(9, root) == private_memory(None, root) == 0

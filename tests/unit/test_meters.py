@@ -1,4 +1,4 @@
-"""The meters: records, histograms, what lies between two readings."""
+"""The meters: records, histograms, and differences between two readings."""
 
 import bisect
 import pickle
@@ -18,7 +18,7 @@ from cseq.measure.meters import Histogram, Meters
 
 
 def work(ring, owner, batches):
-    """Have a runner publish so many tickets: what each took (ns)."""
+    """Make a runner publish tickets that take the given times (ns)."""
     trainer = Trainer(ring, batches, recorded=True)
     for _ in range(batches):
         claim(ring, owner).publish()
@@ -27,7 +27,7 @@ def work(ring, owner, batches):
 
 
 def test_what_a_runner_has_done():
-    """Each ticket is in the histogram of its runner, with its own time."""
+    """Each ticket is in its runner's histogram, with its own time."""
     ring = make_ring()
     took = work(ring, 2, 20)
     meters = Meters.read_rings([ring])
@@ -45,7 +45,7 @@ def test_what_a_runner_has_done():
 
 
 def test_a_ticket_in_hand_counts():
-    """A runner works from its claim on, until its ticket is published, or posted again."""
+    """A runner works from its claim until its ticket is published, or posted again."""
     ring = make_ring()
     Trainer(ring, 2)
     claim(ring).publish()
@@ -60,7 +60,7 @@ def test_a_ticket_in_hand_counts():
 
 
 def buckets_of(times):
-    """Count times as a ring does: in C, by waits of a runner."""
+    """Count times as a ring does: in C, by a runner's waits."""
     edges = [round(low * 1e9) for low, _, _ in Histogram(np.ones(144), 0.0).buckets()]
     counts = np.zeros(144, int)
     for ns in times:
@@ -73,7 +73,7 @@ def buckets_of(times):
     st.sampled_from([0.01, 0.5, 0.9, 0.99, 1.0]),
 )
 def test_quantiles(times, p):
-    """They are off by a bucket at most: a quarter of its beginning; the mean is exact."""
+    """They are off by at most a bucket, a quarter of its start; the mean is exact."""
     histogram = buckets_of(times)
     exact = np.quantile(np.array(times, float), p, method="inverted_cdf") / 1e9
     assert exact / 1.2501 <= histogram.quantile(p) <= exact * 1.2501
@@ -83,7 +83,7 @@ def test_quantiles(times, p):
 
 
 def test_the_edges_are_those_of_the_ring():
-    """The bucket that C counts a time in is the one whose edges are around it."""
+    """C counts a time in the bucket whose edges surround it."""
     ring = make_ring()
     took = work(ring, 1, 200)
     meters = Meters.read_rings([ring])
@@ -92,7 +92,7 @@ def test_the_edges_are_those_of_the_ring():
 
 
 def test_no_histogram():
-    """Of nothing, all is 0."""
+    """Without data, all is 0."""
     nothing = Histogram([0], 0.0)
     assert (nothing.count, nothing.mean, nothing.quantile(0.5), nothing.buckets()) == (0, 0, 0, [])
     assert nothing.mean_below(0.95) == 0
@@ -103,7 +103,7 @@ def test_no_histogram():
 
 @pytest.mark.parametrize("kind", [cseq.MPSequence, cseq.MTSequence])
 def test_how_a_run_went(kind):
-    """Rows of the history grow, and end at most a tenth of a second, or a wait, before the end."""
+    """The rows of the history grow, and end at most 0.1 s, or one wait, before the end."""
     manager = kind(partial(Slow, 0.02), 60, batch_size=1, out_type="null", num_workers=2)
     with manager.start() as batches:
         iterator = iter(batches)
@@ -122,7 +122,8 @@ def test_how_a_run_went(kind):
     for name in ("waited", "stepped"):
         assert (np.diff(rows[name]) >= 0).all()
     assert rows["batches"][-1] <= 60
-    assert rows["waited"][-1] <= stats.start_waited + stats.loop_waited + 1e-6  # floats
+    # This allows for the rounding of floats.
+    assert rows["waited"][-1] <= stats.start_waited + stats.loop_waited + 1e-6
     assert (rows["busy"][-1] <= rows["seconds"][-1] + 0.001).all()
     assert rows["busy"][-1].sum() > 0.5 * 0.02 * rows["batches"][-1]
     assert 0 < len(later) < len(rows)
@@ -135,7 +136,7 @@ def test_how_a_run_went(kind):
 
 
 def test_a_run_of_short_epochs():
-    """Epochs of less than a tenth of a second have a history, too."""
+    """Epochs shorter than a tenth of a second have a history, too."""
     with cseq.MTSequence(np.arange(4), 4, batch_size=1, out_type="null").start() as batches:
         for _ in range(40):
             for _ in batches:

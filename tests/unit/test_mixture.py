@@ -1,4 +1,4 @@
-"""`Mixture`: shares, whole passes, other weights in the middle, bad sources."""
+"""`Mixture`: shares, whole passes, new weights in the middle, and bad sources."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def shuffled(sizes):
 
 
 def source_of(order):
-    """Return an order as the reference takes one."""
+    """Convert an order to the reference's form."""
     return order.samples, cache(lambda seed, epoch: units(order, seed, epoch))
 
 
 @pytest.mark.filterwarnings("ignore:the sources")
 @pytest.mark.parametrize("record", golden.records("orders_mixture"))
 def test_epochs_of_another_size(record):
-    """An order is the same, however it is cut into epochs."""
+    """An order is the same for any division into epochs."""
     order = golden.made("mixture-v2", record | {"epoch_size": 250})
     reader = order.reader(record["seed"])
     samples = np.concatenate([reader.samples(k, 0, 250)[0] for k in range(3000 // 250)])
@@ -44,7 +44,7 @@ def test_epochs_of_another_size(record):
 @settings(max_examples=40)
 @given(st.data())
 def test_reference(data):
-    """It is that of the reference, also for rows, mixtures of mixtures, and small blocks."""
+    """It equals the reference, even for rows, nested mixtures and small blocks."""
     count = data.draw(st.integers(1, 5))
     weight = st.one_of(st.integers(0, 5), st.floats(0, 9))
     weights = st.lists(weight, min_size=count, max_size=count).filter(any)
@@ -73,7 +73,7 @@ def test_reference(data):
 
 
 def owners(order, seed=1, start=0, count=0):
-    """Return the source of units of the first epoch: all, or `count` from `start` on."""
+    """Return the sources of the first epoch's units: of all, or of `count` from `start` on."""
     firsts = np.cumsum([source.samples or 0 for source in order.sources.values()])
     samples = order.reader(seed).samples(0, start, count or order.units)[0]
     return np.searchsorted(firsts, samples, "right")
@@ -92,9 +92,9 @@ def owners(order, seed=1, start=0, count=0):
 )
 @pytest.mark.filterwarnings("ignore:the sources")
 def test_shares(weights, block):
-    """At a block's end, sources are off by less than a unit, or 1.68 with less than one a block.
+    """At a block's end, sources are off by less than a unit; rare ones by less than 1.68.
 
-    There may be more sources than units in a block.
+    A block may have fewer units than there are sources.
     """
     sources = {f"s{k}": cseq.Shuffled(50) for k in range(len(weights))}
     order = cseq.Mixture(
@@ -106,18 +106,19 @@ def test_shares(weights, block):
     error = np.abs(counts - np.arange(1, 101)[:, None] * block * share)
     assert error[:, share * block >= 1].max() < 1
     assert error.max() < 1.68
-    there = 10**9 * block - 3  # anywhere, without what comes before
+    # The block is read without the earlier ones.
+    there = 10**9 * block - 3
     more = cseq.Mixture(sources, order_weights(order), block=block, epoch_size=2**47)
     assert (owners(more, start=there, count=9) == owners(more, start=there - 4, count=13)[4:]).all()
 
 
 def order_weights(order):
-    """Return the weights of an order, as it was given them."""
+    """Return the weights of an order as given."""
     facts = order.facts()
     return dict(zip(order.sources, facts["weights"][0][1], strict=True))
 
 
-# Sources of long and short documents, and of full rows and half empty ones.
+# Sources of long and short documents, and of full and half-empty rows.
 LONG = {"web": np.full(3000, 60), "books": np.full(900, 450), "code": np.arange(1, 800)}
 
 
@@ -125,7 +126,7 @@ LONG = {"web": np.full(3000, 60), "books": np.full(900, 450), "code": np.arange(
     "weights", [[1, 1, 1], [0.001, 1, 0.2], [1, 0.002, 0.001], [50, 10**6, 10**4]]
 )
 def test_shares_of_tokens(weights):
-    """Weights of tokens hold for tokens, tiny and huge ones, whatever the lengths are."""
+    """Weights of tokens hold for tokens, tiny or huge, for any lengths."""
     sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
     given = dict(zip(LONG, weights, strict=True))
     order = cseq.Mixture(sources, given, weights_of="tokens", epoch_size=200_000)
@@ -141,7 +142,7 @@ def test_shares_of_tokens(weights):
 
 
 def test_a_state_says_which_tokens_were_meant():
-    """It loads with weights of either kind; other weights while it runs are of tokens, too."""
+    """It loads with weights of either kind; new weights during the run are of tokens, too."""
     sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
     weights = {"web": 1, "books": 1, "code": 2}
     order = cseq.Mixture(sources, weights, weights_of="tokens", epoch_size=3000)
@@ -176,7 +177,7 @@ def test_tokens_that_are_not_known():
 
 
 def test_a_unit_is_anywhere_in_its_block():
-    """A source that comes once in ten blocks is as often at each place of a block."""
+    """A source that comes once in ten blocks comes equally often at each place of a block."""
     order = cseq.Mixture(
         shuffled({"a": 7, "b": 9}), {"a": 1, "b": 159}, block=16, epoch_size=160 * 4000
     )
@@ -188,13 +189,14 @@ def test_a_unit_is_anywhere_in_its_block():
 
 @pytest.mark.parametrize("weights", [[1, 1], [1, 3], [1, 2, 3, 2]])
 def test_neighbouring_blocks_have_orders_of_their_own(weights):
-    """In blocks of two, which source comes first does not follow from the block before."""
+    """In blocks of two, the previous block does not predict which source comes first."""
     sources = shuffled({f"s{k}": 9 for k in range(len(weights))})
     order = cseq.Mixture(
         sources, dict(zip(sources, weights, strict=True)), block=2, epoch_size=40_000
     )
     pairs = np.sort(owners(order).reshape(-1, 2)), owners(order).reshape(-1, 2)
-    mixed_pairs = pairs[0][:, 0] < pairs[0][:, 1]  # of two sources
+    # These pairs have two sources.
+    mixed_pairs = pairs[0][:, 0] < pairs[0][:, 1]
     is_first = (pairs[1][:, 0] == pairs[0][:, 0])[mixed_pairs]
     n = len(is_first)
     assert n >= 10_000
@@ -214,7 +216,7 @@ def test_neighbouring_blocks_have_orders_of_their_own(weights):
     st.sampled_from(["all", "first"]),
 )
 def test_an_epoch_ends_with_a_block(pairs, block, stop):
-    """With the first one after all sources had a pass; with the last before any began another."""
+    """It ends with the first block after all sources had a pass, or before any begins another."""
     sizes = {f"s{k}": n for k, (n, _) in enumerate(pairs)}
     weights = {f"s{k}": weight for k, (_, weight) in enumerate(pairs)}
     longest = cseq.Mixture(shuffled(sizes), weights, block=block, epoch_size=block * 1000)
@@ -234,7 +236,7 @@ def test_an_epoch_ends_with_a_block(pairs, block, stop):
 
 
 def test_sources_that_hardly_come_are_named():
-    """A warning and `describe` name what has less than one unit in an epoch, with the remedy."""
+    """A warning and `describe` name sources with less than one unit per epoch, with the remedy."""
     names = [*(f"s{k}" for k in range(9)), "rest"]
     sources = shuffled(dict.fromkeys(names, 5))
     weights = {**dict.fromkeys(names, 1e-9), "rest": 1}
@@ -249,7 +251,7 @@ def test_sources_that_hardly_come_are_named():
         assert "less than" not in described
 
 
-# ── other weights in the middle ───────────────────────────────────────────────────────────────
+# ── new weights in the middle ─────────────────────────────────────────────────────────────────
 
 
 SIZES = {"web": 400, "code": 120, "math": 30}
@@ -257,15 +259,15 @@ OLD, NEW = {"web": 0.7, "code": 0.25, "math": 0.05}, {"web": 0.3, "code": 0.3, "
 
 
 def mixed(weights, block=32, **more):
-    """Make a mixture with sources more."""
+    """Make a mixture, optionally with more sources."""
     sources = shuffled({**SIZES, **more})
     return cseq.Mixture({k: sources[k] for k in weights}, weights, block=block, epoch_size=90)
 
 
 def test_weights_change_at_every_unit_of_two_blocks():
-    """Wherever they change, no sample of a pass is lost or repeated, and shares are the new ones.
+    """At every change, no sample of a pass is lost or repeated, and the new shares hold.
 
-    From there on, the order is that of the reference; states go through JSON.
+    From there on, the order equals the reference; states go through JSON.
     """
     old, new = mixed(OLD), mixed({**NEW, "books": 1}, books=50)
     epochs = [units(old, 1, epoch) for epoch in range(3)]
@@ -291,7 +293,7 @@ def test_weights_change_at_every_unit_of_two_blocks():
 
 
 def test_a_mixture_inside_goes_on():
-    """Weights of a mixture that is a source change, too."""
+    """Weights of an inner mixture change, too."""
 
     def nested(weights):
         return cseq.Mixture(
@@ -308,7 +310,7 @@ def test_a_mixture_inside_goes_on():
 
 
 def test_an_epoch_with_other_weights_is_padded():
-    """The beginning of the epoch is repeated at its end, though other weights held there."""
+    """Its beginning is repeated at its end, although other weights applied there."""
     again = mixed(NEW).resumed(mixed(OLD).facts(), 1, 1, 5)
     for rank in range(4):
         part = Sampler(
@@ -320,7 +322,7 @@ def test_an_epoch_with_other_weights_is_padded():
 
 
 def test_states_that_do_not_belong():
-    """What cannot go on is refused: both values are named, and the remedy."""
+    """A state that cannot continue is refused, with both values and the remedy."""
     order = mixed(OLD)
     with pytest.raises(ValueError, match=r"source 'math': .*samples=30.*samples=31.*another name"):
         mixed(OLD, math=31).resumed(order.facts(), 1, 0, 5)
@@ -333,14 +335,12 @@ def test_states_that_do_not_belong():
 
 
 class NewRows(Rows):
-    """Rows whose definition got a new name."""
-
     name = "rows-v2"
     replaced: ClassVar[dict[str, str]] = {"rows-v1": "rows are cut anew"}
 
 
 def test_states_of_earlier_definitions():
-    """They are refused, for the mixture and for each source; the message says what changed."""
+    """They are refused, for the mixture and for each source; the message has the change."""
     order = cseq.Mixture({"a": NewRows(9), "b": Rows(9)}, {"a": 1, "b": 1})
     facts = order.facts()
     old = {**facts, "sources": [["a", {**facts["sources"][0][1], "name": "rows-v1"}], ["b", {}]]}
@@ -374,17 +374,17 @@ def test_states_of_earlier_definitions():
     ],
 )
 def test_states_that_are_damaged(key, value, says):
-    """Numbers that no mixture can have are refused before anything is made of them."""
+    """Numbers that no mixture can have are refused before anything is made from them."""
     order = cseq.Mixture(shuffled({"text": 50, "code": 40}), {"text": 3, "code": 1}, epoch_size=90)
     with pytest.raises(ValueError, match=says):
         order.resumed(order.facts() | {key: value}, 1, 0, 5)
 
 
-# ── at its limits ─────────────────────────────────────────────────────────────────────────────
+# ── limits ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_exception_of_a_source_leaves_it_as_it_was():
-    """What comes after it is what would have come without it."""
+    """Later units are the same as without it."""
 
     class Failing(Rows):
         fails = False
