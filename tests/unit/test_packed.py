@@ -1,4 +1,4 @@
-"""`Packed`: rows within the budget, nearly full, and by chance otherwise."""
+"""`Packed`: rows within the budget, nearly full, and random otherwise."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def rows(order, number=0):
 
 
 def test_a_rounded_length_may_exceed_the_budget():
-    """What is no longer than the budget has a row of its own."""
+    """A sample that is no longer than the budget has a row."""
     order = cseq.Packed([100, 99, 97, 1], 100, quantum=8)
     assert sorted(map(sorted, rows(order))) == [[0], [1], [2], [3]]
 
@@ -24,7 +24,7 @@ def test_a_rounded_length_may_exceed_the_budget():
 
 @pytest.mark.parametrize("name", LENGTHS)
 def test_samples_of_equal_length_stand_in_for_each_other(name):
-    """Samples of two lengths, or of one, meet in a row as often as any others of these lengths."""
+    """Samples of one or two lengths meet in a row as often as any others of these lengths."""
     lengths = LENGTHS[name]
     order, pairs = cseq.Packed(lengths, 64), np.zeros((len(lengths), len(lengths)))
     for number in range(600):
@@ -43,7 +43,7 @@ def test_samples_of_equal_length_stand_in_for_each_other(name):
 
 
 def test_lengths_that_are_rounded_mix_more():
-    """Samples of their own length have the same row in every epoch, but for a quantum."""
+    """Samples of a unique length have the same row in every epoch, unless lengths are rounded."""
     lengths = np.random.default_rng(0).permutation(np.arange(1, 201))
     for quantum, most in ((1, 1.0), (20, 0.1)):
         order = cseq.Packed(lengths, 400, quantum=quantum)

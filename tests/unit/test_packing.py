@@ -1,4 +1,4 @@
-"""`packed`: a list of objects in one buffer, which all processes share."""
+"""`packed`: a list of objects in one buffer that all processes share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OBJECTS: list[Any] = [
     "ü" * 100_000,
 ]
 
-# The script's own class is in the items, a nested one, and a function.
+# The items include the script's own class, a nested class, and a function.
 SCRIPT = """
 import re
 import sys
@@ -89,7 +89,7 @@ if __name__ == "__main__":
 
 
 def test_it_is_a_sequence_of_the_items():
-    """Length, indices of any kind, slices, iteration, membership: as of the list."""
+    """Length, indices, slices, iteration and membership are the list's."""
     packed = cseq.packed(SAMPLES)
     assert len(packed) == 20
     assert [*packed] == SAMPLES
@@ -101,7 +101,7 @@ def test_it_is_a_sequence_of_the_items():
 
 @pytest.mark.parametrize("index", [20, -21, np.int64(20)])
 def test_there_are_no_others(index):
-    """An index beyond the ends is an IndexError, in a slice, too."""
+    """An index beyond the ends is an IndexError, even in a slice."""
     packed = cseq.packed(SAMPLES)
     with pytest.raises(IndexError):
         packed[index]
@@ -111,7 +111,7 @@ def test_there_are_no_others(index):
 
 @pytest.mark.parametrize("part", [slice(3, 9), slice(None, None, -3), slice(-4, None), slice(5, 5)])
 def test_a_slice_is_such_a_sequence(part):
-    """Slices have the items of the list's slices; so have their slices, and their copies."""
+    """Slices have the items of the list's slices, as do slices and copies of them."""
     packed = cseq.packed(SAMPLES)[part]
     assert type(packed) is type(cseq.packed([]))
     assert ([*packed], len(packed)) == (SAMPLES[part], len(SAMPLES[part]))
@@ -120,7 +120,7 @@ def test_a_slice_is_such_a_sequence(part):
 
 
 def test_a_change_of_an_item_is_not_kept():
-    """Each look makes a new object."""
+    """Each access makes a new object."""
     packed = cseq.packed(SAMPLES)
     packed[4]["ids"].append(9)
     assert packed[4] == SAMPLES[4]
@@ -129,14 +129,14 @@ def test_a_change_of_an_item_is_not_kept():
 
 @pytest.mark.parametrize("how", [copy.deepcopy, travel, lambda it: pickle.loads(pickle.dumps(it))])
 def test_objects_of_any_kind_arrive(how):
-    """Numbers, dataclasses, named tuples, classes, functions, long texts; no items at all."""
+    """Numbers, dataclasses, named tuples, classes, functions, long texts and empty lists arrive."""
     packed = cseq.packed(OBJECTS)
     assert [*how(packed)] == [*packed] == OBJECTS
     assert [*how(cseq.packed([]))] == []
 
 
 def test_arrays_are_their_own_part():
-    """A row is packed without the array that it is a view of, and can be written to."""
+    """A row is packed without the array that it is a view of, and is writable."""
     table = np.arange(200_000.0).reshape(200, 1000)
     packed = cseq.packed({"row": row, "sum": row.sum()} for row in table)
     assert len(pickle.dumps(packed)) < 1.1 * table.nbytes
@@ -148,7 +148,7 @@ def test_arrays_are_their_own_part():
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor", "ignore:TypedStorage")
 def test_tensors_are_their_own_part(monkeypatch):
-    """So are rows of a tensor; what requires gradients does so again."""
+    """Rows of a tensor are packed alone, too, and still require gradients if they did."""
     torch = pytest.importorskip("torch")
     table = torch.arange(200_000.0).reshape(200, 1000)
     packed = cseq.packed(zip(table, table.T[:200], strict=True))
@@ -156,7 +156,7 @@ def test_tensors_are_their_own_part(monkeypatch):
     assert torch.equal(packed[7][0], table[7])
     assert torch.equal(packed[7][1], table[:, 7])
     scaled = torch.quantize_per_tensor(table, 0.5, 3, torch.qint8)
-    # Pickle asks all modules for the scheme, and RETURNN's lazy ones would import TensorFlow.
+    # pickle searches all modules, and RETURNN's lazy ones would import TensorFlow.
     for name, module in list(sys.modules.items()):
         if type(module).__name__ == "_LazyLoader":
             monkeypatch.delitem(sys.modules, name)
@@ -170,18 +170,18 @@ def test_tensors_are_their_own_part(monkeypatch):
 
 
 def test_items_of_a_generator_are_taken_one_by_one():
-    """An item may be dropped before the next one is made."""
+    """An item may be freed before the next one is made."""
     packed = cseq.packed({"number": number} for number in range(3))
     assert [item["number"] for item in packed] == [0, 1, 2]
 
 
 def bad():
-    """Give items, of which the third cannot be pickled."""
+    """Yield items; the third one cannot be pickled."""
     yield from ({"f": 1}, {"f": 2}, {"f": lambda: 0})
 
 
 def test_an_item_that_cannot_be_pickled_is_named():
-    """The message has its number, the part, and what to do."""
+    """The message has the item's number, the part, and the remedy."""
     with pytest.raises(TypeError, match=r"^items\[2\]: .*lambda.*An item is kept as its"):
         cseq.packed(bad())
 
@@ -195,7 +195,7 @@ def test_what_has_no_order_is_refused(items):
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_workers_read_it(kind):
-    """It is a data set for all kinds of workers."""
+    """It serves as a data set for all kinds of workers."""
     dataset = cseq.from_dataset(
         cseq.packed((sample["text"], sample["label"]) for sample in SAMPLES)
     )
@@ -207,14 +207,14 @@ def test_workers_read_it(kind):
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn", "multiprocessing"])
 def test_all_processes_map_one_file(run_script, how):
-    """A worker has the trainer's pages, and the classes of its script."""
+    """A worker has the trainer's pages, and its script's classes."""
     done = run_script(SCRIPT, how)
     assert done.stdout == "True\n", done.stderr
 
 
 @pytest.mark.needs("Linux")
 def test_the_file_is_gone_with_the_last_slice():
-    """Its memory is freed, and its descriptor closed."""
+    """The last slice frees its memory, and closes its descriptor."""
 
     def files():
         links = (os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))

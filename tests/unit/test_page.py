@@ -1,4 +1,4 @@
-"""A report is one sound page, without a script or a network, of what was measured."""
+"""A report is one valid page of the measurements, without a script or a network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIGURES += ["Batches ready", "Batches a second", "Workers over time"]
 
 
 class Rows:
-    """Batches of samples' numbers; sample 7 takes its time."""
+    """Batches of samples' numbers; sample 7 is slow."""
 
     def __getitem__(self, indices):
         if 7 in indices:
@@ -31,7 +31,7 @@ class Rows:
 
 
 class Parsed(HTMLParser):
-    """What is on a page: tags, attributes, words; each tag is closed."""
+    """The content of a page: tags, attributes, words; each tag is closed."""
 
     def __init__(self, text):
         super().__init__()
@@ -64,7 +64,7 @@ class Parsed(HTMLParser):
 
 
 def history(rows, workers):
-    """Make one: the loop waits half of the time, but for a pause; worker k is busy k / workers."""
+    """Make a history: the loop waits half of the time, or pauses; worker k is busy k / workers."""
     fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
     found = np.zeros(rows, [*fields, ("ready", "i4"), ("busy", "f8", (workers,))])
     found["seconds"] = 5 + 0.1 * np.arange(rows)
@@ -77,7 +77,7 @@ def history(rows, workers):
 
 
 def with_history(rows, workers):
-    """Return the figures of a run, and such a history in the place of its own."""
+    """Return the figures of a run with such a history instead of its own."""
 
     class Told(Stats):
         @property
@@ -88,7 +88,7 @@ def with_history(rows, workers):
 
 
 def ran(kind="thread", samples=96, **options):
-    """Return a manager that has run and is finished."""
+    """Return a manager that has run and finished."""
     options = {"batch_size": 2, "out_type": "null", "seed": 1, "num_workers": 2} | options
     manager = cseq.MSequence(Rows, samples, thread_type=kind, **options)
     with manager.start() as batches:
@@ -98,7 +98,7 @@ def ran(kind="thread", samples=96, **options):
 
 
 def test_a_page_of_a_run_that_is_over(tmp_path):
-    """Verdict, tiles, slowest batches with the line that makes each again; no network."""
+    """It has the verdict, tiles, and the slowest batches with lines to remake them; no network."""
     manager, path = ran(), tmp_path / "loader.html"
     manager.report(path, title="<my> run")
     text = path.read_text(encoding="utf-8")
@@ -121,7 +121,7 @@ def test_a_page_of_a_run_that_is_over(tmp_path):
 
 
 def test_there_is_always_a_page(tmp_path):
-    """Before a start, of one batch, in test mode, and while it runs; each replaces the last."""
+    """There is one before a start, after one batch, in test mode and in a run, always replaced."""
     path = tmp_path / "loader.html"
     manager = cseq.MTSequence(Rows, 40, batch_size=2, out_type="null", num_workers=1)
     manager.report(path)
@@ -139,15 +139,16 @@ def test_there_is_always_a_page(tmp_path):
 
 @pytest.mark.parametrize(("given", "what"), [({"path": 3}, "path=3"), ({"title": 4}, "title=4")])
 def test_wrong_types(tmp_path, given, what):
-    """They are named."""
+    """The error names them."""
     manager = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
     with pytest.raises(TypeError, match=what):
         manager.report(**{"path": tmp_path / "loader.html", **given})
 
 
-@pytest.mark.needs("fork")  # limits of the size of files are there where forks are
+# File size limits exist where forks exist.
+@pytest.mark.needs("fork")
 def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path):
-    """Where there is no room for it in the middle, what was there is whole; no part is left."""
+    """If it runs out of room in the middle, the old page stays whole, and no part is left."""
     import resource
 
     manager, path = ran(), tmp_path / "loader.html"
@@ -167,7 +168,7 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path):
 @pytest.mark.parametrize("workers", [1, 2, 16, 17, 200])
 @pytest.mark.parametrize("rows", [4, 60, 512])
 def test_figures_over_time(workers, rows):
-    """All six, of 150 kB at most; of more than 16 workers, those that differ most."""
+    """There are six, of at most 150 kB; of more than 16 workers, those that differ most appear."""
     stats = with_history(rows, workers)
     text = page.page([page.Part("a run", "", stats)])
     shown = Parsed(text)
@@ -186,7 +187,7 @@ def test_figures_over_time(workers, rows):
 
 
 def test_intervals_are_parts_of_the_time():
-    """Half of the time is waited, and nothing of a pause; fewer than four rows are too few."""
+    """Half of the time is spent waiting, without the pause; fewer than four rows are too few."""
     assert page.Over.of(history(3, 2)) is None
     over = page.Over.of(history(101, 2))
     assert over is not None
@@ -198,7 +199,7 @@ def test_intervals_are_parts_of_the_time():
 
 
 def told(**changed):
-    """Return figures whose window is a given one: two workers, 200 ms a batch, steps of 50 ms."""
+    """Return figures with a given window: two workers, 200 ms a batch, steps of 50 ms."""
     window = Window(
         batches=100, elapsed=10.0, waited=5.0, step=0.05, index=0.2, index_p99=0.2, workers=2,
         busy=1.0, cpu=0.5, cores=16, buffer=10,
@@ -213,7 +214,7 @@ def told(**changed):
 
 
 def test_how_many_would_be_enough():
-    """Now and the number that the advice names; the cores are a limit."""
+    """It has the current number and the advised one; the cores are a limit."""
     stats = told()
     assert stats.advice().change == {"num_workers": 5}
     heading, chart, caption = page.enough(stats)
@@ -226,7 +227,7 @@ def test_how_many_would_be_enough():
 
 
 def test_the_verdict_has_a_line_for_the_start():
-    """A slow start is no cause of what was waited since."""
+    """A slow start is no cause of later waits."""
     said = page.verdict(told(waited=7.0, start=30.0, step=0.03, cpu=0.01, cores=2))
     assert re.search("waits 50%: workers.*num_workers=8.*<p>Start: the first batch", said)
 
@@ -234,7 +235,7 @@ def test_the_verdict_has_a_line_for_the_start():
 @pytest.mark.parametrize("cpu", [None, 1e-6, 0.5, 1.0, 30.0])
 @pytest.mark.parametrize("step", [0.0, 1e-7, 10.0])
 def test_whatever_was_measured_is_drawn(cpu, step):
-    """Cores that are never there, steps of no time: the figure has places for all of it."""
+    """For cores that never exist, or steps of no time, the figure has a place."""
     _, chart, _ = page.enough(told(step=step, cpu=cpu, cores=2))
     places = re.findall(r'(?:x|y|d)="([^"]*)"', chart.inline())
     assert "2 now" in chart.inline()
@@ -242,7 +243,7 @@ def test_whatever_was_measured_is_drawn(cpu, step):
 
 
 def test_in_a_notebook():
-    """Verdict, tiles and a figure, then the facts; the facts alone of what has not run."""
+    """A notebook shows verdict, tiles, a figure and the facts; only the facts before a run."""
     manager = ran()
     shown = Parsed(manager._repr_html_())
     assert shown.tags.count("svg") == 1
@@ -256,7 +257,7 @@ def test_in_a_notebook():
 
 @pytest.mark.needs("worker processes")
 def test_a_loader_in_a_notebook():
-    """As a manager: its facts alone before there is an epoch, then the verdict of the latest."""
+    """Like a manager, it has only its facts before an epoch, then the last one's verdict."""
     pytest.importorskip("torch")
     loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
     shown = Parsed(loader._repr_html_())
@@ -272,7 +273,7 @@ def test_a_loader_in_a_notebook():
 
 @pytest.mark.needs("worker processes")
 def test_a_loader(tmp_path):
-    """Of the latest epoch."""
+    """The page is of the last epoch."""
     pytest.importorskip("torch")
     loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
     with pytest.raises(RuntimeError, match="no worker processes"):
@@ -305,7 +306,7 @@ RANK = {"RANK": "3", "WORLD_SIZE": "4"}
 
 
 def test_a_script_is_not_changed(run_command, tmp_path):
-    """All that ran is on the page, the longest of each kind; also if the script fails."""
+    """The page has all that ran, the longest of each kind, even if the script fails."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["--report", "of-%r.html", "--trace", "run.json"]
@@ -324,7 +325,7 @@ def test_a_script_is_not_changed(run_command, tmp_path):
 
 
 def test_a_script_without_batches(run_command, tmp_path):
-    """That is said, and no page is written; wrong names are said before the script runs."""
+    """The output says so, without a page; wrong names are reported before the script runs."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text("print('ran')")
     done = run_command(tmp_path, "run", "--report", "run.html", "train.py")

@@ -1,4 +1,4 @@
-"""Objects travel to other processes: uncopied, by value where needed; or it is said why not."""
+"""Objects travel to other processes: uncopied, by value if needed, or an error says why not."""
 
 import functools
 import gc
@@ -48,7 +48,7 @@ trees = st.recursive(
 
 @given(trees)
 def test_any_structure_arrives(tree):
-    """Whatever the nesting, the object is equal after its journey."""
+    """For any nesting, the object is equal after its journey."""
     assert travel(tree) == tree
 
 
@@ -69,7 +69,7 @@ def test_any_structure_arrives(tree):
     ids=lambda array: f"{array.dtype.kind}-{array.shape}-{array.strides}",
 )
 def test_arrays_arrive_equal_writable_and_aligned(array):
-    """Type, shape and values survive; the copy may be written to; large ones are aligned."""
+    """Type, shape and values stay; the copy is writable; large arrays are aligned."""
     arrived = travel(Indexer(array)).data
     assert arrived.dtype == array.dtype
     assert arrived.shape == array.shape
@@ -81,7 +81,7 @@ def test_arrays_arrive_equal_writable_and_aligned(array):
 
 
 def test_a_large_array_is_not_copied_into_the_pickle():
-    """Its buffers refer to the object's own memory, and its pickle stays small."""
+    """Its buffers are the object's own memory, and its pickle stays small."""
     array = np.arange(MEGA)
     indexer = Indexer(array, again=array)
     made = dump(indexer)
@@ -92,7 +92,7 @@ def test_a_large_array_is_not_copied_into_the_pickle():
 
 
 def test_what_goes_by_value_keeps_nothing_of_the_caller():
-    """Nothing that the caller holds lives on until the garbage collector comes by."""
+    """Nothing of the caller's waits for the garbage collector."""
 
     def caller():
         mine = Indexer()
@@ -125,7 +125,7 @@ def mapped(tmp_path):
     "part", [np.s_[:], np.s_[7:999], np.s_[3], np.s_[5:6, 2:999]], ids=["all", "rows", "row", "cut"]
 )
 def test_a_mapped_file_is_mapped_again(mapped, offset, part):
-    """A part of a file that is mapped takes no room: workers map the same part of that file."""
+    """Part of a mapped file takes no room: workers map the same part."""
     array = mapped(offset=offset)[part]
     assert nbytes(Indexer(array)) < 2000
     arrived = travel(Indexer(array)).data
@@ -134,7 +134,7 @@ def test_a_mapped_file_is_mapped_again(mapped, offset, part):
 
 
 def test_a_worker_does_not_write_to_the_trainers_file(mapped):
-    """A mapping for reading stays one; of one for writing, the worker's changes are its own."""
+    """A read-only mapping stays one; of a writable one, the worker's changes are its own."""
     assert not travel(mapped("r")).flags.writeable
     arrived = travel(mapped("r+"))
     arrived[:] = 0
@@ -146,7 +146,7 @@ def test_a_worker_does_not_write_to_the_trainers_file(mapped):
     ["private", "columns", pytest.param("gone", marks=pytest.mark.needs("POSIX")), "result"],
 )
 def test_a_mapping_that_cannot_be_made_again_is_copied(mapped, tmp_path, case):
-    """Private changes, columns, deleted files and mere results of a computation travel as data."""
+    """Private changes, columns, deleted files and results of computations travel as data."""
     array = mapped("c" if case == "private" else "r+")
     array[0, 0] = 77
     if case == "columns":
@@ -160,7 +160,7 @@ def test_a_mapping_that_cannot_be_made_again_is_copied(mapped, tmp_path, case):
 
 
 def test_tensors_are_not_copied_into_the_pickle():
-    """A plain CPU tensor goes out of band like an array."""
+    """A plain CPU tensor travels out of band like an array."""
     torch = pytest.importorskip("torch")
     tensor = torch.arange(MEGA)
     made = dump(Indexer(tensor))
@@ -168,14 +168,15 @@ def test_tensors_are_not_copied_into_the_pickle():
     assert np.shares_memory(np.frombuffer(made.buffers[0], np.uint8), tensor.numpy())
     arrived = travel(Indexer(tensor)).data
     assert torch.equal(arrived, tensor)
-    arrived[0] = 5  # its own memory, writable
+    # It has its own, writable memory.
+    arrived[0] = 5
 
 
 # --- by reference and by value ------------------------------------------------------------------
 
 
 def test_plain_workers_need_no_cloudpickle():
-    """It is imported in a worker process only when something has gone by value."""
+    """A worker process imports it only when an object has travelled by value."""
     plain, by_value = functools.partial(Record, [1, 2]), functools.partial(Record, lambda: 1)
     assert arrives_elsewhere(plain, "'cloudpickle' in sys.modules") == "False"
     assert arrives_elsewhere(by_value, "'cloudpickle' in sys.modules") == "True"
@@ -196,7 +197,7 @@ print(type(pickle.loads(done.stdout)) is Batch)
 
 
 def test_classes_of_a_script_come_back_as_its_own(run_script):
-    """A class from ``__main__`` goes by value, and has its name in the other process."""
+    """A class from ``__main__`` travels by value, and has its name in the other process."""
     done = run_script(SCRIPT)
     assert done.stdout == "True\n", done.stderr
 
@@ -223,7 +224,7 @@ except ValueError as error:
 
 @pytest.mark.parametrize("method", [name for name in start_methods() if name != "fork"])
 def test_a_traceback_names_the_line_of_a_script(run_script, tmp_path, method):
-    """What went by value has its file's name, so that the source is shown."""
+    """Code that travelled by value has its file's name, so its source is shown."""
     done = run_script(RAISING, method)
     line = f"""File "{tmp_path / "script.py"}", line 6, in helper\n    raise ValueError("bad")"""
     assert line in done.stdout, done.stderr
@@ -233,7 +234,7 @@ def test_a_traceback_names_the_line_of_a_script(run_script, tmp_path, method):
 
 
 def test_reading_in_the_trainer_leaves_its_main_alone():
-    """Names in ``__main__`` that exist are not replaced."""
+    """Existing names in ``__main__`` are not replaced."""
     main = sys.modules["__main__"]
     namespace = {"__name__": "__main__"}
     exec("class UniqueName: pass", namespace)
@@ -245,7 +246,7 @@ def test_reading_in_the_trainer_leaves_its_main_alone():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Give a folder on the path; what is imported from it is forgotten after the test."""
+    """Return a folder on the path; the test forgets its imports."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -268,7 +269,7 @@ SOURCE += "def helper(i): return i + Worker.answer\n"
 
 
 def test_what_can_be_imported_goes_by_reference(folder):
-    """A module that a new process finds is imported there, not pickled."""
+    """A new process imports a module that it finds, without a pickle."""
     module = import_file(folder / "on_disk.py", SOURCE)
     made = dump(module.Worker())
     assert b"helper" not in made.data
@@ -277,7 +278,7 @@ def test_what_can_be_imported_goes_by_reference(folder):
 
 
 def test_a_module_that_no_worker_can_import_is_named(monkeypatch):
-    """Where the worker begins, with what to do; cloudpickle may be told to take it along."""
+    """The start of the worker names it, with the remedy; cloudpickle may be told to include it."""
     module = types.ModuleType("made_by_hand")
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
@@ -300,7 +301,7 @@ def test_a_module_that_no_worker_can_import_is_named(monkeypatch):
 
 
 def test_packages_and_their_modules_go_by_reference(folder):
-    """Modules in packages, packages without __init__.py, and what a module makes of itself."""
+    """This covers modules in packages, packages without __init__.py, and what modules replace."""
     (folder / "plain").mkdir()
     (folder / "pack").mkdir()
     (folder / "pack" / "__init__.py").write_text("")
@@ -318,7 +319,7 @@ def test_packages_and_their_modules_go_by_reference(folder):
 
 
 def test_what_a_process_that_has_met_this_one_knows_by_name(monkeypatch):
-    """Whatever has its name here, importable or not, as long as that is the same object."""
+    """It is whatever has its name here, importable or not, while that is the same object."""
 
     class Local:
         pass
@@ -352,15 +353,17 @@ LOCK = threading.Lock()
     ],
 )
 def test_what_cannot_be_pickled_is_named(obj, path):
-    """The TypeError names the argument, its attribute, why, and what to do."""
+    """The TypeError names the argument, its attribute, the reason and the remedy."""
     with pytest.raises(TypeError) as caught:
         dump(obj)
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "cannot pickle '_thread.lock' object" in message
     assert "Make or open such things where they are first used" in message
-    assert message.endswith("not in the training process")  # forks and threads share a position
-    assert caught.value.__suppress_context__  # one sentence, no tracebacks of cseq
+    # Forks and threads share a file position.
+    assert message.endswith("not in the training process")
+    # There is one sentence, without tracebacks of cseq.
+    assert caught.value.__suppress_context__
 
 
 def test_the_argument_has_its_own_name():

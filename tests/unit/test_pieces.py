@@ -1,4 +1,4 @@
-"""`Packed` with documents that are split: each token once, full rows, by chance otherwise."""
+"""`Packed` with split documents: each token once, full rows, and chance otherwise."""
 
 import math
 
@@ -13,7 +13,7 @@ from cseq.order.pieces import fewest_rows
 
 
 def test_a_document_is_cut_into_rows_and_a_rest():
-    """No piece that could be whole is cut."""
+    """No piece is cut that could be whole."""
     order = cseq.Packed([25, 10, 0, 9], 10, too_long="split")
     assert sorted(map(sorted, order.batches(seed=1))) == [[0], [10], [20], [25], [35]]
     assert str(order) == "<Packed: 5 rows, filled to 88 %, 1–1 pieces a row>"
@@ -21,7 +21,7 @@ def test_a_document_is_cut_into_rows_and_a_rest():
 
 @pytest.mark.parametrize("too_long", ["error", "split"])
 def test_rows_of_one_piece_are_rows(too_long):
-    """A source of long documents is mixed with others, and its batches have sizes."""
+    """A source of long documents can be mixed with others, and its batches have sizes."""
     order = cseq.Packed([9, 10, 8], 10, too_long=too_long)
     assert (order.room, " 1–1 " in order.describe()) == (2, True)
     parts = {"long": order, "short": cseq.Packed([3, 4, 2], 10, too_long=too_long)}
@@ -31,7 +31,7 @@ def test_rows_of_one_piece_are_rows(too_long):
 
 @pytest.mark.parametrize("sigma", [0.8, 1.2, 1.5])
 def test_rows_are_full(sigma):
-    """At most 1 % more rows than full ones, from 10^4 documents on; of 10^5, 99.98 % are full."""
+    """From 10^4 documents on, at most 1 % of rows are surplus; for 10^5, 99.98 % are full."""
     for count, most in ((10**4, 1.01), (10**5, 1.0002)):
         drawn = np.random.default_rng(0).lognormal(6.5 - sigma**2 / 2, sigma, count)
         lengths = drawn.astype(np.int32).clip(max=60_000)
@@ -50,7 +50,7 @@ AWKWARD = {
 
 @pytest.mark.parametrize("name", AWKWARD)
 def test_how_full_rows_can_be(name):
-    """Where no packing of whole pieces can fill the rows, `describe` says so."""
+    """If no packing of whole pieces can fill the rows, `describe` says so."""
     lengths, most = AWKWARD[name]
     order = cseq.Packed(np.repeat(lengths, 40), 8192, too_long="split")
     share = float(order.describe().partition("(")[2].partition(" % at most")[0])
@@ -61,7 +61,7 @@ def test_how_full_rows_can_be(name):
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=7))
 def test_no_packing_needs_fewer_rows_than_the_bound(pieces):
-    """It is never above the best of all ways to fill rows of 12."""
+    """It never exceeds the best packing of rows of 12."""
 
     def best(left, rooms):
         if not left:
@@ -81,7 +81,7 @@ def test_no_packing_needs_fewer_rows_than_the_bound(pieces):
 
 
 def test_many_documents_are_sorted_in_parts():
-    """More than are sorted at once, and rests of more lengths than 16 bits have."""
+    """There are more than one sort handles, and remainders of more lengths than 16 bits have."""
     lengths = np.arange(2**20 + 1000) % 5
     lengths[::50_000] = 100_001
     for row in (100_000, 7):
@@ -98,7 +98,7 @@ def test_many_documents_are_sorted_in_parts():
 
 @pytest.mark.parametrize("size", [2, 3, 5, 127, 128, 400])
 def test_members_come_anywhere(size):
-    """Each of few elements, or of many, is at each place as often, for all keys."""
+    """Each of few elements, or of many, comes equally often at each place, for all keys."""
     keys = 60_000 // size
     places = np.tile(np.arange(size), keys)
     drawn = keyed(np.full(len(places), size), np.repeat(np.arange(keys), size), places, 1, 2, 3)
@@ -111,7 +111,7 @@ def test_members_come_anywhere(size):
 
 
 def test_a_place_beyond_the_elements_is_refused():
-    """It would be an element that is not there."""
+    """Such an element does not exist."""
     ones = np.ones(1, np.int64)
     with pytest.raises(IndexError, match="not all below"):
         keyed(ones, ones, ones, 1, 2, 3)

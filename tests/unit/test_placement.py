@@ -1,6 +1,6 @@
-"""Large arrays of the indexer's lie in the slot from the first, and may be kept all the same.
+"""The indexer's large arrays are made in the slot, and may still be kept.
 
-In threads, they lie where arrays lay that the loop has dropped.
+In threads, they reuse the memory of arrays that the loop has dropped.
 """
 
 import contextvars
@@ -30,12 +30,13 @@ from cseq.system import MIB
 
 pytestmark = pytest.mark.needs("Linux")
 
-SIZE = 1 << 18  # elements of float32: 1 MiB
+# Elements of float32, which make 1 MiB.
+SIZE = 1 << 18
 SOURCE = np.arange(SIZE, dtype=np.float32)
 
 
 class Bench:
-    """A worker's and a trainer's side of one ring, and numpy's allocator in between."""
+    """A worker's and a trainer's side of one ring, with numpy's allocator in between."""
 
     def __init__(self):
         self.arena = Arena()
@@ -48,21 +49,21 @@ class Bench:
         self.slot = self.capacity = 0
 
     def take(self):
-        """Return what was published, on the slot itself."""
+        """Return the published batch, on the slot itself."""
         taken = self.trainer.take()
         assert taken is not None
         _, _, _, self.slot, self.capacity, record = taken
         return codec.decode(self.arena.mapping_of(self.slot, self.capacity), record)
 
     def error(self):
-        """Return the exception that was published."""
+        """Return the published exception."""
         taken = self.trainer.take()
         assert taken is not None
         cell, _, _, *where = taken
         return SlotReader(self.arena).error(cell, *where)
 
     def batch(self, make, cast=None):
-        """Take one ticket through: what the trainer reads, on the slot itself."""
+        """Send one ticket through; return what the trainer reads, on the slot itself."""
         self.writer.encoder.cast = cast
         assert self.runner.claim()
         self.writer.begin_ticket()
@@ -73,19 +74,19 @@ class Bench:
         return self.take()
 
     def learn(self, make, cast=None):
-        """Let the slot grow, and what is made be known."""
+        """Let the slot grow, and the allocator learn the sizes."""
         for _ in range(2):
             self.batch(make, cast)
 
     def close(self):
-        """Let everything go."""
+        """Release everything."""
         self.writer.room.close()
         self.arena.close()
 
 
 @pytest.fixture
 def bench():
-    """A bench; numpy's allocator is replaced in the test's context alone."""
+    """Return a bench; numpy's allocator is replaced in the test's context only."""
     context = contextvars.copy_context()
     bench = context.run(Bench)
     bench.batch = functools.partial(context.run, bench.batch)  # type: ignore[method-assign]
@@ -99,13 +100,13 @@ def fresh():
 
 
 def resident():
-    """Bytes of this process that are in memory."""
+    """Return this process's resident memory in bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_what_was_in_the_last_batch_is_made_in_the_slot(bench):
-    """From the third batch on, an array is made where it is going to lie, and not copied."""
+    """From the third batch on, an array is made in its final place, and not copied."""
     lives = []
 
     def watched():
@@ -120,7 +121,7 @@ def test_what_was_in_the_last_batch_is_made_in_the_slot(bench):
 
 
 def test_what_is_written_meanwhile_is_not_lost(bench):
-    """A thread may fill an array of the slot while the batch beside it is published."""
+    """A thread may fill an array of the slot while its batch is published."""
     bench.learn(lambda: (fresh(), fresh()))
     kept = []
 
@@ -140,7 +141,7 @@ def test_what_is_written_meanwhile_is_not_lost(bench):
 
 @pytest.mark.parametrize("count", [10, 100_000])
 def test_arrays_of_empty_may_be_kept(bench, count):
-    """An array of `empty`, small or large, is the indexer's as long as it has it."""
+    """An array of `empty`, small or large, belongs to the indexer while it keeps the array."""
     kept = []
     for number in range(8):
 
@@ -159,7 +160,7 @@ def test_arrays_of_empty_may_be_kept(bench, count):
 
 
 def test_an_exception_when_memory_is_short(bench, monkeypatch):
-    """Its text alone is written, which fits into what a slot has always."""
+    """Only its text is written, which fits into the room that a slot always has."""
     assert bench.runner.claim()
     bench.writer.begin_ticket()
 
@@ -174,7 +175,7 @@ def test_an_exception_when_memory_is_short(bench, monkeypatch):
 
 
 def test_temporaries_are_not_made_in_the_slot(bench):
-    """Only what ends up in the batch takes room in the slot."""
+    """Only what is in the batch at the end takes room in the slot."""
 
     def with_temporaries():
         first = np.ones(SIZE, np.float64)
@@ -187,7 +188,7 @@ def test_temporaries_are_not_made_in_the_slot(bench):
 
 
 def test_zeros_beside_the_slot_take_no_memory(bench):
-    """What the system gives is zero, and is not cleared once more."""
+    """The system's memory is zero, and is not cleared again."""
     grown = 0
 
     def beside():
@@ -222,7 +223,7 @@ def test_an_array_that_is_resized(bench):
     reason="a thread inherits the context: by default without a GIL, where there is no placement",
 )
 def test_other_threads_allocate_as_ever(bench):
-    """Threads of the indexer's have contexts of their own."""
+    """The indexer's threads have their own contexts."""
     bench.learn(fresh)
     made = []
 
@@ -237,14 +238,15 @@ def test_other_threads_allocate_as_ever(bench):
     assert made[1] == 0
 
 
-# -- threads: memory is used again
+# -- threads: memory is reused
 
-WIDE = 40 * MIB  # bytes; malloc maps such a block anew each time, with zeros
+# In bytes; malloc maps such a block each time, with zeros.
+WIDE = 40 * MIB
 MARK = 77
 
 
 def in_thread(function):
-    """Call a function in a thread as a worker's."""
+    """Call a function in a worker's thread."""
     made = []
 
     def work():
@@ -263,7 +265,7 @@ def dropped(nbytes):
 
 
 def test_memory_is_used_again_for_arrays_of_about_its_size():
-    """A block is for arrays of up to an eighth less; what is to be zero is."""
+    """A block serves arrays up to an eighth smaller; an array of zeros is zero."""
 
     def found():
         first = []
@@ -278,7 +280,7 @@ def test_memory_is_used_again_for_arrays_of_about_its_size():
 
 
 def test_an_array_of_a_thread_is_resized():
-    """It keeps its content, and its memory is used again for arrays of the new size."""
+    """It keeps its content, and its memory is reused for arrays of the new size."""
 
     def resized():
         array = np.full(WIDE, MARK, np.uint8)
@@ -293,7 +295,7 @@ def test_an_array_of_a_thread_is_resized():
 
 
 def test_arrays_outlive_their_thread():
-    """They stay as they are, and are freed anywhere; then nothing is kept."""
+    """They stay intact, and any thread may free them; then nothing is kept."""
     before = resident()
     arrays = in_thread(lambda: [np.full(WIDE, number, np.uint8) for number in range(3)])
     assert [(int(array.min()), int(array.max())) for array in arrays] == [(0, 0), (1, 1), (2, 2)]
@@ -302,7 +304,7 @@ def test_arrays_outlive_their_thread():
 
 
 def test_free_memory_is_bounded_and_ends_with_the_threads():
-    """What is free is 128 MiB at most, the oldest goes first; without a worker, nothing."""
+    """At most 128 MiB are free, the oldest goes first; without a worker, none are."""
     before = resident()
 
     def held():
@@ -331,7 +333,7 @@ def test_a_forked_process_frees_arrays_of_threads():
 
 
 def test_many_threads_make_and_drop_arrays():
-    """No memory is two arrays' at a time, also where others drop them."""
+    """No memory belongs to two arrays at a time, even if other threads drop them."""
     left = []
     wrong = []
 
@@ -352,7 +354,7 @@ def test_many_threads_make_and_drop_arrays():
 
 @pytest.mark.parametrize("make", [np.empty, cseq.empty])
 def test_what_the_loop_drops_is_used_again(make):
-    """A batch lies where an earlier one lay, once the loop has dropped that."""
+    """A batch is in an earlier one's memory, once the loop has dropped that one."""
 
     class Found:
         def __getitem__(self, indices):
@@ -364,7 +366,7 @@ def test_what_the_loop_drops_is_used_again(make):
         assert [int(found) for _, found in batches][4:] == [MARK] * 4
 
 
-# -- all of it ----------------------------------------------------------------------------------
+# -- end to end ---------------------------------------------------------------------------------
 
 KEEPING = """
 import time
@@ -413,7 +415,7 @@ with m.start() as batches:
 
 @pytest.mark.parametrize("point", ["index", "encode", "taken", "named", "publish", "published"])
 def test_deaths_of_workers_that_keep_arrays(run_script, debug_build, point):
-    """A worker that dies on its way into another slot loses no batch, and no slot."""
+    """A worker that dies while it changes slots loses no batch, and no slot."""
     path = f"{debug_build}{os.pathsep}{os.path.dirname(held.__file__)}"
     done = run_script(KEEPING, CSEQ_FAULT=f"{point}:23", PYTHONPATH=path)
     assert (done.stdout, done.stderr.count("Error")) == ("True 0 True\n", 0), done.stderr

@@ -1,4 +1,4 @@
-"""`Plan`: which shards an order uses next."""
+"""`Plan`: the shards that an order uses next."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from cseq.store.plan import Plan
 
 
 def shards_of(sizes, window, seed, epoch, start, stop):
-    """Give the shards of samples [start, stop) of an epoch, from the order itself."""
+    """Return the shards of samples [start, stop) of an epoch, from the order itself."""
     order = cseq.Blocks(sizes, window)
     [samples] = order.batches(order.units, seed=seed, epoch=epoch)
     return np.cumsum(sizes).searchsorted(samples[start:stop], "right")
 
 
 def plan_at(sizes, window, seed, epoch=0, unit=0):
-    """Make the plan of who reads a sample of an epoch."""
+    """Make the plan of a reader at a sample of an epoch."""
     return Plan(
         sizes, window, seed, epoch, int(shards_of(sizes, window, seed, epoch, unit, None)[0])
     )
@@ -26,7 +26,7 @@ def plan_at(sizes, window, seed, epoch=0, unit=0):
 @pytest.mark.parametrize("window", [1, 3, 4, 20])
 @pytest.mark.parametrize(("seed", "least"), [(0, 1), (5, 1), (6, 0)])
 def test_it_follows_the_order(window, seed, least):
-    """Batch by batch, the plan's window has the batch's shards, and the next ones come next."""
+    """For each batch, the plan's window has the batch's shards, and the next ones come next."""
     sizes = np.random.default_rng(seed).integers(least, 9, 17)
     total = int(sizes.sum())
     plan = plan_at(sizes, window, seed)
@@ -42,14 +42,15 @@ def test_it_follows_the_order(window, seed, least):
 
 
 def test_shards_come_in_the_order_of_their_windows():
-    """`coming` has the window in use, then the next one, then as many more as asked for."""
+    """`coming` has the current window, then the next one, and any requested number after that."""
     sizes = np.full(30, 5)
     plan = plan_at(sizes, 3, 1)
     expected = [*dict.fromkeys(shards_of(sizes, 3, 1, 0, 0, 150).tolist())]
     assert {*plan.coming(0)[:3]} == {*expected[:3]}
     assert {*plan.coming(0)} == {*expected[:6]}
     assert {*plan.coming(3)} == {*expected[:9]}
-    plan.advance(expected[18:20])  # too far ahead to be true
+    # This is too far ahead to be true.
+    plan.advance(expected[18:20])
     assert plan.front == 0
     plan.advance(expected[3:5])
     assert {*plan.coming(0)} == {*expected[3:9]}
@@ -64,7 +65,7 @@ def test_a_batch_of_another_order_moves_nothing():
 
 
 def test_a_place_is_near_or_far():
-    """What a trainer reads some windows ahead is the same plan; another seed or epoch is not."""
+    """A trainer that reads some windows ahead has the same plan; another seed or epoch does not."""
     plan = plan_at(np.full(12, 5), 3, 1, 4, 31)
     shard = plan.coming(0)[0]
     assert plan.has(3, 1, 4, shard)

@@ -1,4 +1,4 @@
-"""The bar says how much the loop waits, and costs nothing where nobody looks."""
+"""The bar says how much the loop waits, and costs nothing without a viewer."""
 
 import io
 import re
@@ -16,13 +16,13 @@ tqdm = pytest.importorskip("tqdm")
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing(monkeypatch):
-    """Keep tqdm from a thread and a lock in shared memory, which it never gives back."""
+    """Keep tqdm from a thread and a lock in shared memory, which it never frees."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     tqdm.tqdm.set_lock(threading.RLock())
 
 
 def drawn(loader, **options):
-    """Iterate, with a bar that is drawn at every batch: the batches, and what was drawn."""
+    """Iterate with a bar drawn at every batch; return the batches, and the bars."""
     to = io.StringIO()
     bar = cseq.progress(
         loader, file=to, disable=False, mininterval=0, miniters=1, ncols=120, **options
@@ -31,7 +31,7 @@ def drawn(loader, **options):
 
 
 def test_the_share_of_waiting():
-    """Before the first batch it says so; then the share, over two epochs and two bars."""
+    """Before the first batch, the bar says so; later it has the share, over epochs and bars."""
     with cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1).start() as batches:
         for _ in range(2):
             got, text = drawn(batches)
@@ -42,7 +42,7 @@ def test_the_share_of_waiting():
 
 
 def drawn_before(manager):
-    """Return what is drawn of a manager before its first batch."""
+    """Return what is drawn before a manager's first batch."""
     to = io.StringIO()
     with manager.start():
         cseq.progress(manager, file=to, disable=False).close()  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ def drawn_before(manager):
 
 
 def test_a_cause_is_named(monkeypatch):
-    """The word of the advice stands beside the share, but for words that say nothing more."""
+    """The advice's word is next to the share, except for words that add nothing."""
 
     class Loader:
         cause = "stragglers"
@@ -69,7 +69,7 @@ def test_a_cause_is_named(monkeypatch):
 
 
 def test_a_loop_that_makes_its_batches_itself():
-    """It waits for nothing that could be measured; where there are no figures, nothing is said."""
+    """It waits for nothing that could be measured; without figures, the bar says nothing."""
     manager = cseq.MTSequence(Indices1, 640, 0, out_type="null", seed=1)
     with manager.start() as batches:
         text = drawn(batches)[1]
@@ -97,7 +97,7 @@ def test_a_manager_that_is_started_again():
 
 
 def test_any_loader():
-    """What has no stats gets tqdm's own bar, and options are tqdm's."""
+    """A loader without stats gets tqdm's own bar, and options are tqdm's."""
     got, text = drawn(range(5), desc="numbers", initial=2, total=7)
     assert got == list(range(5))
     assert "numbers" in text

@@ -1,4 +1,4 @@
-"""What `Buckets` and `Packed` have in common: units that come anywhere, fingerprints, tables."""
+"""The shared parts of `Buckets` and `Packed`: random units, fingerprints and tables."""
 
 import signal
 
@@ -14,7 +14,7 @@ from cseq.order._readers import fingerprint as core_fingerprint
 
 
 def fingerprint(values):
-    """Compute it as the page of the orders says."""
+    """Compute the fingerprint as the page of the orders defines it."""
     z = mix(IV ^ len(values))
     for value in values:
         z = mix(z ^ value & WORD)
@@ -23,7 +23,7 @@ def fingerprint(values):
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=50))
 def test_fingerprint(values):
-    """It is that of the definition, whatever type and layout the values have."""
+    """It matches the definition, for values of any type and layout."""
     expected = fingerprint(values)
     array = np.array(values, np.int64)
     assert core_fingerprint(array) == expected
@@ -33,7 +33,7 @@ def test_fingerprint(values):
 
 
 def test_fingerprint_of_other_types_and_of_pieces():
-    """Equal integers have one fingerprint, equal floats another one; long arrays go in pieces."""
+    """Equal integers have one fingerprint, equal floats another; long arrays go in pieces."""
     values = np.arange(200_000) % 251
     expected = fingerprint(values.tolist())
     assert all(core_fingerprint(values.astype(kind)) == expected for kind in ("u1", "i4", "u8"))
@@ -62,7 +62,7 @@ EACH_ANYWHERE = {
 
 @pytest.mark.parametrize("name", EACH_ANYWHERE)
 def test_a_unit_comes_anywhere(name):
-    """Every sample, or piece, comes at every position of an epoch as often, even at the end."""
+    """Every sample, or piece, comes equally often at every position of an epoch, even its end."""
     order = EACH_ANYWHERE[name]
     reader, counts = order.reader(3), np.zeros((order.samples, order.units))
     for number in range(2000):
@@ -78,7 +78,7 @@ def test_a_unit_comes_anywhere(name):
 
 
 def test_large_classes_need_no_table():
-    """Classes of 65536 samples and more are computed; each sample comes once all the same."""
+    """Classes of 65536 samples and more are computed; each sample still comes once."""
     order = cseq.Buckets(np.repeat([5, 9], [65_535, 70_000]), 1000, together=8)
     reader = order.reader(1)
     samples, sizes = reader.samples(4, 0, order.units)
@@ -91,7 +91,7 @@ def test_large_classes_need_no_table():
 
 @pytest.mark.needs("POSIX")
 def test_a_signal_handler_runs_while_tables_are_made():
-    """A long read is interrupted, here by a read of another epoch, and can be taken up again."""
+    """A long read is interrupted, here by a read of another epoch, and can be repeated."""
     order = cseq.Buckets(np.repeat(np.arange(1, 101), 60_000), 2000, ratio=1)
     reader = order.reader(3)
     expected = [order.reader(3).samples(epoch, 0, 40)[0] for epoch in (0, 1)]

@@ -1,4 +1,4 @@
-"""`Resized`: another order's epochs, one after the other, in pieces of any size."""
+"""`Resized`: the epochs of another order, in sequence, in pieces of any size."""
 
 from itertools import chain
 
@@ -22,7 +22,7 @@ ORDERS = {
 @pytest.mark.parametrize("size", [1, 4, 10, 23])
 @pytest.mark.parametrize("name", ORDERS)
 def test_goes_through_the_epochs(name, size):
-    """The epochs of any size are one after the other those of the order."""
+    """Epochs of any size are, in sequence, the order's own."""
     order = ORDERS[name]
     expected = list(chain.from_iterable(units(order, 5, epoch) for epoch in range(24)))
     resized = cseq.Resized(order, size)
@@ -33,7 +33,7 @@ def test_goes_through_the_epochs(name, size):
 
 @pytest.mark.parametrize("size", [700, 1024, 4000, 5003])
 def test_a_part_of_the_data_is_a_fair_one(size):
-    """An epoch has the classes of periodic or sorted data by chance; samples come in turn."""
+    """An epoch has random classes of periodic or sorted data; samples come in turn."""
     often = np.zeros(5000, int)
     order = cseq.Resized(cseq.Shuffled(5000), size)
     for epoch in epochs(order, 30, 1):
@@ -47,7 +47,7 @@ def test_a_part_of_the_data_is_a_fair_one(size):
 
 
 def test_of_the_data():
-    """An order without samples has those of the data."""
+    """An order without samples has the data's."""
     resized = cseq.Resized(cseq.Shuffled(), 4)
     assert (resized.units, resized.samples) == (0, None)
     assert (resized.over(9).units, resized.over(9).samples) == (4, 9)
@@ -56,7 +56,7 @@ def test_of_the_data():
 
 
 def test_states():
-    """A state of another size or another order is refused, and both values are named."""
+    """A state of another size, or of another order, is refused, with both values."""
     order = cseq.Resized(cseq.Shuffled(9), 4)
     assert order.resumed(order.facts(), 1, 3, 2) is order
     with pytest.raises(ValueError, match="units=4, but here it has units=5"):
@@ -68,7 +68,7 @@ def test_states():
 
 
 def test_a_mixture_inside_goes_on_with_other_weights():
-    """What is inside is resumed where it was."""
+    """The inner mixture resumes where it was."""
     sources = {"a": cseq.Shuffled(90), "b": cseq.Shuffled(80)}
 
     def resized(weights):
@@ -86,7 +86,7 @@ def test_a_mixture_inside_goes_on_with_other_weights():
 
 
 def test_ranks_without_a_seed():
-    """They need one if the order does that is resized."""
+    """They need one if the inner order does."""
 
     def rank(order):
         worker = lambda: range(10)  # noqa: E731 - never made

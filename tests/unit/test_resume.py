@@ -1,4 +1,4 @@
-"""Leaving off in the middle of an epoch and going on, anywhere."""
+"""Stopping in the middle of an epoch, and continuing anywhere."""
 
 import itertools
 
@@ -13,7 +13,7 @@ SAMPLES = 101
 
 
 class Drawn:
-    """Indices and what the batch's own generator draws."""
+    """Returns its indices, and draws of the batch's own generator."""
 
     def __getitem__(self, indices):
         return indices, float(cseq.rng().random())
@@ -26,12 +26,12 @@ def manager(**options):
 
 
 def stream(batches):
-    """Batches as values."""
+    """Return batches as values."""
     return [(indices.tolist(), draw) for indices, draw in batches]
 
 
 def head(m, count):
-    """Take the first batches of an epoch, as far as there are so many, in test mode."""
+    """Take the first batches of an epoch in test mode, at most the given number."""
     return stream(itertools.islice(m.start_test(), count))
 
 
@@ -47,9 +47,9 @@ def head(m, count):
 )
 @example(n=18, batch=2, other=2, ranks=4, new_ranks=3, part=1.0, pad=False)
 def test_the_rest_is_dealt_anew(n, batch, other, ranks, new_ranks, part, pad):
-    """With other batch sizes and ranks, exactly the samples not yet delivered come.
+    """With other batch sizes and ranks, exactly the remaining samples come.
 
-    Ranks in step with one another have one state, also where some have no last batch.
+    Ranks in step share one state, even if some lack a last batch.
     """
     first = [manager(n=n, batch_size=batch, shard=(r, ranks), pad=pad) for r in range(ranks)]
     count = int(part * len(first[0]))
@@ -59,7 +59,8 @@ def test_the_rest_is_dealt_anew(n, batch, other, ranks, new_ranks, part, pad):
         m.finish()
     assert all(state == states[0] for state in states)
     if states[0]["consumed"] == 0:
-        return  # nothing yet, or all of it
+        # Nothing has come yet, or all samples have.
+        return
     order = cseq.permutation(n, 3, 0).tolist()
     had = [i for d in delivered for indices, _ in d for i in indices]
     assert set(had) == set(order[: states[0]["consumed"]])
@@ -71,11 +72,12 @@ def test_the_rest_is_dealt_anew(n, batch, other, ranks, new_ranks, part, pad):
             rest += [i for indices, _ in stream(m) for i in indices]
     left = order[states[0]["consumed"] :]
     assert set(left) <= set(rest)
-    assert len(rest) - len(left) < (new_ranks if pad else 1)  # the padding of the tail
+    # The tail's padding makes the difference.
+    assert len(rest) - len(left) < (new_ranks if pad else 1)
 
 
 def test_ranks_draw_differently_and_alike_after_a_resume():
-    """cseq.rng belongs to the batch's place in the epoch, whoever makes it."""
+    """cseq.rng belongs to the batch's place in the epoch, whoever makes the batch."""
     parts = []
     for rank in range(2):
         with manager(shard=(rank, 2)).start_test() as m:
@@ -86,7 +88,7 @@ def test_ranks_draw_differently_and_alike_after_a_resume():
 
 
 def test_loading_interrupts_what_runs():
-    """An iterator that was under way is not the place any more."""
+    """An iterator that was under way is no longer the position."""
     m = manager()
     with m.start():
         iterator = iter(m)
@@ -100,7 +102,7 @@ def test_loading_interrupts_what_runs():
 
 
 def test_an_unordered_place_cannot_be_said():
-    """With ordered=False there is a state between epochs alone."""
+    """With ordered=False, only states between epochs exist."""
     m = manager(ordered=False)
     with m.start():
         assert m.state_dict()["consumed"] == 0
@@ -112,7 +114,7 @@ def test_an_unordered_place_cannot_be_said():
 
 
 def test_a_batch_that_raised_is_not_delivered():
-    """The state after an error is at the batch that raised, until the loop goes on behind it."""
+    """After an error, the state is at the batch that raised, until the loop continues after it."""
 
     class Broken(Drawn):
         def __getitem__(self, indices):

@@ -1,4 +1,4 @@
-"""One start and its end: a manager that is dropped is closed without anything waiting for that."""
+"""One start and its end: a dropped manager is closed, and no caller waits for that."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def children():
     return found
 """
 
-# An indexer that hangs for longer than workers are waited for, whatever they are asked to do.
+# For any request, this indexer hangs for longer than the wait for workers.
 HANGING = f"""
 {PROCESSES}
 import gc, sys, threading, time
@@ -87,7 +87,7 @@ pids = children()
 
 
 class Slow:
-    """An indexer of test mode, in whose batch a test does things."""
+    """An indexer of test mode whose batch runs a test's function."""
 
     def __init__(self, act, seen):
         self.act, self.seen = act, seen
@@ -102,21 +102,21 @@ class Slow:
 
 
 def in_another_thread(call):
-    """Have another thread call something."""
+    """Make another thread call a function."""
     thread = threading.Thread(target=call)
     thread.start()
     return thread
 
 
 def await_generation(generation):
-    """Wait until another thread's call has interrupted the run, and so has the manager's lock."""
+    """Wait until another thread's call has interrupted the run, and holds the manager's lock."""
     while any(one.pool.run.generation == generation for one in runs.present()):
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
 def test_finish_on_another_thread(seconds, monkeypatch):
-    """It waits for a call that is under way; if that takes too long, the call ends the run."""
+    """It waits for a current call; after a time, the call ends the run."""
     monkeypatch.setattr(runs, "LOCK_SECONDS", seconds)
     seen = []
 
@@ -141,7 +141,7 @@ def test_finish_on_another_thread(seconds, monkeypatch):
 
 
 def test_a_look_waits_for_no_thread_that_waits_for_this_one():
-    """In the middle of a batch, while another thread's `iter` waits for that batch's end."""
+    """A batch may look while another thread's `iter` waits for that batch's end."""
     looks = []
 
     def act():
@@ -163,22 +163,23 @@ def test_a_look_waits_for_no_thread_that_waits_for_this_one():
 @pytest.mark.parametrize("what", ["manager", "streams"])
 @pytest.mark.parametrize("method", start_methods())
 def test_a_garbage_collection_waits_for_no_worker(run_script, method, what):
-    """It returns at once though a worker hangs; soon after that, all processes are gone."""
+    """It returns at once even if a worker hangs; soon afterwards, all processes are gone."""
     done = run_script(DROPPED, method, what)
     assert done.stdout == "True\nTrue\n", done.stderr
 
 
 @pytest.mark.parametrize("what", ["manager", "streams"])
 def test_the_interpreters_end_waits_for_all(run_script, what):
-    """What is being closed, and what runs, is gone when the program is: busy workers, too, soon."""
+    """All that runs or is closing ends with the program: busy workers, too, soon."""
     done = run_script(AT_EXIT, start_methods()[0], what)
     assert done.stdout == "True\n", done.stderr
     assert done.returncode == 0
-    assert done.stderr == ""  # the grace, after which a warning would come, was not waited for
+    # The program did not wait for the grace period, whose end logs a warning.
+    assert done.stderr == ""
 
 
 def test_what_is_dropped_is_closed_on_a_thread_that_is_known():
-    """`threading` knows the thread while it closes, and makes up none that stays in its list."""
+    """`threading` knows the thread while it closes, and adds no dummy thread that stays."""
     before = set(threading.enumerate())
     names = []
     runs.close_elsewhere(lambda: names.append(threading.current_thread().name), os.getpid())
@@ -189,7 +190,7 @@ def test_what_is_dropped_is_closed_on_a_thread_that_is_known():
 
 @pytest.mark.parametrize("starts", ["_thread.start_new_thread", "threading.Thread.start"])
 def test_no_more_threads(starts, monkeypatch):
-    """Where the system has no more threads, what is dropped is closed all the same, and once."""
+    """If the system has no more threads, a dropped run is still closed, and once."""
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
@@ -202,8 +203,6 @@ def test_no_more_threads(starts, monkeypatch):
 
 
 class Closing:
-    """Something to be closed."""
-
     def __init__(self):
         self.closed = False
 
@@ -212,7 +211,7 @@ class Closing:
 
 
 def test_what_is_closed_is_kept_by_nothing(monkeypatch):
-    """Not by the thread that has begun the other one, either, which may still be at that."""
+    """The thread that started another one drops it, too, even while it is still busy."""
     first = []
     monkeypatch.setattr("_thread.start_new_thread", lambda begin, _args: first.append(begin))
     monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
@@ -227,7 +226,7 @@ def test_what_is_closed_is_kept_by_nothing(monkeypatch):
 
 
 def test_what_looks_at_its_end_may_raise(monkeypatch):
-    """The run is closed all the same."""
+    """The run is still closed."""
 
     def fail(_):
         raise ZeroDivisionError
@@ -265,7 +264,7 @@ begun.wait()
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="there, no thread is unwound at the end")
 @pytest.mark.parametrize(("seconds", "ends"), [(60.0, True), (0.01, False)])
 def test_the_end_of_the_program_waits_for_threads_in_a_batch(run_script, tmp_path, seconds, ends):
-    """Or Python unwinds their stacks, which aborts it in C++; what hangs is named after a time."""
+    """Otherwise Python would unwind their stacks, which aborts C++; a hanging one is named."""
     done = run_script(BUSY, str(seconds), "ends" if ends else "hangs")
     assert (done.stdout, done.returncode) == ("", 0)
     assert (tmp_path / "made").exists() == ends

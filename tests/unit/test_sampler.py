@@ -1,4 +1,4 @@
-"""The sampler: each sample once over all ranks, from any point of an epoch on."""
+"""The sampler: each sample once over all ranks, from any position in an epoch."""
 
 import itertools
 
@@ -18,7 +18,7 @@ seeds = st.integers(0, 2**64 - 1)
 
 
 def sampler(dset_size=100, *, shuffle=True, **options):
-    """Make a sampler of which only some arguments matter."""
+    """Make a sampler; only some arguments matter."""
     order = Shuffled(algorithm="fisher-yates-v1") if shuffle else Sequential()
     usual = {"batch_size": 7, "seed": 1, "drop_last": False}
     return Sampler(dset_size, order, **{**usual, **options})
@@ -41,13 +41,13 @@ def epoch(one, number=0, consumed=0):
 
 
 def dealt(all_ranks, number=0, consumed=0):
-    """Take the global batches of an epoch: those of the ranks, one after the other."""
+    """Take the global batches of an epoch, each with its ranks' batches in order."""
     parts = [epoch(one, number, consumed) for one in all_ranks]
     return [flat(parts_of_one) for parts_of_one in zip(*parts, strict=True)]
 
 
 def flat(batches):
-    """Put batches one after the other."""
+    """Concatenate batches."""
     return list(itertools.chain.from_iterable(batches))
 
 
@@ -55,14 +55,14 @@ def flat(batches):
 
 
 def test_padding_is_the_beginning():
-    """What is missing in the tail is taken from the beginning of the order, again and again."""
+    """The order's beginning fills the tail, repeatedly."""
     assert dealt(ranks(3, 8, batch_size=2, shuffle=False)) == [[0, 1, 2, 3, 4, 5], [6, 7, 0]]
     assert dealt(ranks(5, 2, batch_size=4, shuffle=False)) == [[0, 1, 0, 1, 0]]
 
 
 @given(n=sizes, size=batch_sizes, world=worlds, consumed=st.integers(0, 300), seed=seeds)
 def test_without_padding(n, size, world, consumed, seed):
-    """Over all ranks each sample comes once, in the order's parts; tails differ by one sample."""
+    """Over all ranks, each sample comes once, in the order's parts; tails differ by one sample."""
     assume(consumed <= n)
     every = ranks(world, n, batch_size=size, seed=seed, pad=False)
     parts = [epoch(one, 1, consumed) for one in every]
@@ -84,7 +84,7 @@ def test_without_padding(n, size, world, consumed, seed):
 
 
 def test_an_epoch_without_batches_is_said(caplog):
-    """If drop_last leaves out all that there is, the log says so once, and what to do."""
+    """If drop_last omits everything, the log says so once, with the remedy."""
     warn.cache_clear()
     sampler(8, batch_size=4, drop_last=True, world_size=2)
     sampler(7, batch_size=4, world_size=2)
@@ -98,13 +98,13 @@ def test_an_epoch_without_batches_is_said(caplog):
     )
 
 
-# ── samples that are given ────────────────────────────────────────────────────────────────────
+# ── given samples ─────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64, ">i2"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_indices(dtype, world):
-    """Given indices take the place of 0 … n-1, as int64, also in the padding."""
+    """Given indices replace 0 … n-1, as int64, even in the padding."""
     given_ = np.arange(100, 75, -1).astype(dtype)
     batches = dealt(ranks(world, given_))
     plain = dealt(ranks(world, len(given_)))
@@ -113,7 +113,7 @@ def test_indices(dtype, world):
 
 
 def test_array_is_not_copied_and_not_written():
-    """An array of a terabyte of indices is not copied, and one that is read-only will do."""
+    """A terabyte of indices is not copied, and the array may be read-only."""
     array = np.broadcast_to(np.int64(3), (2**37,))
     one = sampler(array, shuffle=False)
     assert batch(one.source(0), 10**9) == [3] * 7
@@ -127,7 +127,7 @@ def test_array_is_not_copied_and_not_written():
 
 
 class Endless:
-    """A data set whose __getitem__ never raises IndexError: numpy would read it for ever."""
+    """A data set whose __getitem__ never raises IndexError: numpy would read it forever."""
 
     def __len__(self):
         return 100
@@ -149,14 +149,14 @@ class Endless:
     ids=lambda value: type(value).__name__,
 )
 def test_a_data_set_as_dset_size(given_, text):
-    """A data set, or what has no length: a TypeError at once that says what to give."""
+    """A data set, or an object without a length, raises a TypeError at once with the remedy."""
     with pytest.raises(TypeError, match=text):
         sampler(given_)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_epoch_out_of_range(shuffle):
-    """So are an epoch and a number of consumed samples that cannot be."""
+    """An invalid epoch, or number of consumed samples, is an error."""
     one = sampler(10, shuffle=shuffle)
     for number, consumed, error in (
         (-1, 0, ValueError),
@@ -172,6 +172,6 @@ def test_epoch_out_of_range(shuffle):
 
 @pytest.mark.parametrize(("number", "error"), [(-1, OverflowError), (15, IndexError)])
 def test_no_such_batch(number, error):
-    """A batch that an epoch does not have is an error."""
+    """A batch that an epoch lacks is an error."""
     with pytest.raises(error):
         sampler(100).source(0).samples(number)

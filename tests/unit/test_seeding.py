@@ -1,4 +1,4 @@
-"""Global generators: `random`, numpy.random and torch draw the same whoever makes a batch."""
+"""Global generators: `random`, numpy.random and torch draw the same in any worker."""
 
 # ruff: noqa: NPY002 - numpy's global generator is what this is about
 
@@ -19,19 +19,19 @@ from cseq.indexing import context, seeding
 
 
 class Drawing:
-    """Draws from what is imported anyway; `made` is drawn by the constructor."""
+    """Draws from the modules already imported; the constructor draws `made`."""
 
     def __init__(self):
         self.made = random.random(), np.random.rand()
 
     def __getitem__(self, indices):
-        # An odd number of Gaussian ones: each generator keeps the second of a pair.
+        # Each generator keeps the second of a pair of Gaussian numbers, so their number is odd.
         return (self.made, random.gauss(0, 1), np.random.randn(), np.random.randint(1 << 30),
                 random.random())  # fmt: skip
 
 
 def states():
-    """Return what this process's generators would draw next."""
+    """Return the next draws of this process's generators."""
     name, key, *rest = np.random.get_state()
     return random.getstate(), name, key.tobytes(), rest
 
@@ -44,11 +44,12 @@ def states():
     [
         pytest.param(kind, number, id=f"{kind.name}-{number}")
         for kind in PROCESSES
-        for number in ([1, 2, 5] if kind is QUICKEST else [2])  # the number is nothing to a start
+        # The number does not affect a start.
+        for number in ([1, 2, 5] if kind is QUICKEST else [2])
     ],
 )
 def test_draws_whatever_the_workers(kind, num_workers):
-    """Any number and kind of worker processes draw what test mode draws, in every epoch."""
+    """Any number and kind of worker processes draw like test mode, in every epoch."""
     options = {"batch_size": 3, "epochs": 2}
     want = stream(INLINE, Drawing, 40, **options)
     assert stream(kind, Drawing, 40, num_workers=num_workers, **options) == want
@@ -92,10 +93,9 @@ print(all(other == inline for other in first + again))
 
 
 def test_modules_imported_by_a_batch(run_script):
-    """A batch that imports numpy.random or torch draws as if they had been there before.
+    """A batch that imports numpy.random or torch draws as if they were already imported.
 
-    In workers that have imported them and in those that have not, also in test mode in a trainer
-    that has not.
+    This holds in workers with and without these imports, and in test mode in a trainer without.
     """
     pytest.importorskip("torch")
     done = run_script(LAZY)
@@ -103,11 +103,11 @@ def test_modules_imported_by_a_batch(run_script):
     assert done.stdout == "True\n"
 
 
-# -- what is left alone
+# -- unaffected generators
 
 
 def test_test_mode_restores():
-    """The trainer's generators are between two batches what they would be without them."""
+    """Between two batches, the trainer's generators are as they would be without batches."""
     np.random.seed(5)
     np.random.randn()
     random.seed(5)
@@ -123,7 +123,7 @@ def test_test_mode_restores():
 
 
 def test_test_mode_restores_after_an_exception():
-    """Also after a batch, or a constructor, that raises."""
+    """This holds even after a batch, or a constructor, that raises."""
 
     class Raises:
         def __getitem__(self, indices):
@@ -146,7 +146,7 @@ def test_test_mode_restores_after_an_exception():
 
 
 def test_test_mode_restores_after_a_signal_handler():
-    """Wherever in seeding and restoring it raises."""
+    """The handler may raise anywhere in seeding and restoring."""
     np.random.seed(5)
     np.random.randn()
     before, bit_generator = states(), np.random.get_bit_generator()
@@ -154,7 +154,8 @@ def test_test_mode_restores_after_a_signal_handler():
         batches = iter(m)
 
         def step(countdown):
-            next(batches)  # it may have been made when the handler raised
+            # The batch may have been made when the handler raised.
+            next(batches)
             with interrupted(countdown, "indexing/seeding.py") as struck:
                 next(batches)
             assert states() == before
@@ -175,7 +176,8 @@ def test_switched_off():
     np.random.seed(7)
     made, _, normal, integer, _ = want = Drawing()[None]
     np.random.seed(7)
-    with m.start() as batches:  # Python seeds `random` anew in a child
+    # Python seeds `random` again in a child.
+    with m.start() as batches:
         got = next(iter(batches))
     assert (got[0][1], *got[2:4]) == (made[1], normal, integer)
     random.seed(7)
@@ -184,7 +186,7 @@ def test_switched_off():
 
 
 def test_threads_are_not_seeded():
-    """Threads share the generators with the training loop: nothing seeds them there."""
+    """Threads share the generators with the training loop, so they are not seeded."""
     random.seed(7)
     np.random.seed(7)
     before = states()
@@ -200,7 +202,8 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "generator_states.json"
 FILE = json.loads(GOLDEN.read_text(encoding="ascii"))
 
 
-BATCH, MAKING = 4, 5  # what words are for: docs/inside/shuffle.md
+# The purposes of words: docs/inside/shuffle.md.
+BATCH, MAKING = 4, 5
 
 
 def sha256(words):
@@ -219,7 +222,8 @@ def test_golden_states(record):
     if start is not None:
         batch_context.set_ticket(context.Numbers(seed, epoch, 3, start))
     seeds = seeding.Seeds(batch_context)
-    np.random.randn()  # an odd number of Gaussian ones: the second of a pair is forgotten
+    # The second of a pair of Gaussian numbers is dropped, as their number is odd.
+    np.random.randn()
     random.gauss(0, 1)
     before, torchs = states(), torch.get_rng_state()
     seeds.lend()
@@ -239,7 +243,7 @@ def test_golden_states(record):
 
 @pytest.mark.parametrize("record", FILE["states"][::4])
 def test_the_page_defines_the_golden_states(record):
-    """Public calls with three words that are derived of seed, epoch and place give these states."""
+    """Public calls with three words from seed, epoch and place give these states."""
     seed, start = record["seed"], record["start"]
     place = (seed, 0, MAKING)
     if start is not None:
@@ -253,7 +257,7 @@ def test_the_page_defines_the_golden_states(record):
 
 
 def test_a_bit_generator_of_the_users():
-    """`numpy.random` keeps the bit generator that the user has set, which gets the same word."""
+    """`numpy.random` keeps a bit generator that the user has set; it gets the same word."""
     np.random.seed(4)
     before, kept = np.random.get_bit_generator(), states()
     seeds = seeding.Seeds(context.BatchContext(0, 1))
@@ -344,7 +348,7 @@ print([batch[0] for batch in sent], [b[1] for b in sent][1:] == [b[1] for b in r
 
 @pytest.mark.needs("worker processes")
 def test_a_batch_is_made_once_more_if_it_imports_what_it_may_draw_from(run_script):
-    """Once, even if it failed; `cseq.rng` starts again. So is an indexer that imports when made."""
+    """It is repeated once, even after a failure, with a new `cseq.rng`; so is a constructor."""
     done = run_script(AGAIN)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [

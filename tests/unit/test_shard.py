@@ -1,4 +1,4 @@
-"""Which rank this is: given, from torch, from launchers; and what contradicts itself."""
+"""This process's rank: given, from torch, from launchers; and contradictions."""
 
 import sys
 import types
@@ -22,7 +22,7 @@ def shard_of(value):
 
 
 def environment(monkeypatch, **values):
-    """Set these of all launchers' variables, without torch."""
+    """Set only these of all launchers' variables, without torch."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     for key in VARIABLES:
         monkeypatch.delenv(key, raising=False)
@@ -31,7 +31,7 @@ def environment(monkeypatch, **values):
 
 
 def process_group(monkeypatch, *, initialised):
-    """Put a torch in place that is, or is not, rank 2 of 3."""
+    """Install a torch that is, or is not, rank 2 of 3."""
     distributed = types.SimpleNamespace(
         is_available=lambda: True,
         is_initialized=lambda: initialised,
@@ -42,7 +42,7 @@ def process_group(monkeypatch, *, initialised):
 
 
 def test_shard_given():
-    """None is everything; a pair is itself."""
+    """None is everything; a pair is unchanged."""
     assert shard_of(None) == (0, 1)
     assert shard_of((1, 3)) == (1, 3)
     assert shard_of([np.int64(0), np.uint8(1)]) == (0, 1)
@@ -53,14 +53,14 @@ def test_shard_given():
 
 
 class Group:
-    """Has the methods of a process group of torch, and a description of what it is for."""
+    """Has the methods of torch's process group, and a description of its purpose."""
 
     def __init__(self, rank, size, text="undefined"):
         self.rank, self.size, self.group_desc = (lambda: rank), (lambda: size), text
 
 
 class Mesh:
-    """Has the methods of a DeviceMesh of torch."""
+    """Has the methods of torch's DeviceMesh."""
 
     def __init__(self, shape, place, *names):
         self.mesh, self.ndim, self.mesh_dim_names = np.empty(shape), len(shape), names or None
@@ -68,7 +68,7 @@ class Mesh:
 
 
 def test_shard_of_a_group():
-    """A process group, and a mesh of one dimension, say which rank this is."""
+    """A process group, or a mesh of one dimension, gives the rank."""
     assert shard_of(Group(2, 3)) == (2, 3)
     assert shard_of(Mesh([4], [1])) == (1, 4)
 
@@ -101,7 +101,7 @@ def test_shard_of_no_rank(value, text):
 
 
 def test_shard_auto_from_the_environment(monkeypatch):
-    """'auto' takes torchrun's environment, also beside a torch without a process group."""
+    """'auto' uses torchrun's environment, even with a torch without a process group."""
     environment(monkeypatch, RANK="1", WORLD_SIZE="4")
     assert shard_of("auto") == (1, 4)
     process_group(monkeypatch, initialised=False)
@@ -109,7 +109,7 @@ def test_shard_auto_from_the_environment(monkeypatch):
 
 
 def ray_train(monkeypatch, ranks):
-    """Put a ray.train in place that is rank 1 of some, or says that it is not in a worker."""
+    """Install a ray.train that is rank 1 of some, or that says it is not in a worker."""
 
     def get_context():
         if ranks is None:
@@ -120,7 +120,7 @@ def ray_train(monkeypatch, ranks):
 
 
 def test_shard_auto_from_ray_train(monkeypatch):
-    """'auto' asks Ray Train first; outside of its workers, it goes on."""
+    """'auto' asks Ray Train first; outside of its workers, it goes on to others."""
     environment(monkeypatch, RANK="3", WORLD_SIZE="4")
     process_group(monkeypatch, initialised=True)
     ray_train(monkeypatch, 5)
@@ -132,7 +132,7 @@ def test_shard_auto_from_ray_train(monkeypatch):
 
 
 def groups(monkeypatch, *groups, meshes=()):
-    """Put a torch in place that is rank 2 of 3, with these groups; or these meshes, before 2.6."""
+    """Install a torch that is rank 2 of 3 with these groups; or with these meshes, before 2.6."""
     process_group(monkeypatch, initialised=True)
     world = types.SimpleNamespace(pg_map=dict.fromkeys([Group(2, 3, "default_pg"), *groups]))
     module = types.SimpleNamespace(_world=world)
@@ -143,7 +143,7 @@ def groups(monkeypatch, *groups, meshes=()):
 
 
 def test_shard_auto_where_ranks_share_a_model(monkeypatch):
-    """It is an error where torch, or Megatron, has another dimension than those of data."""
+    """It is an error if torch, or Megatron, has a dimension that does not divide data."""
     environment(monkeypatch)
     fine = Group(0, 1, "mesh_tp"), Group(0, 3, "mesh_default"), Group(0, 2, "a checkpoint's")
     groups(monkeypatch, *fine, Group(0, 1, "CONTEXT_PARALLEL_GROUP"))
@@ -164,7 +164,7 @@ def test_shard_auto_where_ranks_share_a_model(monkeypatch):
 
 
 def jax(monkeypatch, *, connected, backend, ranks):
-    """Put a jax in place that is the last of some processes; to ask it makes a backend."""
+    """Install a jax that is the last of some processes; asking it makes a backend."""
 
     def asked():
         assert backend
@@ -184,7 +184,7 @@ def jax(monkeypatch, *, connected, backend, ranks):
 
 
 def test_shard_auto_from_jax(monkeypatch):
-    """'auto' asks JAX's processes once they are connected, or have a backend; it makes none."""
+    """'auto' asks JAX's processes once connected, or with a backend; it makes none."""
     environment(monkeypatch, RANK="0", WORLD_SIZE="5")
     jax(monkeypatch, connected=False, backend=False, ranks=4)
     assert shard_of("auto") == (0, 5)
@@ -201,7 +201,7 @@ def test_shard_auto_from_jax(monkeypatch):
     ("rank", "world_size"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0"), ("", "1")]
 )
 def test_shard_auto_with_a_bad_environment(monkeypatch, rank, world_size):
-    """An environment that makes no sense is an error that shows it."""
+    """An invalid environment is an error that shows it."""
     environment(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
     with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
         shard_of("auto")
@@ -214,7 +214,8 @@ def test_shard_auto_with_a_bad_environment(monkeypatch, rank, world_size):
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, (1, 3)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2)),
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "5"}, (3, 5)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "5"}, (0, 1)),  # a batch script, without srun
+        # This is a batch script without srun.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "5"}, (0, 1)),
         (
             {"RANK": "6", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
             (6, 8),
@@ -222,27 +223,27 @@ def test_shard_auto_with_a_bad_environment(monkeypatch, rank, world_size):
     ],
 )
 def test_launchers(monkeypatch, values, want):
-    """Each launcher's variables are known, the innermost first."""
+    """Each launcher's variables are known; the innermost launcher comes first."""
     environment(monkeypatch, **values)
     assert shard_of("auto") == want
 
 
 @pytest.mark.parametrize("more", [{}, {"NODE_RANK": "1", "LOCAL_RANK": "0"}])
 def test_a_world_size_without_a_rank(monkeypatch, more):
-    """Several ranks, and no word of which this is: an error, and no duplication."""
+    """With several ranks and no rank number, an error prevents duplication."""
     environment(monkeypatch, WORLD_SIZE="4", **more)
     with pytest.raises(ValueError, match=r"WORLD_SIZE='4'.*no rank"):
         shard_of("auto")
 
 
 def make(**options):
-    """Make a manager of ten samples in test mode's pool."""
+    """Make a manager of ten samples."""
     options = {"seed": 1, "batch_size": 1, "out_type": "null", "shard": "auto"} | options
     return cseq.MTSequence(Indices1, 10, 1, **options)
 
 
 def test_nothing_is_asked_before_it_is_needed(monkeypatch):
-    """Constructor and properties ask nothing; `len`, `sampler` and a start do, and remember."""
+    """Constructor and properties ask nothing; `len`, `sampler` and a start ask, and remember."""
     environment(monkeypatch)
     managers = [make() for _ in range(3)]
     for m in managers:
@@ -253,7 +254,8 @@ def test_nothing_is_asked_before_it_is_needed(monkeypatch):
     with managers[0].start_test() as m:
         order = cseq.permutation(10, 1, 0).tolist()
         assert [int(b[0]) for b in m] == [order[1], order[6]]
-    environment(monkeypatch)  # what is silent contradicts nothing
+    # No answer is no contradiction.
+    environment(monkeypatch)
     assert len(managers[0]) == 2
     with managers[0].start_test() as m:
         assert len(list(m)) == 2
@@ -261,7 +263,7 @@ def test_nothing_is_asked_before_it_is_needed(monkeypatch):
 
 @pytest.mark.parametrize("asked", ["len", "start", "iter"])
 def test_a_group_that_comes_later(monkeypatch, asked):
-    """Wherever it is noticed, it is an error that tells both, and what to do."""
+    """Wherever it is noticed, an error has both, and the remedy."""
     environment(monkeypatch)
     m = make()
     if asked == "iter":
@@ -287,7 +289,7 @@ def test_a_group_that_agrees(monkeypatch):
 
 
 def test_ranks_need_a_seed(monkeypatch):
-    """It is said when the ranks are known; a state's seed is one that all of them have."""
+    """The error comes once the ranks are known; a state's seed is shared by all ranks."""
     with pytest.raises(ValueError, match="seed"):
         make(seed=None, shard=(0, 2))
     state = make().state_dict()
@@ -302,7 +304,7 @@ def test_ranks_need_a_seed(monkeypatch):
 
 
 def test_alone_is_said_once(monkeypatch, caplog):
-    """That shard='auto' found nothing is a warning in the log, once in the life of a process."""
+    """If shard='auto' found nothing, the log warns once per process."""
     environment(monkeypatch)
     shard.warn_alone.cache_clear()
     for _ in range(2):

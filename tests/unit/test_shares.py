@@ -26,7 +26,7 @@ blocks = st.one_of(st.integers(1, 9), st.integers(1, 2**16 - 1))
 
 
 def errors(given_weights, block, number):
-    """Return how far sources are off before a block: with a unit in a block or more, and less."""
+    """Return the errors before a block: of sources with a unit or more in a block, and others."""
     ratios = [weight.as_integer_ratio() for weight in given_weights]
     scale = math.lcm(*(below for _, below in ratios))
     exact = [above * scale // below for above, below in ratios]
@@ -42,11 +42,11 @@ def errors(given_weights, block, number):
 
 
 @given(weights, blocks, st.integers(0, 2**48))
-# 64 bits round a factor just below 1/2 up to it: the exact count is one less.
+# 64 bits round a factor just below 1/2 up to it; the exact count is one less.
 @example([2**63 - 1, 2**63], 1, 1)
 @example([2**63 - 1, 2**63], 1, 2**47 + 1)
 def test_counts(given_weights, block, number):
-    """They are those of the page, they never go back, and they are off by less than it says."""
+    """They match the page's, never decrease, and are off by less than the page says."""
     shares = Shares(given_weights, block)
     before, after = (shares.before(number + k).tolist() for k in (0, 1))
     assert before == counts(given_weights, block, number)
@@ -70,7 +70,7 @@ FAMILIES = {
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("block", [1, 8, 1024, 65535])
 def test_families(name, block):
-    """Many sources, in blocks of any size, are off by less than the bounds at any time."""
+    """Many sources, in blocks of any size, stay within the bounds at any time."""
     rng = random.Random(block)
     for number in (1, 2, 3, *(rng.randrange(2 ** rng.randint(2, 40)) for _ in range(5))):
         whole, less = errors(FAMILIES[name], block, number)
@@ -81,7 +81,7 @@ def test_families(name, block):
 @settings(max_examples=30)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any), st.integers(1, 5))
 def test_whole_shares(quotas, times):
-    """Where each share of a block is a whole number, every block has it."""
+    """If each share of a block is a whole number, every block has it."""
     shares = Shares([quota * 0.125 for quota in quotas], sum(quotas) * times)
     for number in (0, 1, 2, 10**9):
         more = shares.before(number + 1) - shares.before(number)

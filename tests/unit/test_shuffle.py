@@ -1,4 +1,4 @@
-"""The order of an epoch: fair, and only as much of it as is used."""
+"""The order of an epoch: fair, and computed only as far as it is used."""
 
 import ctypes
 import itertools
@@ -64,15 +64,15 @@ def name(record):
 
 
 def key_of(record, *names):
-    """Pick numbers of a golden record."""
+    """Select numbers of a golden record."""
     return tuple(record[each] for each in names)
 
 
-# ── what it is ────────────────────────────────────────────────────────────────────────────────
+# ── the definition ────────────────────────────────────────────────────────────────────────────
 
 
 def test_page_shows_the_golden_file():
-    """The test vectors of docs/inside/shuffle.md are those of the golden file."""
+    """The test vectors in docs/inside/shuffle.md equal the golden file's."""
     page = (HERE.parent / "docs" / "inside" / "shuffle.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\S+) \| (\S+) \| (\S+) \| (`?)([\w ]+)", page, re.MULTILINE)
     shown = {
@@ -106,17 +106,17 @@ def test_building_blocks():
 
 @given(n=st.integers(0, 400), seed=seeds, epoch=seeds)
 def test_reference(n, seed, epoch):
-    """Every permutation is that of the reference in plain Python."""
+    """Every permutation equals the reference in plain Python."""
     assert cseq.permutation(n, seed, epoch).tolist() == list(order(n, seed, epoch))
 
 
 @given(seed=seeds, epoch=seeds, purpose=seeds, count=st.integers(0, 8))
 def test_reference_words(seed, epoch, purpose, count):
-    """Every derived word is that of the reference."""
+    """Every derived word equals the reference."""
     assert core_derive(seed, epoch, purpose, count) == derive(seed, epoch, purpose, count)
 
 
-# ── while it is used ──────────────────────────────────────────────────────────────────────────
+# ── in use ────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(n=sizes, seed=seeds, data=st.data())
@@ -135,7 +135,7 @@ def test_any_position_at_any_time(n, seed, data):
     epochs=st.lists(st.tuples(seeds, st.floats(0, 1)), min_size=1, max_size=8),
 )
 def test_table_is_reused(n, seed, epochs):
-    """An epoch on a table where earlier ones were broken off anywhere is as on a fresh one."""
+    """After epochs that stopped anywhere, a table gives the same as a fresh one."""
     made = TableReader(n, seed)
     for epoch, share in epochs:
         upto = int(n * share)
@@ -145,13 +145,13 @@ def test_table_is_reused(n, seed, epochs):
     assert np.array_equal(made.samples(5, 0, n)[0], cseq.permutation(n, seed, 5))
 
 
-# ── never more of it than is used ─────────────────────────────────────────────────────────────
+# ── only as far as it is used ─────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("what", ["order", "permutation"])
 def test_interruption(what):
-    """A signal handler runs in the middle of a long shuffle, which can be taken up again."""
+    """A signal handler runs in the middle of a long shuffle, which can be repeated."""
     n, made = 30_000_000, begun(30_000_000, 1)
 
     def ring(_number, _frame):
@@ -173,7 +173,7 @@ def test_interruption(what):
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None, np.float64(2), np.bool_(True)])
 def test_not_an_integer(value):
-    """What is not an integer is a TypeError that shows it."""
+    """A value that is no integer raises a TypeError that shows it."""
     for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
         with pytest.raises(TypeError, match=repr(value).replace("(", ".").replace(")", ".")):
             cseq.permutation(*arguments)
@@ -188,7 +188,7 @@ def test_not_an_integer(value):
 
 @pytest.mark.parametrize("value", [-1, 2**64, np.int64(-5)])
 def test_out_of_range(value):
-    """A number that is not in range is a ValueError that shows it."""
+    """A number out of range raises a ValueError that shows it."""
     for arguments in ((value, 1, 1), (10, value, 1), (10, 1, value)):
         with pytest.raises(ValueError, match=str(int(value))):
             cseq.permutation(*arguments)
@@ -216,7 +216,7 @@ def test_beyond_the_end(start, count):
     st.data(),
 )
 def test_permutations_that_orders_are_made_of(n, seed, key, data):
-    """Any elements at once are those of the reference, with a key and without."""
+    """Any elements at once equal the reference, with and without a key."""
     made = Permutation(n, seed, 3, 14, *([] if key is None else [key]))
     expected = perm(n, stream(seed, 3, 14, key))
     places = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
@@ -224,7 +224,7 @@ def test_permutations_that_orders_are_made_of(n, seed, key, data):
 
 
 def test_places_of_a_permutation_are_checked():
-    """Those beyond the end are an IndexError, also of a reader."""
+    """Positions beyond the end raise an IndexError, even in a reader."""
     for n in (LEAST - 1, LEAST):
         with pytest.raises(IndexError):
             Permutation(n, 1, 0, 14).at(np.array([0, n]))
@@ -234,7 +234,7 @@ def test_places_of_a_permutation_are_checked():
 
 
 def test_more_samples_than_a_table_has():
-    """Above 2^32 samples, the error says which algorithm needs no table."""
+    """Above 2^32 samples, the error names the algorithm without a table."""
     for make in (cseq.permutation, TableReader):
         with pytest.raises(ValueError, match=f"{2**32 + 1} samples .*shuffle='feistel'"):
             make(2**32 + 1, 1)
@@ -242,12 +242,12 @@ def test_more_samples_than_a_table_has():
         cseq.MPSequence(np.arange(9), 2**32 + 1)
 
 
-# ── below the extension: what no sane number of samples reaches ───────────────────────────────
+# ── below the extension: beyond any realistic number of samples ───────────────────────────────
 
 
 @pytest.fixture(scope="module", params=["", "-DCSEQ_PORTABLE_MUL"], ids=["native", "portable"])
 def header(request, tmp_path_factory):
-    """Compile the header on its own, with the compiler's wide multiplication and without."""
+    """Compile the header alone, with and without the compiler's wide multiplication."""
     compiler = shutil.which((sysconfig.get_config_var("CC") or "cc").split()[0])
     if compiler is None or sys.platform == "win32":
         pytest.skip("no C compiler to compile the header with")
@@ -269,7 +269,7 @@ def u64(value):
 
 
 def test_multiplication(header):
-    """The product of two words is exact, whichever way it is made."""
+    """Either way, the product of two words is exact."""
     rng, low = random.Random(1), ctypes.c_uint64()
     edges = [0, 1, 2**32 - 1, 2**32, 2**32 + 1, 2**63, WORD - 1, WORD, GOLDEN]
     drawn = [(rng.getrandbits(64), rng.getrandbits(64)) for _ in range(1000)]
@@ -292,9 +292,10 @@ def test_rejected_words(header, limit):
 
 @pytest.mark.needs("POSIX")
 def test_as_many_as_32_bits_can_name(header):
-    """2^32 samples have the order of the reference; no test touches 16 GB."""
+    """2^32 samples have the reference's order, though no test uses 16 GB."""
     n = 2**32
-    reserve = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE
+    # This is MAP_NORESERVE.
+    reserve = 0x4000 if sys.platform == "linux" else 0
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserve
     pages, count = n * 4 // 4096, 500
     out = (ctypes.c_int64 * count)()
@@ -316,7 +317,7 @@ def test_as_many_as_32_bits_can_name(header):
 @settings(max_examples=20)
 @given(n=st.integers(1, 5000), last=st.integers(0, 3))
 def test_generations_wrap_around(header, left, n, last):
-    """After 2^32 epochs on one table, generations begin again, and no page is taken for clean."""
+    """After 2^32 epochs on one table, generations restart, and no page wrongly counts as clean."""
     pages = -(-n * 4 // 4096)
     table, tags = (ctypes.c_uint64 * (pages * 512))(), (ctypes.c_uint32 * pages)()
     out = (ctypes.c_int64 * n)()
@@ -345,7 +346,7 @@ print(len(set(order.samples(0, 0, 4)[0].tolist())))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory as Linux does")
 def test_no_memory_for_the_table():
-    """MemoryError each time, until there is room."""
+    """Each attempt raises MemoryError until there is room."""
     command = [sys.executable, "-c", OUT_OF_MEMORY]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     line = "no memory for the index table of 1073741824 samples (4294967296 bytes)\n"
@@ -358,7 +359,7 @@ def test_no_memory_for_the_table():
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(LEAST, LEAST + 5000), seed=seeds, data=st.data())
 def test_an_order_without_a_table_is_a_permutation(n, seed, data):
-    """Each sample once; read in any pieces."""
+    """Each sample comes once, read in any pieces."""
     made = computed(n, seed)
     whole = made.read(0, n)
     assert np.array_equal(np.sort(whole), np.arange(n))
@@ -369,7 +370,7 @@ def test_an_order_without_a_table_is_a_permutation(n, seed, data):
 
 
 def test_few_samples_have_the_order_of_fisher_yates():
-    """A network over fewer would have no room for its keys."""
+    """A network over fewer samples would have no room for its keys."""
     n = LEAST - 1
     assert np.array_equal(computed(n, 3, 4).read(0, n), begun(n, 3, 4).read(0, n))
     assert not np.array_equal(
@@ -378,13 +379,13 @@ def test_few_samples_have_the_order_of_fisher_yates():
 
 
 def test_a_network_over_few_samples_is_refused():
-    """The table of fisher-yates-v1 is for these."""
+    """fisher-yates-v1's table serves them."""
     with pytest.raises(ValueError, match="n=65535 is less than 65536"):
         FeistelReader(LEAST - 1, 1)
 
 
 def test_an_order_without_a_table_is_fair():
-    """Chi-square of what a table would also pass: where samples go, and which are neighbours."""
+    """The chi-square is one that a table would pass: where samples go, and which are neighbours."""
     n, parts = 2**20 + 5, 64
     whole = computed(n, 11, 2).read(0, n)
     b = -(-n // (math.isqrt(n - 1) + 1))
@@ -402,7 +403,7 @@ def test_an_order_without_a_table_is_fair():
 
 
 def test_a_trillion_samples_begin_at_once():
-    """In a rank, after a resume, in test mode and in threads: nothing is as long as the epoch."""
+    """In a rank, after a resume, in test mode and in threads, nothing is as long as the epoch."""
     n = 10**12
     options = {"batch_size": 4, "seed": 5, "out_type": "null", "shuffle": "feistel"}
 
@@ -430,6 +431,6 @@ def test_a_trillion_samples_begin_at_once():
 
 @pytest.mark.parametrize("algorithm", ["feistel", None, 1])
 def test_an_unknown_algorithm_is_refused(algorithm):
-    """With those that there are."""
+    """The error has the known ones."""
     with pytest.raises(ValueError, match="is not one of"):
         cseq.permutation(10, 1, 0, algorithm)

@@ -1,4 +1,4 @@
-"""`Shuffled` and `Sequential`: what there is of an epoch, and that chance alone decides it."""
+"""`Shuffled` and `Sequential`: the content of an epoch, which chance alone decides."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def shuffled(n, algorithm):
 
 @pytest.mark.parametrize("n", [1, 2, 60, 1000])
 def test_sequential(n):
-    """The samples come as they are, in every epoch, for any seed."""
+    """The samples come in order, in every epoch, for any seed."""
     for epoch in epochs(cseq.Sequential(n), 5):
         assert epoch.tolist() == list(range(n))
 
@@ -30,7 +30,7 @@ def test_sequential(n):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_permutation_is_as_likely(algorithm):
-    """Of four samples, over epochs and seeds."""
+    """This covers four samples, over epochs and seeds."""
     where = {each: k for k, each in enumerate(itertools.permutations(range(4)))}
     made = [where[tuple(each.tolist())] for each in epochs(shuffled(4, algorithm), 6000, 20)]
     assert abs(chi(np.bincount(made, minlength=24), 250)) < 5
@@ -38,7 +38,7 @@ def test_every_permutation_is_as_likely(algorithm):
     assert abs(chi(pairs, 5999 / 576)) < 5
 
 
-# All blocks are whole: the last, short one comes elsewhere.
+# All blocks are whole; other tests cover a short last one.
 ANYWHERE = [
     *(shuffled(n, algorithm) for n in (2, 7, 30, 61) for algorithm in ALGORITHMS),
     *(
@@ -50,7 +50,7 @@ ANYWHERE = [
 
 @pytest.mark.parametrize("order", ANYWHERE, ids=repr)
 def test_every_sample_is_at_every_position_as_often(order):
-    """Where it comes does not depend on where it is in the data."""
+    """A sample's position does not depend on its place in the data."""
     n = order.units
     counts, positions = np.zeros((n, n)), np.arange(n)
     for epoch in epochs(order, 3000):
@@ -60,7 +60,7 @@ def test_every_sample_is_at_every_position_as_often(order):
 
 @sizes
 def test_classes_come_by_chance(n, algorithm):
-    """In the first batches, in a rank's, and in every hundredth, of periodic or sorted data."""
+    """It holds in the first batches, a rank's and every hundredth, of periodic or sorted data."""
     rows = []
     labels = labels_of(n)
     for epoch in epochs(shuffled(n, algorithm), 25):
@@ -71,7 +71,7 @@ def test_classes_come_by_chance(n, algorithm):
 
 @sizes
 def test_neighbours_are_strangers(n, algorithm):
-    """Neighbours stay so by chance; no sample tells of the next one, or of its place."""
+    """Neighbours stay neighbours by chance; no sample predicts the next one, or its place."""
     rows = []
     places, kept = np.arange(n), 0
     for epoch in epochs(shuffled(n, algorithm), 60):
@@ -84,7 +84,7 @@ def test_neighbours_are_strangers(n, algorithm):
 
 @sizes
 def test_epochs_and_seeds_are_strangers(n, algorithm):
-    """What comes first in one epoch is elsewhere in the next, and with the next seed."""
+    """The first samples of an epoch are elsewhere in the next one, and with the next seed."""
     rows = []
     order = shuffled(n, algorithm)
     readers = [order.reader(seed) for seed in range(2)]

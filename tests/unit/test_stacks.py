@@ -1,4 +1,4 @@
-"""Where a worker is, in one line."""
+"""A worker's position in one line."""
 
 import site
 import sysconfig
@@ -27,12 +27,12 @@ WORKER = f'''\
 
 
 def frame(path, line, function="<module>"):
-    """Write a frame as faulthandler does."""
+    """Write a frame like faulthandler."""
     return f'  File "{path}", line {line} in {function}\n'
 
 
 def test_imports(tmp_path, monkeypatch):
-    """The chain of packages, from the user's module on, and the innermost frames."""
+    """It has the chain of packages from the user's module on, and the innermost frames."""
     monkeypatch.syspath_prepend(tmp_path)
     stacks = WATCHER + "".join([
         frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
@@ -49,7 +49,7 @@ def test_imports(tmp_path, monkeypatch):
 
 
 def test_what_imports_nothing(tmp_path, monkeypatch):
-    """The innermost frames, one of a kind, and the innermost one of the user's code."""
+    """It has the innermost frames, one of a kind, and the innermost one of the user's code."""
     monkeypatch.syspath_prepend(tmp_path)
     own, library = tmp_path / "data.py", STANDARD / "socket.py"
     stacks = WATCHER + "".join([
@@ -62,7 +62,7 @@ def test_what_imports_nothing(tmp_path, monkeypatch):
 
 
 def test_what_has_no_frames_of_the_user():
-    """A frame of cseq's, or why there is none."""
+    """It has a frame of cseq's, or the reason why there is none."""
     assert location_in(WATCHER + WORKER) == "is still in cseq/processes/worker.py:119 in read"
     silent = "(it does not answer: is it stopped?)\n"
     assert location_in(silent) == "shows no stack (it does not answer: is it stopped?)"

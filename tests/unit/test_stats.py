@@ -1,4 +1,4 @@
-"""What a manager says it has done."""
+"""A manager's reports of what it has done."""
 
 import logging
 import os
@@ -20,13 +20,15 @@ PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
 
 both = pytest.mark.parametrize("kind", [PROC, "thread"])
 
-FREE = 10  # batches that are made at once
-PAUSE = 0.01  # seconds between two looks at what nothing signals
+# Batches that are made at once.
+FREE = 10
+# Seconds between two looks at a state that nothing signals.
+PAUSE = 0.01
 
 
 @both
 def test_batches_and_samples_are_counted(kind):
-    """Over all epochs since the start, also after the end."""
+    """They count all epochs since the start, even after the end."""
     m = cseq.MSequence(Large, 50, batch_size=8, thread_type=kind, out_type="null")
     with m.start():
         for _ in range(2):
@@ -44,7 +46,7 @@ def test_batches_and_samples_are_counted(kind):
 
 @pytest.mark.needs("worker processes")
 def test_copies_are_counted():
-    """Batches that are copied because too many are held."""
+    """Batches are copied because too many are held."""
     m = cseq.MPSequence(Large, 50, batch_size=8, out_type="null", memory_limit=10**6)
     with m.start():
         kept = list(m)
@@ -53,7 +55,7 @@ def test_copies_are_counted():
 
 
 class Held:
-    """Batches at once; from one index on, or at one alone, only when there is a file."""
+    """Makes batches at once; from one index on, or at one only, it waits for a file."""
 
     def __init__(self, gate, *, alone, at=FREE):
         self.gate, self.alone, self.at = gate, alone, at
@@ -66,7 +68,7 @@ class Held:
 
 
 class Computes:
-    """Computes in Python, and says how much CPU time that took."""
+    """Computes in Python, and returns the CPU time of that."""
 
     def __getitem__(self, indices):
         begun = time.thread_time()
@@ -75,14 +77,14 @@ class Computes:
 
 
 class Pinned(Computes):
-    """The same, on the first core of all, where another one may be."""
+    """Computes on the first core, which another one may use."""
 
     def __init__(self):
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
 class SlowToMake:
-    """Is not made before there is a file."""
+    """Its constructor waits for a file."""
 
     def __init__(self, gate):
         while not os.path.exists(gate):
@@ -100,12 +102,12 @@ def make(kind, worker, num_workers, batches, buffer=10):
     )  # fmt: skip
 
 
-# No machine is as quick as a test might want. So these tests bring a state about and hold it until
-# the counts show it: what is counted wrongly, or not at all, hangs.
+# No machine is as quick as a test might want, so these tests create a state and hold it until the
+# counts show it. A test hangs if something is counted wrongly, or not at all.
 
 
 def await_bottleneck(manager, cause):
-    """Wait until the counts tell what limits the rate of batches."""
+    """Wait until the counts name the bottleneck."""
     while (stats := manager.stats()).bottleneck != cause:
         time.sleep(PAUSE)
     return stats
@@ -117,7 +119,7 @@ def await_bottleneck(manager, cause):
 )
 @both
 def test_what_workers_are_held_by(kind, cause, num_workers, count, buffer, tmp_path):
-    """A buffer with room for two batches; all workers, which are too few; one of eight."""
+    """The cases: a buffer of two batches, all workers, which are too few, and one of eight."""
     gate, found = tmp_path / "gate", list[Stats]()
     worker = partial(Held, str(gate), alone=cause == "stragglers")
     with make(kind, worker, num_workers, count, buffer).start() as running:
@@ -137,8 +139,8 @@ def test_what_workers_are_held_by(kind, cause, num_workers, count, buffer, tmp_p
 
 @both
 def test_workers_that_do_not_compute(kind):
-    """Where all are busy, and hardly compute, they wait for something else than a core."""
-    # Long enough that a machine which does other things, too, wakes them in time.
+    """If all are busy and hardly compute, they wait for something other than a core."""
+    # The pause is long enough for a busy machine to wake them in time.
     with make(kind, partial(Slow, 10 * PAUSE), 2, 10**6).start() as batches:
         for _ in batches:
             advice = batches.advice()
@@ -150,9 +152,10 @@ def test_workers_that_do_not_compute(kind):
 
 @pytest.mark.skipif(not HAS_GIL or cores() < 2, reason="threads share no GIL, or but one core")
 def test_threads_that_wait_for_the_gil():
-    """Where threads compute in Python, each waits for the GIL; processes have one each."""
+    """Threads that compute in Python wait for the GIL; each process has its own."""
     with make("thread", Computes, 3, 10**6).start() as batches:
-        for number, _ in enumerate(batches):  # looking is work of the loop: not at each batch
+        # A look is work of the loop, so not every batch has one.
+        for number, _ in enumerate(batches):
             if not number % 16 and (stats := batches.stats()).bottleneck == "gil":
                 break
     assert "MPSequence" in stats.advice().action
@@ -161,7 +164,7 @@ def test_threads_that_wait_for_the_gil():
 @pytest.mark.parametrize("num_workers", [1, 6])
 @both
 def test_a_slow_loop(kind, num_workers):
-    """While the loop does other things, all workers wait, also if there are many of them."""
+    """While the loop is busy, all workers wait, however many they are."""
     with make(kind, Indices1, num_workers, 100).start() as running:
         batches = iter(running)
         taken = [next(batches) for _ in range(FREE)]
@@ -173,7 +176,7 @@ def test_a_slow_loop(kind, num_workers):
 
 
 def test_what_threads_compute():
-    """It is what the loop and its threads compute; of other pools it is not known."""
+    """It is the CPU time of the loop and its threads; for other pools, it is unknown."""
     begun = time.process_time()
     with make("thread", Computes, 4, 10**6).start() as batches:
         for _ in batches:
@@ -216,7 +219,7 @@ def test_times_of_batches(kind):
 
 @both
 def test_the_way_of_a_window(kind):
-    """What came after an earlier reading, and what a logger wants of it."""
+    """It has what came after an earlier reading, in a logger's form."""
     m = make(kind, Indices1, 2, 40)
     with m.start() as batches:
         list(batches)
@@ -233,7 +236,8 @@ def test_the_way_of_a_window(kind):
     with m.start() as batches:
         for _ in range(3):
             list(batches)
-        with pytest.raises(ValueError, match="of another run"):  # though it counts more
+        # The other run counts more, but is refused.
+        with pytest.raises(ValueError, match="of another run"):
             batches.stats().since(after)
     figures = added.as_dict()
     assert list(figures) == [f"cseq/{name}" for name in NAMES]
@@ -242,7 +246,7 @@ def test_the_way_of_a_window(kind):
     assert figures["cseq/batches_per_s"] == pytest.approx(40 / added.elapsed)
 
 
-# They never change: dashboards are made of them.
+# They never change, since dashboards use them.
 NAMES = [
     "batches_per_s",
     "samples_per_s",
@@ -266,7 +270,7 @@ NAMES = [
 
 @both
 def test_the_log_says_why_a_loop_has_waited(kind, monkeypatch, caplog):
-    """At an epoch's end, once for each cause, however often the manager is started."""
+    """Each epoch's end logs each cause once, for any number of starts."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
     caplog.set_level(logging.INFO, logger="cseq")
     m = make(kind, Slow, 1, 20)
@@ -276,7 +280,8 @@ def test_the_log_says_why_a_loop_has_waited(kind, monkeypatch, caplog):
                 list(batches)
     said = [record for record in caplog.records if "the loop waits" in record.message]
     causes = [record.message.partition(":")[0] for record in said]
-    assert len(causes) == len(set(causes)) >= 1  # one, but where something else uses the cores
+    # There is one cause, unless other programs use the cores.
+    assert len(causes) == len(set(causes)) >= 1
     assert {record.levelno for record in said} == {logging.WARNING}
     monkeypatch.setenv("CSEQ_ADVICE", "0")
     caplog.clear()
@@ -292,9 +297,10 @@ def test_the_log_says_why_a_loop_has_waited(kind, monkeypatch, caplog):
 
 @both
 def test_the_log_says_it_in_the_middle_of_a_long_epoch(kind, monkeypatch, caplog):
-    """A training may have one epoch, or one without end."""
+    """A training run may have one epoch, or an endless one."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
-    monkeypatch.setattr("cseq.engine.pool.OFTEN", 0.2)  # for some batches
+    # Some batches are made in this time.
+    monkeypatch.setattr("cseq.engine.pool.OFTEN", 0.2)
     caplog.set_level(logging.INFO, logger="cseq")
     with make(kind, Slow, 1, 10**6).start() as batches:
         for _ in batches:
@@ -305,7 +311,7 @@ def test_the_log_says_it_in_the_middle_of_a_long_epoch(kind, monkeypatch, caplog
 
 @pytest.mark.needs("worker processes")
 def test_the_start_is_no_waiting(tmp_path):
-    """What passes until the first batch is counted apart, and pauses between epochs are not."""
+    """The time before the first batch is counted apart; pauses between epochs are not counted."""
     gate = tmp_path / "gate"
     m = make("proc", partial(SlowToMake, str(gate)), 2, 30)
     opening = threading.Timer(0.3, gate.touch)
@@ -328,7 +334,7 @@ def test_the_start_is_no_waiting(tmp_path):
 
 @both
 def test_waits_for_the_first_batches_of_the_only_epoch_are_of_the_start(kind, tmp_path):
-    """The advice counts them once there is another epoch; what was counted has them always."""
+    """The advice counts them once another epoch exists; the counters always have them."""
     gate = tmp_path / "gate"
     seen = []
     with make(kind, partial(Held, str(gate), alone=True, at=1), 2, 20).start() as running:
@@ -357,7 +363,7 @@ def test_waits_for_the_first_batches_of_the_only_epoch_are_of_the_start(kind, tm
 
 
 def test_what_a_pause_computes_is_none_of_the_loops():
-    """The loop's CPU time is of its epochs alone, as all of its time is."""
+    """The loop's CPU time covers only its epochs, as does all of its time."""
     with make("thread", Slow, 1, 5).start() as batches:
         for _ in range(4):
             assert len(list(batches)) == 5
@@ -366,7 +372,8 @@ def test_what_a_pause_computes_is_none_of_the_loops():
                 pass
         loop = batches.stats().meters.loop
     assert loop["epochs"] == 3
-    assert 0 < loop["cpu"] < 0.06e9  # of 0.12 s in the pauses
+    # The pauses take 0.12 s.
+    assert 0 < loop["cpu"] < 0.06e9
 
 
 @pytest.mark.needs("worker processes")
@@ -374,7 +381,7 @@ def test_what_a_pause_computes_is_none_of_the_loops():
     not os.path.exists("/proc/thread-self/schedstat"), reason="the system does not count it"
 )
 def test_workers_that_wait_for_a_core():
-    """Two workers on one core have it in turn: they wait for no disk, and no third would help."""
+    """Two workers take turns on one core: they wait for no disk, and a third would not help."""
     with make("proc", Pinned, 2, 10**6).start() as batches:
         for number, _ in enumerate(batches):
             if number % 16:
@@ -388,7 +395,7 @@ def test_workers_that_wait_for_a_core():
 
 @both
 def test_whether_the_gpu_had_run_dry(kind, monkeypatch):
-    """It is asked after each wait but the first; a loop that waits may have a GPU that does not."""
+    """It is asked after each wait except the first; a loop that waits may have a busy GPU."""
     answers = iter([*[None] * 3, True, *[False] * 10**6])
     monkeypatch.setattr("cseq.engine.pool.gpu_is_idle", lambda: next(answers))
     with make(kind, Slow, 1, 60).start() as batches:
@@ -403,7 +410,7 @@ def test_whether_the_gpu_had_run_dry(kind, monkeypatch):
 
 
 def test_little_was_seen():
-    """Test mode and the first few batches say nothing of a bottleneck."""
+    """Test mode and the first few batches show no bottleneck."""
     m = cseq.MTSequence(np.arange(40), 40, batch_size=1, num_workers=1, out_type="null")
     with m.start_test() as batches:
         list(batches)

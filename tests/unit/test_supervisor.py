@@ -1,4 +1,4 @@
-"""The supervisor: starts worker processes, replaces the dead, and ends all."""
+"""The supervisor: starts worker processes, replaces dead ones, and ends all."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from cseq.stage import INDEXER
 
 
 def obey(sock, local=None):
-    """Be a worker: do what the task says, byte by byte, and stay until the ring is closed."""
+    """Act as a worker: follow the task, byte by byte, and stay until the ring is closed."""
     entered = enter(sock)
     runner = Runner(entered.ring, INDEXER, entered.setup.owner, last=True)
     for order in entered.setup.task:
@@ -49,7 +49,8 @@ def obey(sock, local=None):
             send_state(sock, FAILED, b"why " * 50_000)
         elif order == ord("S"):
             threading.Event().wait()
-        elif order == ord("C"):  # takes no ticket meanwhile
+        elif order == ord("C"):
+            # It takes no ticket meanwhile.
             while not entered.ring.closed:
                 time.sleep(0.001)
         elif order == ord("T"):
@@ -70,20 +71,19 @@ def until_closed(runner):
 
 
 class Events:
-    """What a supervisor has asked and told, in order."""
+    """A supervisor's questions and messages, in order."""
 
     def __init__(self):
         self.all: list[Any] = []
         self.changed = threading.Condition()
 
     def note(self, *event):
-        """Add an event."""
         with self.changed:
             self.all.append(event)
             self.changed.notify_all()
 
     def wait_checking(self, supervisor, count):
-        """Do the same as a loop that waits: dead workers are forked anew in `check` alone."""
+        """Act like a loop that waits: dead workers are forked again only in `check`."""
         with self.changed:
             while len(self.all) < count:
                 self.changed.wait(0.001)
@@ -96,20 +96,19 @@ class Events:
 
 
 class Counted(Deaths):
-    """Notes deaths down; all dead workers are replaced."""
+    """Records deaths; all dead workers are replaced."""
 
     def __init__(self, events):
         super().__init__(10, 1, "ticket", "look")
         self.events = events
 
     def count_death(self, worker, exitcode, held, **details):
-        """Note a death down."""
         assert not held
         self.events.note("died", worker + 1, exitcode, details["was_ready"])
 
 
 class Pool:
-    """A supervisor, the tasks of its workers in the order in which they start, and its events."""
+    """A supervisor, its workers' tasks in the order of their starts, and its events."""
 
     def __init__(self, *tasks, owners=1, entry="obey", method=QUICKEST.start_method, task=None):
         self.tasks = list(tasks)
@@ -128,30 +127,28 @@ class Pool:
         )
 
     def task(self, owner):
-        """Return what a worker has to do."""
+        """Return a worker's task."""
         self.events.note("task", owner)
         return self.tasks.pop(0) if self.tasks else b""
 
     def start(self):
-        """Start the workers."""
         self.supervisor.prepare(None)
         self.supervisor.launch()
         return self.supervisor
 
     def await_ready(self, owner):
-        """Wait until a worker has said that it is ready."""
+        """Wait until a worker has reported that it is ready."""
         seen = threading.Event()
         while not self.supervisor.is_ready(owner):
             seen.wait(0.001)
 
     def await_failure(self):
-        """Wait until something has gone wrong."""
+        """Wait until an error has occurred."""
         seen = threading.Event()
         while not self.supervisor.failure:
             seen.wait(0.001)
 
     def close(self):
-        """End them."""
         self.supervisor.close()
         self.shared.close()
 
@@ -166,12 +163,13 @@ def pool():
         return made[-1]
 
     yield make
-    while made:  # the test's arguments still refer to this list
+    # The test's arguments still refer to this list.
+    while made:
         made.pop().close()
 
 
 class Handler(logging.Handler):
-    """One that raises, or one that waits; it notes what it got."""
+    """Raises or waits, and records what it gets."""
 
     def __init__(self, release):
         super().__init__()
@@ -179,7 +177,7 @@ class Handler(logging.Handler):
         self.got: list[str] = []
 
     def emit(self, record):
-        """Note the message, or wait, or raise."""
+        """Record the message, or wait, or raise."""
         if self.waits_for is not None:
             self.waits_for.wait()
         self.got.append(record.getMessage())
@@ -190,7 +188,7 @@ class Handler(logging.Handler):
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(pool, *, waits):
-    """One that raises, and one that waits meanwhile; all messages come, in their order."""
+    """One raises, and one waits meanwhile; all messages come, in order."""
     release = threading.Event() if waits else None
     handler = Handler(release)
     log = logging.getLogger("cseq")
@@ -211,7 +209,7 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(pool, *, waits
 
 
 def test_a_slow_start_is_a_line_and_the_next_ones_are_not(pool, monkeypatch, caplog):
-    """The log has it again only where a start of this process takes twice as long."""
+    """The log has it again only if a start in this process takes twice as long."""
     monkeypatch.setattr(supervisor_module, "slowest", 0.0)
     for waited in (9.0, 15.0, 25.0, 40.0):
         one = pool(b"R")
@@ -225,7 +223,7 @@ def test_a_slow_start_is_a_line_and_the_next_ones_are_not(pool, monkeypatch, cap
 
 
 def test_one_that_cannot_get_ready(pool, monkeypatch):
-    """The reason arrives whole, however long it is, and its worker's death does not count."""
+    """The reason arrives in full, at any length, and its worker's death does not count."""
     read = []
 
     def unpack(packed, worker=0):
@@ -244,7 +242,7 @@ def test_one_that_cannot_get_ready(pool, monkeypatch):
 
 
 def test_a_supervisor_that_breaks(pool, monkeypatch):
-    """What goes wrong in the supervisor's own thread is raised; `close` still ends everything."""
+    """An error in the supervisor's own thread is raised; `close` still ends everything."""
 
     def task(owner):
         if owner == 2:
@@ -260,7 +258,8 @@ def test_a_supervisor_that_breaks(pool, monkeypatch):
 
     monkeypatch.setattr(two.launcher, "launch", note)
     supervisor = two.supervisor
-    with contextlib.suppress(LookupError):  # where forked workers are waited for
+    # `start` raises where it waits for forked workers.
+    with contextlib.suppress(LookupError):
         two.start()
     two.await_failure()
     with pytest.raises(LookupError, match="clumsy"):
@@ -270,11 +269,12 @@ def test_a_supervisor_that_breaks(pool, monkeypatch):
 
 
 def test_close_asks_again(monkeypatch):
-    """Where processes have lived on, the next `close` may find that they have ended."""
+    """If processes have survived, the next `close` may find that they have ended."""
     one = Pool(b"R")
     supervisor = one.start()
     one.await_ready(1)
-    close, ends = one.launcher.close, [False] * 3  # asked by a thread, then by each call
+    # A thread asks first, then each call.
+    close, ends = one.launcher.close, [False] * 3
 
     def linger(deadline):
         return close(deadline) and (ends.pop() if ends else True)
@@ -288,7 +288,7 @@ def test_close_asks_again(monkeypatch):
 
 
 def test_a_hurried_close(monkeypatch, caplog):
-    """Who is in a batch, or not ready, is killed soon and without a word; who closes has time."""
+    """A worker in a batch, or not ready, is killed soon and silently; one that closes has time."""
     monkeypatch.setattr(supervisor_module, "HURRY", 0.05)
     monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
     three = Pool(b"RTS", b"LNS", b"RCP", owners=3)
@@ -308,7 +308,7 @@ def test_a_hurried_close(monkeypatch, caplog):
 
 
 def test_a_system_without_more_threads(monkeypatch):
-    """It says so, and there is nothing to wait for at the end."""
+    """The error says so, and the end has nothing to wait for."""
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
@@ -323,14 +323,15 @@ def test_a_system_without_more_threads(monkeypatch):
 
 
 def test_a_system_without_more_processes(monkeypatch):
-    """The error names the limits; the system's own has its number alone."""
+    """The error names the limits; the system's own has only its number."""
 
     def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, "try later")
 
     one = Pool(b"R")
     monkeypatch.setattr(one.launcher, "launch", refuse)
-    with contextlib.suppress(BlockingIOError):  # where forked workers are waited for
+    # `start` raises where it waits for forked workers.
+    with contextlib.suppress(BlockingIOError):
         one.start()
     one.await_failure()
     with pytest.raises(BlockingIOError, match="try later: the system starts no more threads or"):
@@ -340,19 +341,20 @@ def test_a_system_without_more_processes(monkeypatch):
 
 @pytest.mark.parametrize("method", start_methods())
 def test_close_waits_for_what_is_made(method, monkeypatch, caplog):
-    """A worker that has the user's object, and makes what it is asked for of it, gets its time."""
+    """A worker gets time while it makes something from the user's object."""
     monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
     one = Pool(b"LNS", method=method)
     one.start()
     seen = threading.Event()
-    while "noted" not in caplog.text:  # what it has sent before has come, too
+    # Earlier messages have then come, too.
+    while "noted" not in caplog.text:
         seen.wait(0.001)
     one.close()
     assert "worker 0 is busy: killed" in caplog.text
 
 
 def test_a_worker_that_does_not_come_to_its_end(pool, monkeypatch, caplog):
-    """One that has left its last batch is not called busy."""
+    """A worker that has left its last batch is not called busy."""
     monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
     one = pool(b"ER")
     one.start()
@@ -361,7 +363,7 @@ def test_a_worker_that_does_not_come_to_its_end(pool, monkeypatch, caplog):
     assert caplog.messages == ["worker 0 is ending: killed after 0.05 s"]
 
 
-# A worker's interpreter that imports this does not come to the end of it.
+# An interpreter that imports this does not reach the import's end.
 SLOW_START = """
 import sys, time
 if sys.orig_argv[-1].startswith("cseq-w"):
@@ -394,9 +396,9 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("module", ["sitecustomize", "users"])
 @pytest.mark.parametrize("what", ["finish", "drop", "end"])
 def test_the_end_waits_for_no_import(run_script, tmp_path, what, module):
-    """Workers that do not have the user's object yet are killed at once, without a warning.
+    """Workers without the user's object are killed at once, without a warning.
 
-    They may be in the interpreter's own start, or import the user's modules for that object.
+    They may be in the interpreter's own start, or in imports of the user's modules.
     """
     for name, source in (("sitecustomize", ""), ("users", USERS)):
         slow = SLOW_START if name == module else ""
@@ -407,7 +409,7 @@ def test_the_end_waits_for_no_import(run_script, tmp_path, what, module):
 
 
 def test_what_takes_too_long_while_its_worker_is_replaced(pool):
-    """There is no stack of a worker that is not there."""
+    """A missing worker has no stack."""
     supervisor = pool().supervisor
     with pytest.raises(WorkerTimeout) as caught:
         supervisor.check_time([(1, now_ns() - 10**10, "a ticket")], 1.0, restart=False)
@@ -416,7 +418,7 @@ def test_what_takes_too_long_while_its_worker_is_replaced(pool):
 
 @pytest.mark.parametrize(("count", "nbytes"), [(0, 0), (1, 1), (64, 16300), (3, 1 << 20)])
 def test_the_objects_file_is_as_wide_as_it_needs(pool, monkeypatch, count, nbytes):
-    """Slots may be too narrow for it: on Windows, the wider they are, the fewer there are."""
+    """Slots may be too narrow for it: on Windows, wider slots mean fewer slots."""
     supervisor = pool(method="spawn").supervisor
     made = []
     monkeypatch.setattr(
@@ -424,12 +426,13 @@ def test_the_objects_file_is_as_wide_as_it_needs(pool, monkeypatch, count, nbyte
         lambda width: made.append(width) or descriptors.sparse_file(width),
     )
     supervisor.prepare([np.full(nbytes + k, k, np.uint8) for k in range(count)])
-    [width] = made  # it was written: that was wide enough
+    # The write shows that the width was enough.
+    [width] = made
     assert count * nbytes < width <= count * (nbytes + 512) + (1 << 17)
 
 
 def test_no_room_for_the_object(pool, monkeypatch):
-    """It is found out while the object is written, not by a worker that reads it."""
+    """The write of the object detects it, not a worker that reads the object."""
 
     def commit(fd, offset, nbytes):
         raise MemoryError("full")
@@ -445,12 +448,12 @@ FIRST = Held(1, 2, [4, 5], "epoch 1, batch 2, indices [4, 5]")
 
 
 def others(count):
-    """Give tickets that are all different."""
+    """Yield distinct tickets."""
     return [Held(1, k, [k], f"batch {k}") for k in range(10, 10 + count)]
 
 
 def test_the_budget_of_an_epoch():
-    """One death more than `max_restarts` is too many; the next epoch has a budget of its own."""
+    """One death more than `max_restarts` is too many; the next epoch has its own budget."""
     deaths = Deaths(2, 1, "batch", "look")
     for _ in range(2):
         deaths.begin_epoch()
@@ -465,7 +468,7 @@ def test_the_budget_of_an_epoch():
 
 
 def test_a_batch_that_fails():
-    """Its workers are replaced within the budget; what is no batch ends the run as ever."""
+    """Its workers are replaced within the budget; other failures still end the run."""
     deaths = Deaths(TRIES, 1, "batch", "look at it", fails=True)
     call = FIRST._replace(location="a call", is_batch=False)
     for held, fails in ((FIRST, True), (call, False)):
@@ -484,7 +487,7 @@ def test_a_batch_that_fails():
 
 
 def test_a_batch_that_takes_too_long_again_and_again():
-    """The error says that the timeout has ended the worker, which a kill does not tell."""
+    """The error says that the timeout has ended the worker, unlike a kill."""
     deaths = Deaths(0, 1, "batch", "look")
     error = deaths.count_death(3, -9, [FIRST], was_ready=True, is_overdue=True)
     assert str(error).startswith(
@@ -493,7 +496,7 @@ def test_a_batch_that_takes_too_long_again_and_again():
 
 
 def test_workers_that_never_get_ready():
-    """So many in a row mean that none can start; one that got ready resets the count."""
+    """Several in a row mean that none can start; one that gets ready resets the count."""
     deaths = Deaths(100, 2, "batch", "look")
     for _ in range(2 * TRIES - 1):
         assert deaths.count_death(0, 1, [], was_ready=False) is None
@@ -507,7 +510,7 @@ def test_workers_that_never_get_ready():
 
 @pytest.mark.parametrize(("exitcode", "named"), [(-9, True), (-11, False)])
 def test_kills_for_lack_of_memory(monkeypatch, exitcode, named):
-    """Where the system counts them, a death by SIGKILL has their number."""
+    """If the system counts them, a death by SIGKILL has their number."""
     counts = iter([3, 5])
     monkeypatch.setattr(deaths_module, "oom_kills", lambda: next(counts))
     error = Deaths(0, 1, "batch", "look").count_death(0, exitcode, [], was_ready=True)

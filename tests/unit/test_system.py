@@ -1,4 +1,4 @@
-"""How many threads the libraries of a worker process compute with."""
+"""The number of threads that libraries compute with in a worker process."""
 
 import importlib.util
 import os
@@ -12,7 +12,7 @@ from cseq.processes.launcher import start_methods
 
 
 class Cuda:
-    """Stands for `torch.cuda`: whether it is in use, records a graph, has work to do."""
+    """Stands for `torch.cuda`: it may be in use, record a graph, or have work to do."""
 
     def __init__(self, used, records, busy):
         self.is_initialized, self.is_current_stream_capturing = lambda: used, lambda: records
@@ -23,7 +23,8 @@ class Cuda:
     ("torch", "found"),
     [
         (None, None),
-        (SimpleNamespace(), None),  # another thread imports it just now
+        # Another thread is importing it.
+        (SimpleNamespace(), None),
         (SimpleNamespace(cuda=SimpleNamespace()), None),
         (SimpleNamespace(cuda=Cuda(False, False, False)), None),
         (SimpleNamespace(cuda=Cuda(True, True, True)), None),
@@ -32,13 +33,13 @@ class Cuda:
     ],
 )
 def test_the_gpu_is_asked_if_cuda_is_in_use(monkeypatch, torch, found):
-    """Never before it is initialised, and not while it records a graph."""
+    """It is not asked before it is initialised, or while it records a graph."""
     monkeypatch.setitem(sys.modules, "torch", torch)
     assert system.gpu_is_idle() is found
 
 
 def test_one_thread_unless_the_user_says_otherwise():
-    """What the environment has wins; OMP_NUM_THREADS stands for those that ask it, too."""
+    """The environment takes precedence; OMP_NUM_THREADS also stands for those who read it."""
     assert system.thread_variables(None, {}) == {}
     assert system.thread_variables(3, {}) == dict.fromkeys(system.VARIABLES, "3")
     partly = system.thread_variables(1, {"MKL_NUM_THREADS": "4"})
@@ -71,7 +72,7 @@ print(os.environ.get("OPENBLAS_NUM_THREADS"))
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    """Nothing is set by whoever runs the tests."""
+    """Remove the variables of the tests' environment."""
     for name in system.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
@@ -79,7 +80,7 @@ def no_variables(monkeypatch):
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("method", start_methods())
 def test_the_environment_of_workers(run_script, method):
-    """Workers have the variables, whatever the start method; the trainer does not."""
+    """Workers have the variables, for every start method; the trainer does not."""
     done = run_script(JOB, method)
     expected = f"{method} 1 1 1\n{method} 3 3 3\n{method} None None None\nNone\n"
     assert done.stdout == expected, done.stderr
@@ -118,7 +119,7 @@ for method in sys.argv[1:]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="libraries have one thread here")
 @pytest.mark.parametrize("method", start_methods())
 def test_openblas(run_anew, method):
-    """Matrices are multiplied in as many threads as it is told, of its own and of a fork."""
+    """Matrices are multiplied in the given number of threads, OpenBLAS's and a fork's."""
     import numpy as np
 
     config = np.show_config(mode="dicts")
@@ -127,7 +128,8 @@ def test_openblas(run_anew, method):
         pytest.skip("this numpy has no OpenBLAS")
     done = run_anew(BLAS, method)
     more = int(done.stdout)
-    assert 1 <= more <= 3, done.stderr  # OpenBLAS makes no more threads than there are cores
+    # OpenBLAS makes no more threads than there are cores.
+    assert 1 <= more <= 3, done.stderr
 
 
 TORCH = """
@@ -158,7 +160,7 @@ for method in sys.argv[1:]:
 
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="without torch")
 def test_torch(run_prepared):
-    """It computes in as many threads, for every start method."""
+    """It computes in that number of threads, for every start method."""
     done = run_prepared(TORCH, *start_methods())
     expected = {"fork": "fork 1\nfork 2\n", "forkserver": "forkserver 2\n", "spawn": "spawn 1\n"}
     assert done.stdout == "".join(map(expected.get, start_methods())), done.stderr
@@ -167,6 +169,6 @@ def test_torch(run_prepared):
 @pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="without torch")
 @pytest.mark.needs("fork")
 def test_a_number_of_the_users_own(run_prepared):
-    """A fork leaves torch the number that the environment has given it."""
+    """A fork leaves torch the number from the environment."""
     done = run_prepared(TORCH, "fork", MKL_NUM_THREADS="2")
     assert done.stdout == "fork 2\nfork 2\n", done.stderr

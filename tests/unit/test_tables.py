@@ -1,4 +1,4 @@
-"""Tables in a file of the machine: one process makes it, all map it; damage is noticed."""
+"""Tables in a file of the machine: one process makes it, all map it, and damage is noticed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def files(folder):
-    """Return the files of a folder, and which ones they are."""
+    """Return the files of a folder, with their identities."""
     return {path.name: path.stat().st_ino for path in folder.iterdir()}
 
 
 @every_kind
 def test_an_order_from_a_file(kind, tmp_path):
-    """It is the same as without; a later start takes the files as they are."""
+    """It equals the order without a file; a later start uses the files unchanged."""
     plain = KINDS[kind](LENGTHS)
     expected = plain.batches(seed=3, epoch=2)
     first = KINDS[kind](LENGTHS, cache=tmp_path / "new" / "folder")
@@ -52,34 +52,34 @@ def test_an_order_from_a_file(kind, tmp_path):
 
 
 def cut(data):
-    """Lose the end of a file."""
+    """Remove the end of a file."""
     del data[-100:]
 
 
 def flip(data):
-    """Change a bit in the middle of a table."""
+    """Flip a bit in the middle of a table."""
     data[len(data) // 3 * 2] ^= 4
 
 
 def clear(data):
-    """Lose a page, as after a failure of the power."""
+    """Remove a page, as a power failure does."""
     data[:4096] = bytes(4096)
 
 
 def empty(data):
-    """Lose all."""
+    """Remove everything."""
     data.clear()
 
 
 def other(data):
-    """Have another program's file."""
+    """Write another program's file."""
     data[:] = b"PK" * 5000
 
 
 @every_kind
 @pytest.mark.parametrize("damage", [cut, flip, clear, empty, other])
 def test_a_damaged_file_is_made_again(kind, damage, tmp_path):
-    """It is never read: the order is what it was, and so are the files."""
+    """It is never read: the order and the files are the same as before."""
     expected = KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3)
     content = {path: path.read_bytes() for path in tmp_path.iterdir()}
     for path, data in content.items():
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_made_again(kind, damage, tmp_path):
 
 @every_kind
 def test_a_file_of_other_documents(kind, tmp_path):
-    """It has another name; one that was renamed is made again."""
+    """It has another name; a renamed one is made again."""
     KINDS[kind](LENGTHS + 1, cache=tmp_path).batches(seed=3)
     others = sorted(tmp_path.iterdir())
     expected = KINDS[kind](LENGTHS, cache=tmp_path).batches(seed=3)
@@ -104,7 +104,7 @@ def test_a_file_of_other_documents(kind, tmp_path):
 
 
 def test_epochs_that_are_over_are_removed(tmp_path):
-    """The files of the last two are kept: ranks may be in either."""
+    """The files of the last two are kept, as ranks may be in either."""
     order = cseq.Concatenated(LENGTHS, 256, cache=tmp_path)
     reader = order.reader(3)
     for epoch in range(5):
@@ -116,7 +116,7 @@ def test_epochs_that_are_over_are_removed(tmp_path):
 
 @every_kind
 def test_a_pickle_names_the_files(kind, tmp_path):
-    """It has nothing for each document, and is the order; so are copies."""
+    """It has nothing for each document, and gives the same order; so do copies."""
     plain = cseq.Balanced(KINDS[kind](LENGTHS), 12, over="epoch")
     np.save(tmp_path / "lengths.npy", LENGTHS)
     mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
@@ -145,7 +145,7 @@ def test_a_pickle_of_other_lengths(tmp_path):
 
 
 def test_what_cannot_be_made_leaves_no_file(tmp_path):
-    """An exception is raised as it is, and the next one can make it."""
+    """An exception is raised unchanged, and the next order can make the file."""
 
     def fail(new):
         new("part", 9, np.int64)
@@ -175,7 +175,7 @@ def test_a_folder_that_is_none(tmp_path):
 @every_kind
 @pytest.mark.parametrize("over", ["", "step", "window", "epoch"])
 def test_a_rank_keeps_nothing_for_each_document(kind, over, tmp_path):
-    """With the file there, it takes no memory for each of 10^6 documents to read rows."""
+    """With the file, reading rows takes no memory for each of 10^6 documents."""
     lengths = np.random.default_rng(0).integers(0, 400, 10**6, np.int32)
 
     def begin():
@@ -185,7 +185,8 @@ def test_a_rank_keeps_nothing_for_each_document(kind, over, tmp_path):
         reader.samples(0, 0, 8)
         return reader
 
-    begin()  # which makes the files
+    # This makes the files.
+    begin()
     tracemalloc.start()
     try:
         reader = begin()
@@ -194,7 +195,8 @@ def test_a_rank_keeps_nothing_for_each_document(kind, over, tmp_path):
         kept, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert kept < {"packed": 2_000_000, "concatenated": 500_000}[kind]  # 4.5 and 0.8 MB without
+    # Without files, these would be 4.5 and 0.8 MB.
+    assert kept < {"packed": 2_000_000, "concatenated": 500_000}[kind]
     assert peak < 40_000_000
 
 
@@ -217,7 +219,7 @@ assert (found["numbers"] == np.arange(300_000)).all()
 
 
 def start(*arguments):
-    """Start a process that asks for the tables."""
+    """Start a process that requests the tables."""
     root = str(Path(cseq.__file__).parents[1])
     return subprocess.Popen(
         [sys.executable, "-c", MAKE, *map(str, arguments)],
@@ -229,7 +231,7 @@ def start(*arguments):
 
 
 def test_one_process_makes_what_all_map(tmp_path):
-    """Of four that begin together, one makes the file, and all have the same."""
+    """Of four that begin together, one makes the file, and all have the same one."""
     each = [start(tmp_path / "cache", tmp_path / "log") for _ in range(4)]
     for process in each:
         process.communicate(timeout=60)
@@ -239,7 +241,7 @@ def test_one_process_makes_what_all_map(tmp_path):
 
 
 def test_a_process_that_is_killed_is_followed_by_another(tmp_path):
-    """While it makes the file, others wait; its part is never taken for the whole."""
+    """While it makes the file, others wait; its part never counts as the whole."""
     first = start(tmp_path / "cache", tmp_path / "log", "hold")
     assert first.stdout is not None
     assert first.stdout.readline() == "making\n"
@@ -272,7 +274,7 @@ print(anonymous() - before, flush=True)
 @every_kind
 @pytest.mark.parametrize("over", ["step", "epoch"])
 def test_a_process_with_a_pickle_has_the_files_of_all(kind, over, tmp_path):
-    """What it has of its own does not grow with documents; the lengths of these are 16 MB."""
+    """Its own memory does not grow with documents, whose lengths are 16 MB here."""
     lengths = np.random.default_rng(0).integers(0, 400, 4 * 10**6, np.int32)
     order = KINDS[kind](lengths, cache=tmp_path)
     order = cseq.Balanced(order, 64, over=over, cache=tmp_path)
@@ -288,7 +290,7 @@ def test_a_process_with_a_pickle_has_the_files_of_all(kind, over, tmp_path):
 
 
 def test_digest():
-    """It is that of four chains, whatever type and layout the values have."""
+    """It is the digest of four chains, for values of any type and layout."""
     values = np.arange(200_003) * 7919 % 251
     expected = digest(values)
     assert all(digest(values.astype(kind)) == expected for kind in ("u1", "i4", ">i8"))

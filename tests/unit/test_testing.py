@@ -1,4 +1,4 @@
-"""cseq.testing: workers are found, killed and waited for; what is held is counted."""
+"""cseq.testing finds, kills and awaits workers, and counts what is held."""
 
 import itertools
 import os
@@ -17,7 +17,7 @@ posix = pytest.mark.needs("fork")
 
 
 class Wide:
-    """Batches that are large enough to be leased, and tell their worker."""
+    """Batches large enough to be leased that tell their worker."""
 
     def __getitem__(self, indices):
         info = cseq.worker_info()
@@ -32,7 +32,7 @@ def manager(worker=Wide, **options):
 
 @posix
 def test_a_killed_worker_is_the_one_of_that_number():
-    """`kill` strikes the process that `worker_info` and `pids` name, and the stream goes on."""
+    """`kill` hits the process that `worker_info` and `pids` name, and the stream continues."""
     m = manager(buffer=1)
     with m.start() as batches:
         got = []
@@ -52,14 +52,15 @@ def test_a_killed_worker_is_the_one_of_that_number():
 
 @posix
 def test_another_signal(caplog):
-    """The signal is the caller's choice."""
+    """The caller chooses the signal."""
     m = manager()
     with m.start():
         testing.await_workers(m)
         testing.kill(m, 1, signal.SIGKILL)
         testing.kill(m, 0, signal.SIGALRM)
         assert len(list(m)) == 30
-        end = time.monotonic() + 100  # one of them may have made all batches
+        # One worker may have made all batches.
+        end = time.monotonic() + 100
         while caplog.text.count("was killed by") < 2:
             assert time.monotonic() < end, caplog.text
             time.sleep(0.01)
@@ -68,7 +69,7 @@ def test_another_signal(caplog):
 
 
 class Late:
-    """Is ready once its file is there."""
+    """Is ready once its file exists."""
 
     def __init__(self):
         while not os.path.exists(os.environ["CSEQ_TESTS_GO"]):
@@ -80,7 +81,7 @@ class Late:
 
 @posix
 def test_workers_are_waited_for(tmp_path, monkeypatch):
-    """Until their indexers are made, and no longer than is said."""
+    """The wait lasts until their indexers are made, and at most for the given time."""
     monkeypatch.setenv("CSEQ_TESTS_GO", str(tmp_path / "go"))
     with manager(Late).start() as m:
         with pytest.raises(TimeoutError, match=r"workers \[0, 1\] are not ready after 0.05 s"):
@@ -91,15 +92,13 @@ def test_workers_are_waited_for(tmp_path, monkeypatch):
 
 
 class Never:
-    """Cannot be made."""
-
     def __init__(self):
         raise LookupError("nothing to read")
 
 
 @posix
 def test_what_keeps_workers_from_getting_ready_is_raised():
-    """As the loop would raise it."""
+    """It is raised as the loop would raise it."""
     with manager(Never).start() as m, pytest.raises(LookupError, match="nothing to read"):
         testing.await_workers(m)
 
@@ -107,13 +106,13 @@ def test_what_keeps_workers_from_getting_ready_is_raised():
 @pytest.mark.parametrize("worker", [-1, 2])
 @posix
 def test_no_such_worker(worker):
-    """The error says which numbers there are."""
+    """The error has the valid numbers."""
     with manager().start() as m, pytest.raises(ValueError, match=f"worker={worker} .* from 0 to 1"):
         testing.kill(m, worker)
 
 
 def test_what_has_no_processes():
-    """Threads and test mode, a manager that is not started, and anything else."""
+    """These are threads, test mode, a stopped manager, and any other object."""
     m = cseq.MTSequence(Wide, 4, 1, out_type="null")
     with pytest.raises(RuntimeError, match=r"not running: call start\(\)"):
         testing.kill(m, 0)
@@ -125,15 +124,13 @@ def test_what_has_no_processes():
 
 
 class Producer:
-    """Produces nothing."""
-
     def __init__(self, number, num_workers):
         pass
 
 
 @posix
 def test_streams_that_were_closed():
-    """Their workers are found until then."""
+    """Their workers can be found until then."""
     with Streams(Producer, 2, start_method="fork") as s:
         testing.await_workers(s)
         assert testing.pids(s) == s.pids()
@@ -143,7 +140,7 @@ def test_streams_that_were_closed():
 
 @posix
 def test_a_forked_process_has_no_workers():
-    """Those of its parent are out of its reach."""
+    """Its parent's workers are out of reach."""
     with manager().start() as m:
         testing.await_workers(m)
         child = os.fork()
@@ -162,7 +159,7 @@ def test_a_forked_process_has_no_workers():
 
 
 class Own(cseq.Order):
-    """An order as it should be: rows of one and two samples in turn."""
+    """A correct order: rows of one and two samples in turn."""
 
     name = "own-v1"
     samples = 30
@@ -192,12 +189,12 @@ def drawing(*asked):
 
 
 def own(**changed):
-    """Make such an order with something else in the class."""
+    """Make such an order with changes to the class."""
     return type("Own", (Own,), changed)()
 
 
 def test_an_order_is_checked():
-    """One that is as it should be passes."""
+    """A correct order passes."""
     cseq.testing.check_order(Own())
     cseq.testing.check_order(Own(), most=3)
     for order in (cseq.Sequential(7), cseq.Shuffled(7), cseq.Shuffled(10**12)):

@@ -1,4 +1,4 @@
-"""Threads and latches hold, wherever a signal handler raises."""
+"""Threads and latches work, wherever a signal handler raises."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from interrupting import interrupted
 import cseq
 from cseq.threads import Latch, Threads, await_logged, log_later, thread_limits
 
-SOON = 30.0  # seconds after which something that should happen is taken to hang
+# Seconds after which an operation that should end counts as hung.
+SOON = 30.0
 
 
 def test_a_latch():
-    """It is waited for until it is set, by any number of threads, and stays so."""
+    """Any number of threads wait until it is set, and it stays set."""
     latch = Latch()
     assert not latch.wait(0)
     assert not latch.wait(0.001)
@@ -38,7 +39,7 @@ def test_a_latch():
 
 
 def test_threads():
-    """All of them run under their names, and are gone after `join`."""
+    """All of them run under their names, and have ended after `join`."""
     threads, go = Threads(), Latch()
     names = []
 
@@ -58,7 +59,7 @@ def test_threads():
 
 
 def test_a_thread_does_not_join_itself():
-    """A thread that joins its own `Threads` does not wait for itself, and is among those left."""
+    """A thread that joins its own `Threads` does not wait for itself; it counts as not ended."""
     threads, left = Threads(), []
     threads.add("one", lambda: left.append(threads.join(time.monotonic() + SOON)))
     threads.start()
@@ -69,7 +70,7 @@ def test_a_thread_does_not_join_itself():
 
 @pytest.mark.parametrize("main", [True, False])
 def test_a_system_without_any_thread(main, monkeypatch):
-    """Nothing has begun, so there is nothing to wait for."""
+    """No thread has begun, so there is nothing to wait for."""
     threads, go = Threads(), Latch()
     threads.add("one", lambda: None)
 
@@ -105,7 +106,7 @@ def test_a_system_without_any_thread(main, monkeypatch):
     ],
 )
 def test_patched_modules(monkeypatch, library, name, patched, refuses):
-    """Where threads are greenlets, or processes need what is patched: an error, no hang."""
+    """If threads are greenlets, or processes need a patched module, an error replaces a hang."""
     module = SimpleNamespace(**{name: patched.__contains__})
     monkeypatch.setitem(sys.modules, library, module)
     makers = {"threads": cseq.MTSequence, "processes": cseq.MPSequence}
@@ -124,7 +125,7 @@ def test_patched_modules(monkeypatch, library, name, patched, refuses):
 
 
 def test_the_limits_of_threads(tmp_path):
-    """Those of the system that there are, with numbers, and the remedy."""
+    """They are the system's own, with numbers, and the remedy."""
     group = tmp_path / "sys/fs/cgroup/box"
     group.mkdir(parents=True)
     (tmp_path / "proc/self").mkdir(parents=True)
@@ -139,7 +140,7 @@ def test_the_limits_of_threads(tmp_path):
 
 
 def test_ctrl_c_anywhere_in_start_and_join():
-    """Wherever a handler raises in `start` and `join`: a second `join` finds them all gone."""
+    """Wherever a handler raises in `start` or `join`, a second `join` finds all threads ended."""
     for countdown in itertools.count(1):
         threads, go = Threads(), Latch()
         ran = []
@@ -161,11 +162,11 @@ def test_ctrl_c_anywhere_in_start_and_join():
     assert countdown > 10
 
 
-# -- what is logged on another thread
+# -- logging on another thread
 
 
 class Handler(logging.Handler):
-    """Notes messages, and on which thread; does something at one of them."""
+    """Records messages and their threads; acts at one of them."""
 
     def __init__(self, act=lambda: None):
         super().__init__()
@@ -182,7 +183,7 @@ class Handler(logging.Handler):
 
 @pytest.fixture
 def handler():
-    """Handle what is logged."""
+    """Install a handler."""
     added, log = Handler(), logging.getLogger("cseq")
     log.addHandler(added)
     yield added
@@ -191,7 +192,7 @@ def handler():
 
 
 def test_messages_are_logged_by_one_thread(handler):
-    """In their order, however many wait for a slow handler; the thread ends after the last."""
+    """They come in order, however many wait for a slow handler; the thread ends after the last."""
     go, acts = Latch(), Latch()
 
     def act():
@@ -207,7 +208,8 @@ def test_messages_are_logged_by_one_thread(handler):
     log_later(logging.DEBUG, "not wanted")
     assert handler.got == []
     assert threading.active_count() == before + 1
-    await_logged(time.monotonic())  # the slow one holds nothing up
+    # The slow handler holds nothing up.
+    await_logged(time.monotonic())
     go.set()
     await_logged(time.monotonic() + SOON)
     assert handler.got == ["act", *(f"message {k}" for k in range(50))]
@@ -217,7 +219,7 @@ def test_messages_are_logged_by_one_thread(handler):
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])
 def test_a_handler_of_logging_that_raises(error, handler, capsys):
-    """It is printed; later messages come."""
+    """Its exception is printed; later messages come."""
 
     def act():
         raise error("no answer")
@@ -231,7 +233,7 @@ def test_a_handler_of_logging_that_raises(error, handler, capsys):
 
 
 def test_messages_without_a_thread(handler, monkeypatch):
-    """They come as soon as there is one."""
+    """They come as soon as there is a thread."""
 
     def refuse(*_):
         raise RuntimeError("can't start new thread")
@@ -245,7 +247,7 @@ def test_messages_without_a_thread(handler, monkeypatch):
 
 
 def test_ctrl_c_anywhere_in_tell(handler):
-    """Wherever a handler raises: what is told later comes, and each message once at most."""
+    """Wherever a handler raises, later messages come, and each message comes at most once."""
     told = []
     for countdown in itertools.count(1):
         with interrupted(countdown, "threads.py") as struck:
@@ -262,15 +264,15 @@ def test_ctrl_c_anywhere_in_tell(handler):
 
 
 def test_an_import_from_within_an_import(run_script, tmp_path):
-    """A module may start a manager in its body, though what that imports wants this module."""
+    """A module may start a manager in its body, though what that imports needs this module."""
     (tmp_path / "training.py").write_text(
         "import numpy as np, cseq\n"
         "data = np.arange(10)\n"
         "with cseq.MTSequence(data, 10, 2, out_type='cpu', seed=1).start() as batches:\n"
         "    total = sum(float(batch.sum()) for batch in batches)\n"
     )
-    # torch imports what has registered itself with it; this one, which comes without files of its
-    # own, registers a module that is just being imported.
+    # torch imports the modules that have registered with it; this one, which comes without its own
+    # files, registers a module that is still being imported.
     (tmp_path / "torch.py").write_text(
         "import training\nraise ModuleNotFoundError('no torch here', name='torch')\n"
     )

@@ -1,4 +1,4 @@
-"""`cseq top` reads runs of other processes, and survives whatever it finds there."""
+"""`cseq top` reads other processes' runs, and survives whatever it finds there."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def trainer(folder, source, *arguments):
 
 
 def until(condition):
-    """Wait for something that comes soon."""
+    """Wait for a condition that soon holds."""
     deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
@@ -105,7 +105,7 @@ def until(condition):
 
 
 def written(watcher):
-    """Write all about what was read in several widths, and return the widest."""
+    """Write all that was read in several widths; return the widest."""
     for width in (60, 80, 140):
         lines = overview(watcher, width)
         assert max(map(len, lines)) <= width
@@ -113,7 +113,7 @@ def written(watcher):
 
 
 def proceed(process):
-    """Have the script go on to its next line."""
+    """Let the script continue to its next line."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")
@@ -124,7 +124,7 @@ def proceed(process):
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("kind", ["MPSequence", "MTSequence"])
 def test_what_is_read(tmp_path, kind):
-    """Facts, counts, the loop's place; the end of the run, and that of the process."""
+    """It has facts, counts, the loop's place, and the ends of the run and of the process."""
     with trainer(tmp_path, TRAIN, kind, 1, 20) as process:
         watcher = Watcher(process.pid)
         watcher.update()
@@ -135,7 +135,8 @@ def test_what_is_read(tmp_path, kind):
         assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
         assert run.next_batch == (0, 20)
         assert "p99" in workers(run, 53)[0] < workers(run, 140)[0]
-        assert len(head(run, 60)) > len(head(run, 140))  # nothing is cut off
+        # Nothing is cut off.
+        assert len(head(run, 60)) > len(head(run, 140))
         said = written(watcher)
         assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}  4,000 samples" in said
         assert "batch 20 of 500" in said
@@ -155,7 +156,7 @@ KINDS = {"MPSequence": "processes", "MTSequence": "threads"}
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("look", [0.0, 1e9])
 def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
-    """What was read stays, and the end is said, whether new runs are looked for then or not."""
+    """What was read stays, and the end is reported, with or without a search for new runs."""
     monkeypatch.setattr(attached, "LOOK", look)
     with trainer(tmp_path, TRAIN, "MPSequence", 0, 20) as process:
         watcher = Watcher(process.pid)
@@ -168,14 +169,15 @@ def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
         assert run.stats.batches == 20
         watcher.update()
         assert "20 batches so far" in written(watcher)
-        until(lambda: " MB" not in "".join(workers(run, 140)))  # they end after their trainer
+        # Workers end after their trainer.
+        until(lambda: " MB" not in "".join(workers(run, 140)))
         assert run.since(1.0) is run.stats
         assert written(watcher).count("ended") == 1
 
 
 @pytest.mark.needs("worker processes")
 def test_a_loader_of_torch(tmp_path):
-    """`cseq.DataLoader` has the same meters: a ring for each worker."""
+    """`cseq.DataLoader` has the same meters, with a ring for each worker."""
     pytest.importorskip("torch")
     with trainer(tmp_path, LOADER) as process:
         watcher = Watcher(process.pid)
@@ -194,7 +196,7 @@ def test_a_loader_of_torch(tmp_path):
 
 
 def have_begun(pid):
-    """Look at a process once, for the pids of all its workers."""
+    """Look at a process until it has the pids of all workers."""
     watcher = Watcher(pid)
     watcher.update()
     assert watcher.shown is not None
@@ -204,7 +206,7 @@ def have_begun(pid):
 
 
 def test_another_number_of_workers():
-    """Those that there are now are shown, and the buffer that was in use."""
+    """The current workers are shown, with the buffer in use."""
     manager = cseq.MTSequence(np.arange(640), batch_size=4, num_workers=3, out_type="null", seed=1)
     watcher = Watcher(os.getpid())
     with manager.start() as started:
@@ -219,7 +221,7 @@ def test_another_number_of_workers():
 
 @pytest.mark.needs("worker processes")
 def test_the_command(run_command, tmp_path):
-    """Lines once; two ranks, each with a line."""
+    """It prints once; two ranks have a line each."""
     with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
         until(lambda: have_begun(process.pid))
         with trainer(tmp_path, TRAIN, "MTSequence", 0, 20):
@@ -239,13 +241,13 @@ def test_the_command(run_command, tmp_path):
 
 
 def test_elsewhere(monkeypatch):
-    """What it needs is said."""
+    """The error says what it needs."""
     monkeypatch.setattr(sys, "platform", "win32")
     assert "needs Linux" in str(top(None, once=True))
 
 
 def test_a_terminal(monkeypatch, capsys):
-    """Lines are written each second until Ctrl-C, over those of before."""
+    """Lines are written each second until Ctrl-C, over the previous ones."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(os, "get_terminal_size", lambda: os.terminal_size((60, 24)))
     naps = []
@@ -298,7 +300,7 @@ def measured(now, **of_worker):
 
 
 def test_workers_that_were_replaced():
-    """The ticket that one had in hand does not make what the next one does seem less."""
+    """The old worker's ticket in hand does not reduce the next one's work."""
     second = 10**9
     before = measured(6 * second, since=second, thread=5)
     for thread, busy in (5, 0.0), (6, 2.0):
@@ -307,7 +309,7 @@ def test_workers_that_were_replaced():
 
 
 def test_the_cores_of_an_idle_worker():
-    """They are of all the time: waking up takes more than a tiny batch does."""
+    """They cover all of its time, as waking up takes more than a tiny batch does."""
     second = 10**9
     meters = measured(10 * second, worked=1000, thread=5, cpu=second)
     run = AttachedRun(Descriptor(os.open, os.devnull, os.O_RDONLY), os.getpid(), {})
@@ -317,10 +319,11 @@ def test_the_cores_of_an_idle_worker():
 
 
 def test_the_name_of_a_script():
-    """It has nothing that a terminal would obey."""
+    """It has no characters that a terminal would obey."""
     process = subprocess.Popen(["a/tra\x1bin.py"], executable=sys.executable, stdin=subprocess.PIPE)
     try:
-        until(Path(f"/proc/{process.pid}/cmdline").read_bytes)  # empty in the middle of an exec
+        # It is empty in the middle of an exec.
+        until(Path(f"/proc/{process.pid}/cmdline").read_bytes)
         run = AttachedRun(Descriptor(os.open, os.devnull, os.O_RDONLY), process.pid, {})
         assert run.title == ["tra?in.py", f"pid {process.pid}"]
     finally:
@@ -332,7 +335,7 @@ def test_the_name_of_a_script():
 
 @contextmanager
 def file_with(data, name):
-    """Make a file of a name that is looked for."""
+    """Make a file with a name that is searched for."""
     fd = os.memfd_create(name)
     try:
         os.write(fd, data)
@@ -342,7 +345,7 @@ def file_with(data, name):
 
 
 def image():
-    """Return the file of a run in this process, and what it is called."""
+    """Return the file of a run in this process, and its name."""
     manager = cseq.MTSequence(np.arange(64), batch_size=4, num_workers=2, out_type="null", seed=1)
     with manager.start() as started:
         iterator = iter(started)
@@ -358,7 +361,7 @@ def image():
 
 
 def look_at(data, name):
-    """Read a file, which stays as it is, and write all about it."""
+    """Read a file, which does not change, and write all that was read."""
     watcher = Watcher(os.getpid())
     with file_with(data, name) as fd:
         for _ in range(3):
@@ -371,7 +374,7 @@ def look_at(data, name):
 @settings(deadline=None)
 @given(data=st.data())
 def test_an_overwritten_run(data):
-    """Any words of a run's file may be anything: it is read, or refused."""
+    """Any word of a run's file may be anything: the file is read, or refused."""
     whole, name = IMAGE.setdefault("image", image())
     changed = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 8))):
@@ -397,10 +400,11 @@ def test_a_run_that_is_cut_off():
 
 
 def test_another_version():
-    """A ring of another layout, or of an impossible size, is refused and named."""
+    """A ring with another layout, or an impossible size, is refused by name."""
     data, name = image()
     assert [run.stats.batches for run in look_at(data, name).runs] == [10]
-    for at, word in (4, 1), (8, 2**32 - 1), (12, 2**32 - 1):  # layout; cells; indices in each
+    # The words are the layout, the cells, and the indices in each cell.
+    for at, word in (4, 1), (8, 2**32 - 1), (12, 2**32 - 1):
         changed = data[:at] + word.to_bytes(4, sys.byteorder) + data[at + 4 :]
         watcher = look_at(changed, name)
         assert not watcher.runs

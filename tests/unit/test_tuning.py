@@ -1,4 +1,4 @@
-"""What 'auto' takes: a pure function of windows, as they were recorded or as a model gives them."""
+"""The choices of 'auto': a pure function of windows, recorded or from a model."""
 
 import logging
 import math
@@ -23,12 +23,12 @@ READING = Window(
     index=0.0203, index_p99=0.0225, workers=1, busy=0.99, cpu=0.004,
     loop_cpu=0.05, cores=2, buffer=10, threads=True, computed=0.06, gil=1e-5,
 )  # fmt: skip
-# One batch in twenty takes 150 ms, the others 5 ms; steps of 4 ms.
+# One batch in twenty takes 150 ms, the others take 5 ms; steps of 4 ms.
 UNEVEN = replace(
     READING, batches=75, elapsed=0.52, waited=0.2, step=0.0042, step_p99=0.0049,
     index=0.0125, index_p99=0.154, workers=5, busy=0.35, behind=0.9,
 )  # fmt: skip
-# Workers of 40 ms that compute, on eight cores; the loop takes 11.5 ms.
+# Workers that compute for 40 ms, on eight cores; the loop takes 11.5 ms.
 COMPUTING = replace(
     READING, batches=50, elapsed=1.0, waited=0.45, step=0.0115, step_p99=0.012,
     index=0.04, index_p99=0.045, workers=2, busy=1.0, cpu=0.97, loop_cpu=0.9,
@@ -37,7 +37,7 @@ COMPUTING = replace(
 
 
 def test_it_takes_what_the_advice_names_at_once():
-    """In one change; with a buffer for that many workers."""
+    """It does so in one change, with a buffer for that many workers."""
     for window, workers in ((READING, 7), (COMPUTING, 4)):
         named = advise(window).change["num_workers"]
         decision = Tuner(BOTH).look(window, Size(window.workers, 10), MOST)
@@ -50,7 +50,7 @@ def test_it_takes_what_the_advice_names_at_once():
 
 @pytest.mark.parametrize("auto", [(True, False), (False, True), BOTH])
 def test_it_changes_what_is_auto_alone(auto):
-    """The number that was given stays."""
+    """A given number stays."""
     for window in (READING, UNEVEN, COMPUTING):
         size = Size(window.workers, window.buffer)
         decision = Tuner(auto).look(window, size, MOST)
@@ -60,14 +60,14 @@ def test_it_changes_what_is_auto_alone(auto):
 
 
 def test_stragglers_get_a_larger_buffer_and_no_more_workers():
-    """As the advice names it."""
+    """The advice names it."""
     decision = Tuner(BOTH).look(UNEVEN, Size(5, 10), MOST)
     assert decision is not None
     assert decision.size == (5, advise(UNEVEN).change["buffer"])
 
 
 def test_more_workers_that_did_harm_are_taken_back():
-    """And not tried again, until a batch takes another time."""
+    """They are not tried again until the time of a batch changes."""
     tuner = Tuner(BOTH)
     decision = tuner.look(COMPUTING, Size(2, 10), MOST)
     assert decision is not None
@@ -86,7 +86,7 @@ def test_more_workers_that_did_harm_are_taken_back():
 
 
 def test_more_workers_that_were_of_no_use_are_the_last():
-    """They stay, for the difference may be chance; there are no more of them."""
+    """They stay, as the difference may be chance, and no more are added."""
     tuner = Tuner(BOTH)
     assert tuner.look(COMPUTING, Size(2, 10), MOST) is not None
     same = replace(COMPUTING, workers=4, batches=51)
@@ -95,7 +95,7 @@ def test_more_workers_that_were_of_no_use_are_the_last():
 
 
 def test_a_larger_buffer_that_was_of_no_use_is_the_last():
-    """It stays; where the rate got better, a larger one is tried."""
+    """It stays; if the rate improved, a larger one is tried."""
     for rate, again in ((1.0, False), (1.3, True)):
         tuner = Tuner(BOTH)
         decision = tuner.look(UNEVEN, Size(5, 10), MOST)
@@ -107,7 +107,7 @@ def test_a_larger_buffer_that_was_of_no_use_is_the_last():
 
 
 def test_a_window_has_to_be_long_enough():
-    """In time and in batches; longer where nothing has changed, up to some seconds."""
+    """It needs time and batches; without changes, up to some seconds more."""
     tuner = Tuner(BOTH)
     assert tuner.is_enough(READING)
     assert not tuner.is_enough(replace(READING, elapsed=0.4))
@@ -121,7 +121,7 @@ def test_a_window_has_to_be_long_enough():
 
 
 def model(workers, index, step, cpu, cores, buffer):
-    """Give a second of a machine without chance: workers share its cores, the loop has one."""
+    """Return a second of a machine without chance: workers share its cores, the loop has one."""
     slowed = max(1.0, workers * cpu / max(cores - 0.5, 0.5))
     rate = min(workers / (index * slowed), 1 / step)
     return Window(
@@ -135,9 +135,10 @@ def model(workers, index, step, cpu, cores, buffer):
 @given(
     st.floats(1e-3, 1.0), st.floats(1e-3, 1.0), st.floats(0.01, 1.0), st.sampled_from([1, 2, 8, 64])
 )
-@example(1.0, 0.03125, 0.02734375, 1)  # 16 workers use most of the core that the loop leaves
+# 16 workers use most of the core that the loop leaves.
+@example(1.0, 0.03125, 0.02734375, 1)
 def test_it_ends_near_the_best_and_then_stays(index, step, cpu, cores):
-    """Within a few changes, at nine tenths of what the best number of workers would do."""
+    """Within a few changes, it reaches nine tenths of the best number's rate."""
     tuner, size, changes, last = Tuner(BOTH), Size(1, 10), 0, 0
     for k in range(60):
         window = model(size.num_workers, index, step, cpu, cores, size.buffer)
@@ -147,7 +148,7 @@ def test_it_ends_near_the_best_and_then_stays(index, step, cpu, cores):
             last = k
     assert changes <= 8
     assert last < 20
-    # A worker more than there are cores for is not tried: its place may be the loop's.
+    # It does not try one worker more than the cores: its core may be the loop's.
     most = min(MOST.num_workers, max(1, math.floor((cores - 0.5) / cpu)))
     best = max(
         1 / w.elapsed for w in (model(k, index, step, cpu, cores, 9) for k in range(1, most + 1))
@@ -157,14 +158,14 @@ def test_it_ends_near_the_best_and_then_stays(index, step, cpu, cores):
 
 
 def test_a_change_is_one_line(caplog):
-    """What was changed alone, and why."""
+    """The line has the changes only, and the reason."""
     with caplog.at_level(logging.INFO, "cseq"):
         log_change(Size(7, 14), Size(7, 30), "the loop waits 31%")
     assert caplog.messages == ["buffer 14 → 30: the loop waits 31%"]
 
 
 def test_the_sizes_to_begin_with(monkeypatch):
-    """Few workers, a core for the loop; as many at most as may wait for a disk."""
+    """They are few workers, with a core for the loop, and at most what may wait for a disk."""
     monkeypatch.setattr(system, "cores", lambda: 8)
     monkeypatch.setattr(arguments, "share", lambda: 8)
     assert workers_of_auto() == (4, 32)
@@ -180,7 +181,7 @@ def test_the_sizes_to_begin_with(monkeypatch):
 
 
 def test_the_cores_of_this_process(monkeypatch):
-    """Within a quota, and one part for each rank of the machine."""
+    """They are within a quota, in equal parts for the machine's ranks."""
     monkeypatch.setattr(system, "cores", lambda: 16)
     for name in system.LOCAL_SIZES:
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""`cseq run --watch` leaves torch's loaders as they are, and says what they cost."""
+"""`cseq run --watch` leaves torch's loaders unchanged, and reports what they cost."""
 
 import os
 import sys
@@ -54,7 +54,7 @@ def alone(monkeypatch):
     "options", ["{}", "{'num_workers': 2}", "{'num_workers': 1, 'persistent_workers': True}"]
 )
 def test_the_script_does_what_it_did(run_prepared, run_command, tmp_path, options):
-    """Same batches, same output; each kind of loader has its lines on stderr."""
+    """Batches and output are the same; stderr has lines for each kind of loader."""
     pytest.importorskip("torch")
     plain = run_prepared(TRAIN.replace("{OPTIONS}", options), "--lr", "0.1")
     watched = run_command(tmp_path, "run", "--watch", "script.py", "--lr", "0.1")
@@ -64,7 +64,8 @@ def test_the_script_does_what_it_did(run_prepared, run_command, tmp_path, option
     lines = watched.stderr.splitlines()
     assert all(line.startswith("cseq: ") for line in lines)
     (rows,) = [line for line in lines if "DataLoader of Rows, 64 samples, batch_size=2" in line]
-    assert rows.endswith("65 batches in 3 epochs")  # of 32, 32 and 1
+    # The epochs have 32, 32 and 1.
+    assert rows.endswith("65 batches in 3 epochs")
     assert any(line.endswith(": 5 batches") and "of Rows, 9 samples" in line for line in lines)
     assert any(line.endswith(": 5 batches") and "of Unsized, batch_size" in line for line in lines)
     (stream,) = [line for line in lines if "DataLoader of Stream" in line]
@@ -81,7 +82,7 @@ def test_cseq_is_named_where_it_can_help(wait, capsys):
 
 
 def test_a_script_without_a_loader(run_command, tmp_path):
-    """That is said, too, and so is the script's own failure."""
+    """The output says so, too, and has the script's own failure."""
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text("raise SystemExit(3)")
     done = run_command(tmp_path, "run", "--watch", "train.py")
@@ -102,21 +103,21 @@ CPU = pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of worker
 @pytest.mark.parametrize(
     ("loader", "said"),
     [
-        # it makes a batch in 10 ms and waits for a disk; 6 workers would hide that
+        # It makes a batch in 10 ms and waits for a disk; 6 workers would hide that.
         (watched(0.01, 0.002), "num_workers=6: at most 6.0 times as fast"),
-        # the same, but it computes: 3 workers have a core each
+        # The same loader computes: 3 workers have a core each.
         (watched(0.01, 0.002, computed=1.9), "num_workers=3: at most 3.6 times as fast"),
-        # 2 workers, each of which takes 10 ms for a batch
+        # Each of 2 workers takes 10 ms for a batch.
         pytest.param(watched(0.003, 0.002, 2), "num_workers=6: at most 2.5 times", marks=CPU),
         pytest.param(watched(0.003, 0.002, 2, 1.8), "num_workers=3: at most 1.5", marks=CPU),
         pytest.param(watched(0.003, 0.002, 4, 3.8), "4 cores are used up", marks=CPU),
-        # they would compute all the time, and have a core for a third of it
+        # They would compute all the time, but have a core only a third of the time.
         (watched(0.003, 0.002, 2, 0.6, queued=1.2), "waiting for a core 61%: other programs"),
         (watched(0.0001, 0.02, 2), "the loop is the bottleneck"),
     ],
 )
 def test_what_would_help(loader, said):
-    """As many workers as keep up, as far as there are cores for those that compute."""
+    """The advice is as many workers as keep up, limited by the cores for those that compute."""
     lines = "\n".join(loader.lines(4))
     assert said in lines
     assert ("if data were free: " in lines) is ("the loop is" not in said)
@@ -160,22 +161,23 @@ if __name__ == "__main__":
 @CPU
 @pytest.mark.parametrize("persistent", [False, True])
 def test_each_loader_has_its_own_workers(run_prepared, persistent):
-    """What they computed is theirs alone, and is there of those that stay alive, too.
+    """Their CPU time is separate, even while they stay alive.
 
-    So is how long they waited for a core.
+    So is their wait for a core.
     """
     pytest.importorskip("torch")
     done = run_prepared(COUNTS.replace("PERSISTENT", str(persistent)))
     assert not done.returncode, done.stderr
     found = {name: list(map(float, two)) for name, *two in map(str.split, done.stdout.splitlines())}
     (computed, queued), naps = found["Burns"], found["Naps"]
-    assert computed > 0.5  # of 0.8 s, less what was made before the first batch
+    # All take 0.8 s, some of it before the first batch.
+    assert computed > 0.5
     assert naps[0] < computed / 2
     assert queued > 0.1 or not os.path.exists("/proc/self/schedstat")
 
 
 def test_epochs_that_begin_slowly():
-    """Workers that are started for each epoch are named, if that takes a while."""
+    """Workers that start for each epoch are named if that takes long."""
     assert "persistent_workers=True" in watched(0.001, 0.02, 2, first=0.5).lines(4)[-1]
     assert "persistent_workers" not in watched(0.001, 0.02, 2).lines(4)[-1]
 

@@ -1,4 +1,4 @@
-"""`Weighted`: as often as weights say, as fair as a random draw, and bad weights."""
+"""`Weighted`: as often as weights say, as fair as a random draw, and invalid weights."""
 
 import math
 import random
@@ -21,12 +21,14 @@ lists = st.lists(st.one_of(finite, st.floats(0, 10)), min_size=1, max_size=60).f
 
 
 def integers(weights):
-    """Compute the integers of weights as the page of the orders says."""
+    """Compute the integers of weights as the page of the orders defines them."""
     ratios = [weight.as_integer_ratio() for weight in weights]
-    unit = max(below for _, below in ratios)  # all are multiples of 1 / unit, a power of two
+    # All weights are multiples of 1 / unit, a power of two.
+    unit = max(below for _, below in ratios)
     exact = [above * (unit // below) for above, below in ratios]
     k = 63 - sum(exact).bit_length()
-    while True:  # down to the largest k with a total below 2**62
+    # The loop ends at the largest k with a total below 2**62.
+    while True:
         whole = [max(round(weight * Fraction(2) ** k), weight > 0) for weight in exact]
         if sum(whole) < 2**62:
             return whole
@@ -40,7 +42,7 @@ def drawn(order, seed, epoch=0):
 
 @pytest.mark.parametrize("record", golden.records("orders_weighted"))
 def test_reference(record):
-    """An order without replacement is that of the reference in plain Python."""
+    """An order without replacement equals the reference in plain Python."""
     if record["replacement"] or record["size"] > 1000:
         return
     masses = integers([float(weight) for weight in golden.weights(record["weights"])])
@@ -51,7 +53,7 @@ def test_reference(record):
 
 @pytest.mark.parametrize("samples", [1, 2, 15, 16, 17, 255, 256, 257, 4096, 4097, 65537])
 def test_equal_weights_are_a_shuffle(samples):
-    """Each sample comes once, in another order in each epoch, from any position on."""
+    """Each sample comes once, in another order in each epoch, from any position."""
     order = cseq.Weighted(np.full(samples, 0.1))
     first, second = drawn(order, 3), drawn(order, 3, 1)
     assert (np.sort(first) == np.arange(samples)).all()
@@ -73,7 +75,7 @@ def test_integers(weights):
     [[1e300, 1.0, 0.0], [5e-324], [5e-324, 1e-310], [1.7e308] * 9, [2.0**-1000, 2.0**1000], [3, 0]],
 )
 def test_extreme_weights(weights):
-    """Denormal weights and those whose sum is infinite in float64 are exact, too."""
+    """Denormal weights, and those whose sum is infinite in float64, are exact, too."""
     masses = integers_of(np.array(weights, float))
     assert masses.tolist() == integers([float(weight) for weight in weights])
 
@@ -85,7 +87,7 @@ def test_extreme_weights(weights):
     st.integers(0, 2**64 - 1),
 )
 def test_numbers_are_exact(weights, size, seed):
-    """A sample comes as often as its share says, rounded up or down."""
+    """A sample comes as often as its share, rounded up or down."""
     counts = np.bincount(drawn(cseq.Weighted(weights, size), seed), minlength=len(weights))
     whole = integers(weights)
     for count, weight in zip(counts.tolist(), whole, strict=True):
@@ -116,13 +118,14 @@ def counts_of(order, epochs):
 
 
 def check(values, expected, variance):
-    """Each value is within five standard deviations of what is expected."""
+    """Check that each value is within five standard deviations of its expectation."""
     off = np.abs(np.asarray(values, float) - expected)
     assert (off <= 5 * np.sqrt(variance) + 1e-6).all(), off.max()
 
 
 EPOCHS = 100
-SIZES = {  # samples, and the size of an epoch
+# Samples, and the size of an epoch.
+SIZES = {
     "a half": (1000, 500),
     "a tenth": (2000, 200),
     "a tenth and three": (2000, 203),
@@ -136,7 +139,7 @@ of_each_size = pytest.mark.parametrize("name", SIZES)
 
 @lru_cache
 def equal(name):
-    """Return samples of equal weight, how many come once more in an epoch, and which do."""
+    """Return samples of equal weight, how many of them come again in an epoch, and which do."""
     samples, size = SIZES[name]
     whole, rest = divmod(size, samples)
     more = counts_of(cseq.Weighted(np.ones(samples), size), EPOCHS) - whole
@@ -145,7 +148,7 @@ def equal(name):
 
 @of_each_size
 def test_classes_come_as_in_a_random_draw(name):
-    """Their counts vary as hypergeometric ones, for any period of the labels, and sorted labels."""
+    """Their counts vary hypergeometrically, for labels of any period, and for sorted labels."""
     samples, rest, more = equal(name)
     assert set(np.unique(more)) == {0, 1}
     numbers = np.arange(samples)
@@ -162,7 +165,7 @@ def test_classes_come_as_in_a_random_draw(name):
 
 @of_each_size
 def test_pairs_come_together_as_in_a_random_draw(name):
-    """Neighbours in the data, samples at other distances, and random pairs."""
+    """The pairs are neighbours in the data, samples at other distances, and random ones."""
     samples, rest, more = equal(name)
     distances = (1, 2, 3, 5, 10, 64, 100, samples // 2)
     together = [(more[:, d:] * more[:, :-d]).mean() for d in distances]
@@ -179,7 +182,7 @@ def test_pairs_come_together_as_in_a_random_draw(name):
 
 @of_each_size
 def test_epochs_are_drawn_independently(name):
-    """Two epochs have as many samples in common as two random draws."""
+    """Two epochs share as many samples as two random draws."""
     samples, rest, more = equal(name)
     common, expected = more @ more.T, rest * rest / samples
     variance = expected * (1 - rest / samples) ** 2 * samples / (samples - 1)
@@ -203,7 +206,7 @@ WEIGHTS = {
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("size", [1, 7, 100, 1000])
 def test_samples_come_as_their_weights_say(name, size):
-    """In each epoch, the share rounded up or down; its mean over epochs is the share itself."""
+    """Each epoch has the share rounded up or down; the mean over epochs is the share itself."""
     weights, epochs = WEIGHTS[name], 500
     counts = counts_of(cseq.Weighted(weights, size), epochs)
     share = size * weights / weights.sum()
@@ -219,7 +222,7 @@ def test_samples_come_as_their_weights_say(name, size):
 @pytest.mark.parametrize("labels", ["in turn", "sorted", "rare in turn", "rare at random"])
 @pytest.mark.parametrize("size", [None, 300, 1000, 5000])
 def test_balanced_classes(labels, size):
-    """Each class comes equally often in each epoch, but for what varies in a random draw."""
+    """Each class comes equally often in each epoch, apart from a random draw's variation."""
     numbers = np.arange(2400)
     of = {
         "in turn": numbers % 10,
@@ -239,7 +242,7 @@ def test_balanced_classes(labels, size):
 
 
 def test_facts():
-    """A state knows the weights by their fingerprint, whatever their type."""
+    """A state identifies the weights by their fingerprint, for any type."""
     facts = cseq.Weighted([1, 2]).facts()
     assert facts == cseq.Weighted(np.array([1, 2], np.float32)).facts()
     assert facts != cseq.Weighted([2, 1]).facts()

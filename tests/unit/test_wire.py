@@ -1,4 +1,4 @@
-"""The connection between a trainer and an agent: messages, proofs, memory that is used again."""
+"""The connection between a trainer and an agent: messages, proofs and reused memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from cseq.encoding.pickling import dumps
 from cseq.fleet import wire
 from cseq.fleet.wire import Buffers, Connection
 
-pytestmark = pytest.mark.needs("POSIX")  # Ray's clusters; Wine 8 knows no TCP_KEEPIDLE
+# Ray's clusters need POSIX, and Wine 8 lacks TCP_KEEPIDLE.
+pytestmark = pytest.mark.needs("POSIX")
 
 KEY = b"k" * 32
 
 
 @pytest.fixture
 def pair():
-    """Two sockets of a connection."""
+    """Return the two sockets of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
@@ -33,7 +34,7 @@ def pair():
 
 @pytest.fixture
 def ends(pair):
-    """An agent's end, and a trainer's."""
+    """Return an agent's end, and a trainer's."""
     made = []
     agent = threading.Thread(target=lambda: made.append(Connection(pair[0], KEY, is_agent=True)))
     agent.start()
@@ -54,7 +55,7 @@ BATCHES: list[Any] = [
 
 @pytest.mark.parametrize("batch", BATCHES, ids=["small", "dict", "many", "large"])
 def test_messages_arrive_whole(ends, batch):
-    """Their arrays can be written to, and lie where processors like them to."""
+    """Their arrays are writable, and aligned for processors."""
     agent, trainer = ends
     buffers = []
     data = dumps(batch, buffers)
@@ -69,13 +70,14 @@ def test_messages_arrive_whole(ends, batch):
 
 
 def test_an_end_that_closes_ends_the_other(ends):
-    """Also in the middle of a message. One that is silent is waited for as long as is said."""
+    """This holds even in the middle of a message. A silent end is awaited for the given time."""
     agent, trainer = ends
     assert not trainer.wait(0.05)
 
     def send():
         with contextlib.suppress(OSError):
-            agent.send(b"", [memoryview(bytes(1 << 24))])  # more than what lies on the way
+            # This exceeds what fits on the way.
+            agent.send(b"", [memoryview(bytes(1 << 24))])
 
     sender = threading.Thread(target=send)
     sender.start()
@@ -89,7 +91,7 @@ def test_an_end_that_closes_ends_the_other(ends):
 
 @pytest.mark.parametrize("is_agent", [False, True])
 def test_who_has_no_key_is_refused(pair, is_agent):
-    """Neither end has anything to do with one that has another key."""
+    """Neither end talks to one with another key."""
     refused = []
 
     def ask():
@@ -107,7 +109,7 @@ def test_who_has_no_key_is_refused(pair, is_agent):
 
 
 def test_who_sends_back_what_it_gets_is_refused(pair):
-    """It has nothing that could be taken for a proof."""
+    """It has nothing that could count as a proof."""
 
     def reflect():
         with contextlib.suppress(OSError):
@@ -122,13 +124,14 @@ def test_who_sends_back_what_it_gets_is_refused(pair):
 
 
 def test_one_deadline_holds_for_the_whole_proof(pair, monkeypatch):
-    """It does not begin anew with a byte of the other end's."""
+    """A byte from the other end does not restart it."""
     monkeypatch.setattr(wire, "PROOF_SECONDS", 0.2)
     over, sent = threading.Event(), 0
 
     def trickle():
         nonlocal sent
-        pair[1].send(struct.pack("!i", 200))  # as many bytes follow
+        # This announces as many bytes.
+        pair[1].send(struct.pack("!i", 200))
         while not over.wait(0.02):
             sent += pair[1].send(b"x")
 
@@ -142,7 +145,7 @@ def test_one_deadline_holds_for_the_whole_proof(pair, monkeypatch):
 
 
 def test_memory_is_used_again_once_nothing_refers_to_it():
-    """Blocks are never more than were in use at a time, whatever their sizes."""
+    """The number of blocks never exceeds the most in use at a time, for any sizes."""
     buffers = Buffers()
 
     def array(size, value):

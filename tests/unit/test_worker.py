@@ -1,4 +1,4 @@
-"""One worker process: what it and the trainer tell each other."""
+"""One worker process: its messages to the trainer, and the trainer's to it."""
 
 import logging
 import pickle
@@ -32,9 +32,10 @@ SETUP = Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, None)
 
 @pytest.fixture
 def ends():
-    """Give a worker without a process, and the process's end of the socket."""
+    """Return a worker without a process, and the process's end of the socket."""
     ours, theirs = socket.socketpair()
-    winapi = sys.modules.get("_winapi")  # of Windows; that of the other process is ours
+    # On Windows, the handle of the other process is this one's.
+    winapi = sys.modules.get("_winapi")
     child = SimpleNamespace(sock=ours, handle=winapi and winapi.GetCurrentProcess())
     worker = WorkerProcess(1, child)
     with theirs:
@@ -44,7 +45,7 @@ def ends():
 
 @pytest.mark.parametrize("size", [1, 4, 1000])
 def test_messages_arrive_in_any_pieces(ends, size):
-    """Whatever the pieces are that arrive, also with the bytes of a message in another's body."""
+    """They may be split anywhere, and contain the bytes of another message."""
     worker, theirs = ends
     body = b"why\0\0E" * 3
     for last, told in ((READY, b""), (FAILED, body)):
@@ -62,11 +63,11 @@ def test_messages_arrive_in_any_pieces(ends, size):
 
 
 def test_messages_are_sent_whole(ends):
-    """By threads, and by a signal handler in the middle of one: that comes after it."""
+    """Threads send them, and a signal handler may in the middle of one: its message comes after."""
     worker, theirs = ends
 
     class Halves:
-        """Sends in two parts, between which a handler sends a message of its own."""
+        """Sends in two parts; in between, a handler sends its own message."""
 
         nested = False
 
@@ -81,7 +82,8 @@ def test_messages_are_sent_whole(ends):
     together(*(partial(send_state, sock, LOGGED, b"%d" % k) for k in range(8)))
     send_state(sock, READY)
     bodies = []
-    while worker.state != READY:  # not all need come at once
+    # They need not all come at once.
+    while worker.state != READY:
         messages = worker.receive()
         assert messages is not None
         bodies += [body for _, body in messages]
@@ -90,7 +92,7 @@ def test_messages_are_sent_whole(ends):
 
 
 def test_more_records_than_handlers_take(monkeypatch, caplog):
-    """What waits is bounded; the log says what is left out."""
+    """The queue is bounded; the log says what is left out."""
     calls = []
     texts = []
     monkeypatch.setattr(logs, "MOST", 3)
@@ -112,7 +114,7 @@ def test_more_records_than_handlers_take(monkeypatch, caplog):
 
 
 def test_a_handshake_with_the_dead(ends):
-    """A setup that cannot be sent is no error: the end of the worker is noticed next."""
+    """A setup that cannot be sent is no error: the worker's end is noticed next."""
     worker, theirs = ends
     theirs.close()
     fd = worker.child.sock.fileno()
@@ -141,7 +143,7 @@ class Broken:
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("error", [ConnectionResetError, ConnectionAbortedError, BrokenPipeError])
 def test_however_a_connection_ends(error, ends, monkeypatch):
-    """It is the end of that worker, and of nothing else."""
+    """It ends that worker, and nothing else."""
     worker, _ = ends
 
     def refuse(*_):
@@ -196,6 +198,6 @@ except ValueError as error:
 
 @pytest.mark.skipif(worker_module.STACK_SIGNAL is None, reason="no stacks here")
 def test_stacks_in_the_middle_of_a_message(run_script):
-    """Stacks that are written while a worker is within a message leave the message whole."""
+    """Stacks written while a worker sends a message leave the message whole."""
     done = run_script(BETWEEN)
     assert done.stdout.split("\n")[:2] == [str(list(range(8))), "400000"], done.stderr
