@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The trainer side of the rings: posts a source's tickets and collects results."""
+"""The trainer's side of the rings: posts tickets and fetches batches and items."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
@@ -21,7 +21,8 @@ from collections import deque
 
 from cseq.encoding.failure import ends_program, of_handler, shorten
 
-# `units` is the ticket's weight. `entry` is the index of its cell among the cells of all rings.
+# `units` is the number of units that the ticket counts for. `entry` is the index of its cell among
+# the cells of all rings.
 cdef struct Ticket:
     uint64_t number
     uint64_t units
@@ -31,7 +32,7 @@ cdef struct Ticket:
 
 cdef uint64_t NONE = <uint64_t>-1
 
-# The maximum number of entries in `skipped`. Older entries are dropped.
+# The maximum length of `skipped`. Older entries are dropped.
 MOST_SKIPPED = 1000
 
 cdef enum:
@@ -41,13 +42,13 @@ cdef enum:
 
 @cython.final
 cdef class ItemFailure:
-    """Stands in for an item whose creation or transfer raised an exception.
+    """Returned instead of an item if making or sending the item raised an exception.
 
     Parameters
     ----------
     error : BaseException
     worker : int
-        The worker number, or -1 if unknown.
+        The number of the worker, or -1 if it is unknown.
     """
 
     cdef readonly object error
@@ -59,22 +60,22 @@ cdef class ItemFailure:
 
 @cython.final
 cdef class Feed:
-    """Posts the tickets of a `Source` and collects the batches or items that answer them.
+    """Posts the tickets of a `Source`, and fetches the batches or items that workers make for them.
 
-    A ticket leaves the line in three steps::
+    Outstanding tickets form a line. A ticket leaves the line in three steps::
 
-        peek     find the next ticket, which must be READY; nothing changes
-        decode   build the batch that the cell describes; may run any code, may be interrupted
-        commit   free the cell, count the batch, post the next ticket; runs only C code
+        peek     find the next ticket, which must be READY, without changing anything
+        decode   build the batch that is described in the cell; may run any code or be interrupted
+        commit   free the cell, count the batch and post the next ticket; runs only C code
 
-    If an exception is raised before the commit, the ticket stays in the line, and the next call uses
-    the batch if it was fully decoded. Between the commit and the return to the caller, no Python code
-    runs except destructors of dropped objects such as an unconverted batch, which run at the end.
+    If an exception is raised before the commit, the ticket stays in the line. The next call then uses
+    the decoded batch if decoding was complete. After the commit, no Python code runs before the batch
+    is returned, except for the destructors of objects that are no longer needed.
 
-    Only the thread that holds the lock of `run` may call a feed. Code that runs during a call, such as
-    a signal handler, a conversion or a destructor, cannot start an epoch or fetch anything. It may
-    raise, end the generation, or call a worker (`Streams.ask`). A call that raises may end the
-    worker's items.
+    The thread that calls a feed must hold the lock of `run`. Code that runs during a call, such as a
+    signal handler, a conversion or a destructor, must not start an epoch or fetch a batch. It may
+    raise, end the generation, or call a worker (`Streams.ask`), which may end the worker's items if
+    the call raises.
 
     Parameters
     ----------
@@ -84,49 +85,49 @@ cdef class Feed:
     decoder : Decoder
     pool : Pool
         ``await_next()`` calls `advance` and `wait`, and returns when the next ticket is ready. It
-        raises worker errors, and StopIteration if no ticket is left. ``decode(ring_number, cell,
-        status, slot, capacity, record)`` returns (batch, None), or (None, error) if an exception
-        arrived instead of a batch. Decoding itself may also raise. ``describe(ring_number, cell,
-        error)`` returns the exception to raise in the loop and a note: the entry for `skipped`, or
-        the reason why a worker's own items ended. ``list_left(ring_number, cell, left)`` returns the
-        entries of the samples missing from a batch. ``look()`` is called about ten times a second
-        when a batch is requested, and may do anything a signal handler may do. ``make_next()``, if
-        not None, makes the next batch on this thread instead of waiting for one. ``on_cancel(cell)``,
-        if not None, is called before the cell of a cancelled ticket is freed.
+        raises the errors of workers, and StopIteration if there are no more tickets.
+        ``decode(ring_number, cell, status, slot, capacity, record)`` returns (batch, None), or
+        (None, error) if a worker published an exception. It may also raise. ``describe(ring_number,
+        cell, error)`` returns the exception to raise in the loop, and the entry for `skipped`.
+        ``list_left(ring_number, cell, left)`` returns the entries for samples that are missing from
+        a batch. ``look()`` is called about ten times a second while batches are fetched, and may do
+        anything that a signal handler may do. ``make_next()``, if not None, makes the next batch on
+        this thread. ``on_cancel(cell)``, if not None, is called before the cell of a cancelled
+        ticket is freed.
     errors : 'raise', 'skip' or 'return'
-        What to do with an exception that arrives instead of a batch: raise it, record it and skip the
-        batch, or return an `ItemFailure`.
+        What to do if a worker published an exception instead of a batch: raise it, record it and
+        skip the batch, or return an `ItemFailure`.
     interrupted : str
-        The message of the InterruptedError raised after the generation has ended.
+        The message of the InterruptedError that is raised when the generation has ended.
 
     Attributes
     ----------
     source, place : Source, Place or None
-        The ticket source, and the epoch with the number of units before the first ticket.
+        The source of tickets, and the place where the epoch started.
     ticket : int
         The number of the next ticket.
     generation : int
-        The generation of `run` when the epoch started.
+        The generation of `run` in which the epoch started.
     taken, done : int
-        The number of tickets fetched in this epoch, and their units. If a ticket raises, its units
-        count only once the loop continues.
+        The number of tickets fetched in this epoch, and the number of their units. If fetching a
+        ticket raises, its units are counted when the loop continues.
     skipped : deque
-        Notes about skipped batches and samples.
+        Entries for skipped batches and samples.
     ended : bool
         Whether the end of the epoch has been reported to the caller.
     pool_number : int
-        The pool's number in a trace.
+        The number of the pool in traces.
     """
 
     cdef object __weakref__
     cdef readonly Source source
     cdef readonly uint64_t ticket
-    # The number of tickets fetched in this epoch. Any thread may read it: see `cseq_count_u64`.
+    # The value of `taken`, which any thread may read (see `cseq_count_u64`).
     cdef uint64_t taken_count
-    # The time (ns) at which the current step fetched a ticket and posted the next one.
+    # The time (ns) when the current step fetched a ticket and posted the next one.
     cdef uint64_t now
     cdef list rings
-    # `r`: the C structs of the rings. `asked` and `cells`: the rings and cells to wait for.
+    # The C structs of the rings, and the rings and cells to wait for.
     cdef cseq_ring** r
     cdef cseq_ring** asked
     cdef uint32_t* cells
@@ -134,7 +135,7 @@ cdef class Feed:
     cdef object pool, make_next, on_cancel
     cdef bint queues
     cdef uint64_t runners
-    # The line, a circular buffer. `cancelled` holds the cancelled tickets that still occupy cells.
+    # The line is a circular buffer. `cancelled` contains cancelled tickets that still occupy cells.
     cdef Ticket* buffer
     cdef Py_ssize_t room, first, length
     cdef Ticket* cancelled
@@ -143,24 +144,25 @@ cdef class Feed:
     cdef public uint64_t generation
     cdef public object place
     cdef readonly bint ended
-    # The ring number of the latest ticket. In a stream, this is the worker number.
+    # The number of the ring of the latest ticket. For a stream, this is the number of the worker.
     cdef readonly Py_ssize_t latest
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    # `done_count`: the value of `done`, for any thread. `units`: all fetched units. `before`: the units
-    # that precede the first ticket.
+    # The value of `done`, which any thread may read, the number of all units that were fetched, and the
+    # number of units before the first ticket.
     cdef uint64_t done_count, units, before
     cdef object interrupted
     cdef bint due
     cdef bint skip, give, ordered
     cdef public unsigned short pool_number
-    # The time (ns) that the loop waited for the latest ticket.
+    # How long the loop waited for the latest ticket (ns).
     cdef uint64_t waited
     cdef bint spun
-    # The decoded ticket, which is still in the line. `batch` is passed to `Decoder.take_peeked`.
+    # The ticket that has been decoded but is still in the line. `batch` is passed to
+    # `Decoder.take_peeked`.
     cdef uint64_t decoded
     cdef object batch, error, note
-    # The latest ticket whose decoding ran out of memory.
+    # The latest ticket that could not be decoded because of a MemoryError.
     cdef uint64_t short
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None,
@@ -256,7 +258,7 @@ cdef class Feed:
         self.cancelled_count += 1
 
     cdef void cancel_all(self, uint32_t ring_number) noexcept:
-        """Cancel a ring's tickets. In a queue, start with unclaimed tickets, newest first, to leave no gap."""
+        """Cancel all tickets in a ring. To avoid gaps in a queue, cancel the newest ones first."""
         cdef bint back = self.queues
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, ring_number)
         cdef Py_ssize_t k, kept = 0
@@ -308,7 +310,7 @@ cdef class Feed:
         return 0
 
     cdef object free(self, Py_ssize_t k, Ring ring):
-        """Free the cell of an answered ticket and return the object in the cell."""
+        """Free the cell of a finished ticket, and return the object that the cell held."""
         cdef Ticket t = self.at(k)[0]
         left = self.decoder.free(t.entry, self.cell(&t))
         self.remove(k)
@@ -317,24 +319,25 @@ cdef class Feed:
         return left
 
     def tickets(self, uint32_t ring_number):
-        """Return (cell, number) of each outstanding ticket in a ring, oldest first."""
+        """Return (cell, number) for each outstanding ticket in a ring, oldest first."""
         return [(self.at(k).cell, self.at(k).number) for k in range(self.length)
                 if self.at(k).ring_number == ring_number]
 
     def post_call(self, uint32_t worker, Request request, str name not None,
                   Request assignment=None, uint64_t epoch=0):
-        """Post a call to a worker, which handles the call before its unclaimed items.
+        """Post a call to a worker, which handles it before the items that it has not claimed yet.
 
-        A worker handles one call at a time. A new call cancels an unanswered one.
+        There is at most one pending call per worker. A new call cancels a pending one.
 
         Parameters
         ----------
         request : Request or None
-            If None, the reply is the return value of the producer's ``begin``.
+            The call. If None, the reply is the return value of the producer's ``begin``.
         name : str
             The name of the call in messages.
         assignment, epoch : Request or None, int
-            The epoch that the worker starts before the call, and its assignment. Epoch 0 means none.
+            The assignment and number of the epoch that the worker starts before the call. If the
+            epoch is 0, no epoch is started.
 
         Returns
         -------
@@ -345,7 +348,7 @@ cdef class Feed:
         cdef uint32_t cell = cseq_ring_round(ring.r)
         self.cancel_call(worker)
         self.free_cancelled()
-        # One cell may hold a cancelled call that the worker is still executing.
+        # There may be a cell with a cancelled call that the worker is still executing.
         while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
             cell += 1
             if cell == ring.r.capacity:
@@ -358,7 +361,7 @@ cdef class Feed:
         return cell, self.ticket - 1
 
     cdef uint64_t note_first(self, cseq_meter* m) noexcept:
-        """Record the very first batch. Return the wait so far, which counts as startup time."""
+        """Record the very first batch. The wait so far counts as startup time and is returned."""
         cdef uint64_t waited = m.waited_ns
         cdef Py_ssize_t k
         cdef uint32_t owner
@@ -377,24 +380,25 @@ cdef class Feed:
     # -- the epoch
 
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
-        """Start an epoch and cancel the previous epoch's tickets in a single C step.
+        """Start an epoch, and cancel the tickets of the previous epoch, in a single step of C code.
 
         Parameters
         ----------
         source : Source
         ordered : bool
-            Whether tickets are delivered in posting order rather than in completion order.
+            Whether tickets are delivered in the order in which they were posted. Otherwise, they
+            are delivered in the order in which they are completed.
         place : Place, optional
-            Set to this epoch in the same step, with this feed as its progress.
+            A place that is set to this epoch in the same step, with this feed as its progress.
         """
         if place is not None:
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)
 
     def run_clock(self):
-        """Start the epoch's clock. A pause after the last batch does not count toward any epoch."""
+        """Start the clock of the epoch. A pause between epochs does not count."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
-        # After a pause, the time since the last step does not count as loop time.
+        # After a pause, the time since the last step is not counted as loop time.
         cdef bint goes_on = m.since_ns != 0
         cdef uint64_t now = cseq_now_ns()
         cseq_meter_start_epoch(m, now)
@@ -410,7 +414,7 @@ cdef class Feed:
     cdef int reset(self, Source source, bint ordered, place) except -1:
         """Cancel all posted tickets and reset the counts."""
         cdef uint32_t k
-        # Drop these last, because destructors may run code.
+        # Drop these objects last, because destructors may run code.
         before = self.source, self.batch, self.error
         self.source = None
         for k in range(PyList_GET_SIZE(self.rings)):
@@ -440,7 +444,7 @@ cdef class Feed:
     # -- finding the next ticket
 
     cdef Py_ssize_t find(self) noexcept:
-        """Return the position of the next ticket if it is ready, else -1."""
+        """Return the position of the next ticket in the line if it is ready, or -1."""
         cdef Py_ssize_t k
         if self.ordered:
             return 0 if self.length and self.is_ready(0) else -1
@@ -448,7 +452,7 @@ cdef class Feed:
             k = self.locate(self.decoded)
             if k >= 0:
                 return k
-        # Unordered: tickets that are not ready move to the end of the line.
+        # If tickets are unordered, move those that are not ready to the end of the line.
         for k in range(self.length):
             if self.is_ready(k if self.queues else 0):
                 return self.first_of(k) if self.queues else 0
@@ -457,8 +461,10 @@ cdef class Feed:
         return -1
 
     cdef inline Py_ssize_t first_of(self, Py_ssize_t k) noexcept:
-        """Return the position of the first ticket in the same queue as the ready ticket `k`. That ticket is
-        ready too, because a worker answers in order."""
+        """Return the position of the first ticket in the queue of the ready ticket `k`.
+
+        It is also ready, because a worker completes tickets in order.
+        """
         cdef Py_ssize_t j
         for j in range(k):
             if self.at(j).ring_number == self.at(k).ring_number:
@@ -475,9 +481,9 @@ cdef class Feed:
     # -- waiting, for `wait`
 
     def advance(self):
-        """Post as many tickets as possible, and return whether the next ticket is ready.
+        """Post as many tickets as possible. Return True if the next ticket is ready.
 
-        If no ticket is left, raise the source's exception if any, else return None.
+        If there are no more tickets, raise the source's exception, or return None if there is none.
         """
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef uint64_t now
@@ -499,14 +505,14 @@ cdef class Feed:
         return cseq_ring_notices(self.r[0])
 
     def awaited(self):
-        """Return (ring number, cell) of the awaited tickets: the next one, or all if unordered."""
+        """Return (ring number, cell) for the next ticket, or for all tickets if they are unordered."""
         cdef Py_ssize_t k, count = min(self.length, 1) if self.ordered else self.length
         return [(self.at(k).ring_number, self.at(k).cell) for k in range(count)]
 
     def wait(self, uint32_t seen, list awaited=None):
-        """Sleep until an awaited ticket may be ready, then run signal handlers; see `Ring.wait`.
+        """Sleep until one of the awaited tickets may be ready, and run signal handlers.
 
-        `awaited` lists the tickets to wait for, by default the result of the `awaited` method.
+        `awaited` defaults to the result of the method `awaited`. See `Ring.wait`.
         """
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, 0)
         cdef bint spun = self.spun and awaited is None
@@ -524,7 +530,7 @@ cdef class Feed:
         PyErr_CheckSignals()
 
     cdef int wait_any(self, uint32_t seen, list awaited, bint spun) except -1:
-        """Sleep until a given ticket may be ready. Only the first given ticket in each queue counts."""
+        """Sleep until one of the given tickets may be ready. Look only at the first one in each queue."""
         cdef Ring ring
         cdef uint32_t ring_number, cell, count = 0
         cdef uint64_t before, awake
@@ -532,7 +538,7 @@ cdef class Feed:
             if ring.unwoken:
                 ring.wake()
         first = {}
-        # All rings share the gate of the first ring.
+        # The gate of the first ring is shared by all rings.
         self.asked[0] = self.r[0]
         for ring_number, cell in reversed(awaited):
             first[ring_number] = cell
@@ -550,7 +556,7 @@ cdef class Feed:
         return 0
 
     cdef bint expect(self, uint32_t seen) noexcept:
-        """Spin until the next ticket is ready or time runs out. Return True if the ticket is ready."""
+        """Spin for a limited time until the next ticket is ready. Return True if it is ready."""
         cdef Ticket* t = self.at(0)
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
         self.spun = not ring.expect(t.cell, seen)
@@ -559,9 +565,9 @@ cdef class Feed:
     # -- peek, decode, commit
 
     cdef Py_ssize_t reach(self, uint64_t generation) except -1:
-        """Wait until the next ticket is decoded and can be committed. Return the ticket's position.
+        """Wait until the next ticket is decoded and can be committed. Return its position in the line.
 
-        This may run any code, except between the last check and the return.
+        This may run any code, but not between the last check and the return.
         """
         cdef Py_ssize_t k
         while True:
@@ -582,7 +588,7 @@ cdef class Feed:
                 return k
 
     cdef Py_ssize_t find_soon(self) except -2:
-        """Make the next batch or spin until it is ready, then call `find`."""
+        """Make the next batch on this thread, or spin until it is ready. Then call `find`."""
         if self.make_next is not None:
             self.make_next()
         elif not self.ordered or not self.length or not self.expect(self.notices()):
@@ -590,7 +596,7 @@ cdef class Feed:
         return self.find()
 
     cdef bint is_settled(self, Py_ssize_t k, uint64_t generation) except -1:
-        """Prepare to commit a decoded ticket. Return True if the ticket is still decoded."""
+        """Prepare to commit a decoded ticket. Return False if it is no longer decoded."""
         while not self.source.is_ready(self.taken_count + 1):
             self.source.prepare(self.taken_count + 1)
             if not self.run.is_at(generation):
@@ -601,12 +607,12 @@ cdef class Feed:
         return self.is_decoded(k) and self.run.is_at(generation)
 
     cdef int decode(self, Py_ssize_t k) except -1:
-        """Decode the ready ticket at position `k`. Remove the ticket if it ends a worker's items."""
+        """Decode the ready ticket at position `k`. If it ends the items of a worker, remove it."""
         cdef Ticket t = self.at(k)[0]
         cdef cseq_cell* c = self.cell(&t)
         cdef uint64_t* f = c.converted if c.stage else c.record
         before = batch = error = note = left = None
-        # Another ticket's objects are dropped on return, because their destructors may run code.
+        # Keep the objects of another decoded ticket until the return, because destructors may run code.
         if self.decoded != NONE:
             before = self.batch, self.error
         if c.status == ENDED:
@@ -624,7 +630,8 @@ cdef class Feed:
                 batch = self.decoder.divide(batch)
             left = self.decoder.left
         except BaseException as raised:
-            # Raise the first MemoryError, as a retry may find more memory. The batch may cause the second one.
+            # Raise the first MemoryError, because there may be more memory at the next attempt. A
+            # second MemoryError is probably caused by the batch.
             if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
                     or isinstance(raised, MemoryError) and self.short != t.number):
                 if isinstance(raised, MemoryError):
@@ -641,14 +648,14 @@ cdef class Feed:
         return 0
 
     cdef int commit(self, Py_ssize_t k, bint done) except -1:
-        """Remove the decoded ticket at position `k` and post the next ticket, which is prepared.
+        """Remove the decoded ticket at position `k`, and post the next ticket, which is prepared.
 
-        `done` is true if the loop continues afterwards. The caller holds the decoded batch.
+        `done` is False if an exception is raised afterwards. The caller has a reference to the batch.
         """
         cdef Ticket t = self.at(k)[0]
         cdef uint32_t status = self.cell(&t).status
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
-        # Drop this last, because the destructor may run code.
+        # Drop this object last, because its destructor may run code.
         left = self.free(k, ring)
         self.note_step()
         ring.committed(self.cell(&t))
@@ -663,13 +670,13 @@ cdef class Feed:
         if status & ENDED:
             self.cancel_all(t.ring_number)
         self.clear()
-        # Several keys may have been waiting for a free cell.
+        # There may be several keys that wait for a free cell.
         while self.post() and self.source.keyed:
             pass
         return 0
 
     cdef void note_step(self) noexcept:
-        """Measure the wait for the current ticket and the training step before it."""
+        """Measure the wait for the current ticket, and the training step before that."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef Py_ssize_t k, ready = 0, most = min(self.length, MOST_LOOKS)
         cdef uint64_t waited, now = cseq_now_ns()
@@ -692,16 +699,16 @@ cdef class Feed:
                 cseq_count_u64(&m.early_ns, waited)
 
     cdef PyObject* take_batch(self, uint64_t generation) except NULL:
-        """Return the next batch as an owned reference. The caller holds the lock.
+        """Return the next batch as an owned reference. The caller must hold the lock.
 
-        Handing over an object unchanged does not affect its reference count: see `_headers`.
+        If an object is passed on unchanged, its reference count does not change; see `_headers`.
 
         Raises
         ------
         StopIteration
-            The epoch has no more batches.
+            If the epoch has no more batches.
         InterruptedError
-            The generation is over.
+            If the generation has ended.
         """
         cdef PyObject* taken
         cdef Py_ssize_t k
@@ -737,16 +744,16 @@ cdef class Feed:
             rest()
 
     cpdef int check(self, uint64_t generation) except -1:
-        """Raise InterruptedError if a generation is over. This error takes precedence over later ones."""
+        """Raise InterruptedError if a generation has ended, which takes precedence over other errors."""
         if not self.run.is_at(generation):
             raise InterruptedError(self.interrupted) from None
         return 0
 
     def glance(self):
-        """Return the next item of an ordered epoch of keys without consuming it.
+        """Decode the next item without consuming it, and return it. No key is drawn.
 
-        Return None if the item is not ready, and in any other epoch. The item is decoded and remains
-        the next one. No key is drawn. An exception is returned as an `ItemFailure`.
+        Return None if the item is not ready, or if the epoch is unordered or has no keys. An exception
+        is returned as an `ItemFailure`.
         """
         self.run.lock.acquire(-1)
         try:
@@ -770,9 +777,10 @@ cdef class Feed:
     # -- calls to workers
 
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit the answer to a call and free its cell unless the cell is already free.
+        """Commit the reply to a call, and free its cell unless this has already happened.
 
-        `ends` means that the answer is an exception, which ends the worker's own items but not keyed ones.
+        `ends` is True if the reply is an exception, which ends the items of the worker unless items are
+        requested by key.
         """
         cdef Ring ring = self.rings[worker]
         if not ring.peek(cell, ticket):
@@ -782,28 +790,28 @@ cdef class Feed:
             self.decoder.free(ring.first_entry + cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if ends and self.source is not None and not self.source.keyed:
-            # Drop these last, because destructors may run code.
+            # Drop these objects last, because destructors may run code.
             before = self.batch, self.error
             self.cancel_all(worker)
             self.clear()
-        # This also frees tickets that a nested call cancelled.
+        # This also frees the cells of tickets that a nested call cancelled.
         self.free_cancelled()
 
 
 @cython.final
 cdef class FeedIterator:
-    """An iterator over one epoch; it becomes invalid when its generation ends.
+    """An iterator over the batches or items of a generation.
 
-    Threads may share an iterator; each batch goes to one of them. There is no Python subclass, because
-    a ``for`` loop would then look up `__next__` and call it as a method at every step.
+    Threads may share an iterator. Each batch is then returned to one of them. This class is used
+    without a Python subclass, which would make every step of a ``for`` loop slower.
 
     Parameters
     ----------
     feed : Feed
     generation : int
-        The iterator becomes invalid when the generation of the feed's run changes.
+        The iterator is valid as long as this is the generation of the feed's run.
     keeper : object, optional
-        A reference that keeps the pool alive.
+        An object to keep alive, such as the pool.
     """
 
     cdef readonly uint64_t generation

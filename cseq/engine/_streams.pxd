@@ -1,4 +1,4 @@
-"""Requests: the data for a stream's calls and items."""
+"""Requests, which contain the data for calls and items of a stream."""
 
 from libc.stdint cimport int64_t, uint32_t
 

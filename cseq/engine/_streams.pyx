@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Ticket sources for an epoch of a stream: workers' own items or keyed items."""
+"""Ticket sources for streams, whose workers yield items or make them for keys."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
@@ -25,7 +25,7 @@ cdef object NOTHING = object()
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:
-    """Write a ticket's requests into the words of its cell, and return the words.
+    """Write the requests of a ticket into its cell, and return the words of the cell.
 
     `name` is the name of a call in messages.
     """
@@ -43,7 +43,7 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 @cython.final
 @cython.no_gc_clear
 cdef class Request:
-    """Data for a worker: a slot held while this object exists, or the value itself for a thread.
+    """Data for a worker, which is a value for threads, or otherwise a slot that this object owns.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ cdef class Request:
     Attributes
     ----------
     slot : int
-        The slot, which was the lowest free slot at construction, or -1 for threads.
+        The number of the slot, or -1 for threads. The slot was the lowest free one.
     value : object
     """
 
@@ -69,7 +69,7 @@ cdef class Request:
             self.slots.set_free(self.slot)
 
     def locate(self, uint64_t capacity, record):
-        """Set the slot's number of committed bytes and the `codec.Record` of its data."""
+        """Set the number of committed bytes in the slot, and the `codec.Record` of the data."""
         cdef int k
         self.slots.resize(self.slot, capacity)
         self.words[0], self.words[1] = self.slot, <int64_t>capacity
@@ -78,7 +78,7 @@ cdef class Request:
 
 
 cdef class StreamSource(Source):
-    """Tickets for workers that each have a queue and an assignment for the epoch.
+    """The base class for sources with a queue and an assignment for each worker.
 
     Parameters
     ----------
@@ -88,9 +88,9 @@ cdef class StreamSource(Source):
     assignments : list of Request
         One assignment per worker.
     depth : int
-        The maximum number of tickets in a worker's ring.
+        The maximum number of tickets in the ring of a worker.
     first : int
-        The worker that receives the first ticket.
+        The worker that gets the first ticket.
     """
 
     cdef list rings
@@ -112,9 +112,9 @@ cdef class StreamSource(Source):
 
 @cython.final
 cdef class ItemSource(StreamSource):
-    """The workers' own items, round robin; workers that run out of items are skipped."""
+    """Requests the items that workers yield, round robin. Exhausted workers are skipped."""
 
-    # For each worker: the number of its tickets, or NO_MORE.
+    # The number of tickets for each worker, or NO_MORE.
     cdef uint64_t* asked
 
     def __cinit__(self, *_, **__):
@@ -153,12 +153,12 @@ cdef class ItemSource(StreamSource):
 
 
 cdef Block ints_of(key, Py_ssize_t most):
-    """Return a list of 1 to `most` ints (no subclasses) as int64; return None for any other key."""
+    """Convert a list of 1 to `most` ints (no subclasses) to int64. Return None for other keys."""
     cdef Py_ssize_t k
     cdef int64_t* words
     cdef int overflow = 0
     cdef Block block
-    # Copy first, since another thread may change the list.
+    # Copy the list first, because another thread may change it.
     cdef tuple numbers
     if type(key) is not list:
         return None
@@ -178,13 +178,14 @@ cdef Block ints_of(key, Py_ssize_t most):
 
 @cython.final
 cdef class KeySource(StreamSource):
-    """Tickets for items requested by keys from an iterator.
+    """Requests items for the keys of an iterator.
 
-    `prefetch` keys per worker are drawn ahead, then one per consumed item. Each key takes three steps::
+    `prefetch` keys per worker are drawn in advance, and then one key for each consumed item. There are
+    three steps for each key::
 
-        draw     store the iterator's next key in `key`; the next step may be interrupted
-        write    store the key's ints or a `Request` in `drawn`
-        post     post the ticket while an item is being removed; runs only C code
+        draw     store the next key of the iterator in `key`, in case the next step is interrupted
+        write    add the ints of the key, or a `Request`, to `drawn`
+        post     post the ticket while an item is being committed; runs only C code
 
     Parameters
     ----------
@@ -192,21 +193,21 @@ cdef class KeySource(StreamSource):
     pickle : callable
         ``pickle(key, number)`` → `Request`.
     prefetch : int
-        The number of keys per worker that are drawn ahead of the consumed items.
+        The number of keys per worker to draw before their items are consumed.
     in_order : bool
-        Whether items are delivered in key order. The workers then receive tickets in turn.
+        Whether items are delivered in the order of their keys. Workers then get tickets in turn.
     free : bool
-        Whether a key goes to the worker with the fewest keys instead of to the next worker.
+        Whether a key is given to the worker with the fewest keys, instead of to the next worker.
     samples : callable, optional
-        ``samples(key)`` returns the number of samples in an item, at least 1. The default is 1.
+        ``samples(key)`` returns the number of samples in an item (at least 1). By default, it is 1.
     """
 
     cdef object keys
-    # The key that has been drawn but not yet written, or NOTHING.
+    # The key that was drawn but has not been written, or NOTHING.
     cdef object key
-    # The keys to post, each as a `Block` or `Request` and the number of samples in its item.
+    # The keys to post. Each entry is a `Block` or `Request` and the number of samples in the item.
     cdef list drawn
-    # `error` is raised after the last item. If it is `incomplete`, every later call raises it again.
+    # `error` is raised after the last item. If it is `incomplete`, it is raised again by later calls.
     cdef object samples, error, incomplete, pickle
     cdef bint in_order, free
     cdef uint64_t ahead, per_worker, posted
@@ -230,10 +231,10 @@ cdef class KeySource(StreamSource):
     cdef int draw_key(self) except -1:
         """Draw a key.
 
-        An Exception from the iterator is raised after the items of all earlier keys. Any other
-        BaseException, such as KeyboardInterrupt from a signal handler, is raised at once, and the
-        iterator is called again later. If the exception exhausted the iterator, as it does with a
-        generator, every later call raises an error until a new epoch starts.
+        If the iterator raises an Exception, it is raised in the loop after the items of all earlier
+        keys. Another BaseException, such as a KeyboardInterrupt from a signal handler, is raised
+        immediately, and the iterator is called again later. If the exception has ended the iterator,
+        which is the case for a generator, later calls raise an error until a new epoch starts.
         """
         check_depth()
         try:
@@ -253,7 +254,7 @@ cdef class KeySource(StreamSource):
 
     cdef int write_key(self) except -1:
         written = ints_of(self.key, <Py_ssize_t>self.ring(0).r.batch_size - KEY_INTS)
-        # A ticket with 0 samples would request nothing: see `publish`.
+        # A ticket with 0 samples would not request anything; see `publish`.
         count = 1 if self.samples is None else max(1, self.samples(self.key))
         if written is None:
             try:

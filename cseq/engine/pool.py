@@ -1,6 +1,6 @@
 """A pool: a crew, its tickets, and the feed that connects both to the loop.
 
-Only one thread at a time calls a pool. Other threads wake that thread with `notify_all`. If a
+Only one thread at a time may call a pool. Other threads can wake it up with `notify_all`. If a
 worker cannot be created or dies too often, `Crew.check` raises the error in the calling thread.
 """
 
@@ -34,28 +34,29 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# The minimum seconds between log lines with advice, at the end of an epoch and within an epoch.
+# The minimum time in seconds between logged advice, at the end of an epoch and within an epoch.
 LONG, OFTEN = 20.0, 600.0
-# The fractions of waiting time above which advice is logged, and logged as a warning.
+# Advice is logged if the loop spends at least the first fraction of its time waiting, and is logged
+# as a warning from the second fraction.
 LOGGED, WARNED = 0.05, 0.2
 
 
 class Pool(Generic[K]):
     """A crew, its tickets and its feed.
 
-    The constructor starts nothing, because a signal handler may raise before a `Run` exists that
-    can close the pool.
+    The constructor does not start anything, because a signal handler may raise before there is a
+    `Run` that closes the pool.
 
     Attributes
     ----------
     run : RunState
-        The current generation, and the lock that guards calls to this pool.
+        The current generation, and the lock that callers of this pool must hold.
     takes_turns : bool
-        Whether the workers are threads that share a GIL.
+        Whether the workers are threads that share the GIL.
     logged_causes : set of str
-        The causes of waiting that have been logged. All pools of a manager share this set.
+        The causes of waiting that have been logged. This set is shared by all pools of a manager.
     is_hurried : bool
-        Whether `close` waits at most `HURRY` seconds for a busy runner.
+        Whether `close` waits for a busy runner for only `HURRY` seconds.
     """
 
     is_hurried = False
@@ -90,16 +91,16 @@ class Pool(Generic[K]):
         return self.crew.supervisor
 
     def open(self) -> None:
-        """Start the runners. If this call is interrupted, `close` stops them."""
+        """Start the runners. If this is interrupted, `close` stops them."""
         self.tickets.open()
 
     def notify_all(self) -> None:
-        """Wake a call waiting in another thread, so that it checks the run's generation."""
+        """Wake up a call that waits in another thread, so that it checks the generation."""
         self.rings[0].notify_all()
 
     def close(self) -> None:
-        """Stop everything the pool started, within a bounded time. May be called twice."""
-        # An inline crew has no other thread to end the tickets in the ring.
+        """Stop everything that was started, within a limited time. May be called twice."""
+        # An inline crew has no other thread that could finish the tickets in the ring.
         if self.crew.is_inline:
             self.lanes.leave_traces()
             self.feed.end()
@@ -107,10 +108,10 @@ class Pool(Generic[K]):
         self.tickets.close()
 
     def _check(self, awaited: Awaited | None) -> None:
-        """Raise any error from workers or other threads, and WorkerTimeout for slow tickets.
+        """Raise an error from a worker or another thread, or a WorkerTimeout for a slow ticket.
 
-        `awaited` lists the awaited tickets if they differ from the feed's. With
-        on_timeout='restart', slow workers are restarted and no WorkerTimeout is raised.
+        `awaited` replaces the list of awaited tickets from the feed. With on_timeout='restart',
+        slow workers are restarted instead of raising WorkerTimeout.
         """
         crew, options = self.crew, self.tickets.options
         crew.check()
@@ -129,7 +130,7 @@ class Pool(Generic[K]):
         capacity: int,
         record: tuple[int, ...],
     ) -> tuple[Any, BaseException | None]:
-        """Decode a batch that the C code cannot decode; see `Feed`."""
+        """Decode a batch that C code cannot decode; see `Feed`."""
         crew = self.crew
         entry = cell + self.rings[ring_number].first_entry
         if status & RAISED:
@@ -145,11 +146,11 @@ class Pool(Generic[K]):
     def list_left(
         self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
     ) -> list[Any]:
-        """Record the samples missing from a batch and return their entries."""
+        """Record the samples that are missing from a batch, and return their entries."""
         return self.tickets.list_left(ring_number, cell, left)
 
     def await_next(self) -> None:
-        """Sleep until the next ticket is ready; raise StopIteration if none is left."""
+        """Sleep until the next ticket is ready. Raise StopIteration if there are no more."""
         self.await_for(self.feed.generation, self._advance)
         if not self._has_waited:
             self._has_waited = True
@@ -158,14 +159,14 @@ class Pool(Generic[K]):
             self._gpu_dry += idle
 
     def look(self) -> None:
-        """Record progress, log advice and resize the pool; called about ten times a second."""
+        """Record progress, log advice and resize the pool. Called about ten times a second."""
         self._history.note()
         if self.controller is not None:
             self.controller()
         self._advise(OFTEN)
 
     def _advance(self) -> bool | None:
-        """Post tickets. Return True if the next ticket is ready, else None."""
+        """Post tickets. Return True if the next ticket is ready, or None."""
         ready = self.feed.advance()
         if ready is None:
             self._advise(LONG)
@@ -173,7 +174,7 @@ class Pool(Generic[K]):
         return ready or None
 
     def _advise(self, seconds: float) -> None:
-        """Log why the loop waited, at most once per cause and once every `seconds` seconds."""
+        """Log why the loop waits, once per cause and at most every `seconds` seconds."""
         if now_ns() - self._advised_ns < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
             return
         before, self._advised_stats, self._advised_ns = self._advised_stats, self.stats(), now_ns()
@@ -189,7 +190,7 @@ class Pool(Generic[K]):
     def await_for(
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
     ) -> T:
-        """Sleep until `look` returns a result; `awaited` replaces the feed's list of tickets."""
+        """Sleep until `look` returns a result. `awaited` replaces the feed's awaited tickets."""
         feed, began = self.feed, now_ns()
         self.tickets.note_wait()
         while True:
@@ -205,7 +206,7 @@ class Pool(Generic[K]):
             feed.wait(notices, awaited)
 
     def stats(self) -> Stats:
-        """Return the pool's statistics so far, even if its feed no longer exists."""
+        """Return the statistics so far, even if the feed no longer exists."""
         return self.crew.stats(
             past=self._history.rows,
             skips=self.feed.skips if self._skips else 0,

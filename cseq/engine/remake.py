@@ -1,4 +1,4 @@
-"""Rebuild a batch of any epoch in the calling thread: `MSequence.remake`."""
+"""Makes a batch of any epoch again in the calling thread, for `MSequence.remake`."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["Remade", "locate", "remake"]
 
 
 class Remade(NamedTuple):
-    """A rebuilt batch.
+    """A batch that was made again.
 
     Attributes
     ----------
     batch : object
-        The batch in the form that the loop receives.
+        The batch, in the form in which the loop receives it.
     indices : numpy.ndarray
-        The samples of the batch, int64, shape (samples,).
+        The indices of the samples in the batch, as int64.
     seconds : float
-        The time spent in the indexer and the conversion.
+        The time for indexing and conversion.
     """
 
     batch: object
@@ -43,19 +43,19 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return an epoch's batches starting at `batch`, and the number of units before `batch`.
+    """Return the batches of an epoch from `batch` onwards, and the number of units before them.
 
     Parameters
     ----------
     batch : int
-        The batch number within the epoch, as shown in messages.
+        The number of a batch in the epoch, as in messages.
     consumed : int
-        The number of units consumed before the epoch was resumed.
+        The number of units that were consumed before the epoch was resumed.
 
     Raises
     ------
     IndexError
-        The epoch has no such batch.
+        If there is no such batch.
     """
     cut = sampler.cut_at(consumed)
     number = batch - cut.first
@@ -68,7 +68,7 @@ def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[Ord
 
 
 def remake(job: Job, epoch: int, batch: int, consumed: int) -> Remade:
-    """Rebuild a batch of a manager's job in this thread; see `MSequence.remake`."""
+    """Make a batch again in this thread; see `MSequence.remake`."""
     sampler = job.sampler.changed()
     source, before = locate(sampler, epoch, batch, consumed)
     job = job._replace(sampler=sampler, output=outputs.resolve(job.output), on_error="raise")

@@ -1,7 +1,7 @@
-"""How 'auto' follows the advice to set the number of workers and the buffer size.
+"""Follows the advice to choose the number of workers and the buffer size.
 
-A `Tuner` depends only on the sequence of windows that it receives. A `Controller` passes a pool's
-windows to its tuner and resizes the pool::
+A `Controller` passes windows of statistics about a pool to a `Tuner`, and resizes the pool. The
+decisions of a `Tuner` depend only on these windows::
 
     feed ──ten times a second──► Controller ──Window──► Tuner ──► advise
                                      │ resize              ▲ Decision
@@ -26,38 +26,39 @@ __all__ = ["Controller", "Decision", "Tuner", "log_change"]
 
 log = logging.getLogger("cseq")
 
-# The shortest and longest windows in seconds. Windows grow longer while nothing changes.
+# The minimum and maximum length of windows in seconds. Windows grow while there are no changes.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
-# After `QUICK` changes, windows also grow longer. When workers are added, the buffer holds `AHEAD`
-# batches per worker, half of which are ready when sleeping workers are woken.
+# After `QUICK` changes, windows grow with every change. If workers are added, the buffer gets
+# `AHEAD` batches per worker. Half of the buffer is ready when sleeping workers are woken up.
 QUICK, AHEAD = 3, 3
-# A change was useless if new rate / old rate is below the first value, harmful if below the second.
+# A change is useless if it multiplies the rate by less than the first factor, and harmful if it
+# multiplies the rate by less than the second one.
 BETTER, WORSE = 1.05, 0.95
-# If batch time / step time changes by this factor, the tuner discards what it has learned.
+# If the ratio of batch time to step time changes by this factor, the tuner forgets its limits.
 CHANGED = 1.5
 UNLIMITED = 1 << 30
 
 
 class Decision(NamedTuple):
-    """A new size and the reason for it."""
+    """A new size, and the reason for the change."""
 
     size: Size
     why: str
 
 
 class Tuner:
-    """Makes decisions from successive windows, without a clock.
+    """Makes decisions based on a sequence of windows.
 
-    The number of workers is set to the advised number at once. The buffer is set to the advised
-    size if that is larger. A harmful change to the number of workers is reverted. Once additional
-    workers or a larger buffer have proved useless, the tuner stops increasing them while batch and
-    step times stay about the same. The changes therefore stop eventually.
+    The number of workers is immediately set to the recommended number. The buffer only grows, to
+    the recommended size. If a change to the number of workers is harmful, it is reverted. If more
+    workers or a larger buffer were useless, they are not increased again, as long as the ratio of
+    batch time to step time remains about the same. For this reason, changes stop eventually.
 
     Parameters
     ----------
     auto : (bool, bool)
-        Whether `num_workers` and `buffer` may change.
+        Whether the number of workers and the buffer size may change.
 
     Attributes
     ----------
@@ -73,7 +74,7 @@ class Tuner:
         self._forget(0.0)
 
     def _forget(self, ratio: float) -> None:
-        """Discard the learned limits; `ratio` is the new batch time / step time."""
+        """Forget the limits. `ratio` is the new ratio of batch time to step time."""
         self._ratio = ratio
         self._enough = Size(UNLIMITED, UNLIMITED)
 
@@ -83,9 +84,9 @@ class Tuner:
         return window.elapsed >= self.span and window.batches >= batches
 
     def look(self, window: Window, size: Size, most: Size) -> Decision | None:
-        """Return a new size up to `most`, or None to keep `size`.
+        """Return a new size of at most `most`, or None to keep `size`.
 
-        `window` starts after the last change, when all workers are ready.
+        `window` must start after the latest change, when all workers are ready.
         """
         decision = self._judge(window, size) or self._next(window, size, most)
         if decision is None:
@@ -96,7 +97,7 @@ class Tuner:
         return decision
 
     def _judge(self, v: Window, size: Size) -> Decision | None:
-        """Learn from the last change. Revert a harmful change to the number of workers."""
+        """Evaluate the latest change, and revert it if more or fewer workers were harmful."""
         ratio = v.index / v.step if v.step > 0 else 1e9
         trial, self._trial = self._trial, None
         if trial is None:
@@ -113,7 +114,7 @@ class Tuner:
         if waits and not is_better:
             self._enough = self._enough._replace(num_workers=workers if is_worse else now)
         if not is_worse:
-            # The change itself may have changed the ratio.
+            # The change of the size may have changed the ratio.
             self._ratio = ratio
             return None
         return Decision(
@@ -140,7 +141,7 @@ class Tuner:
 
 
 def log_change(before: Size, after: Size, why: str) -> None:
-    """Log a change on one line."""
+    """Log a change of the size."""
     changes = [
         f"{name} {old} → {new}"
         for name, old, new in zip(Size._fields, before, after, strict=True)
@@ -150,27 +151,27 @@ def log_change(before: Size, after: Size, why: str) -> None:
 
 
 class Controller:
-    """Measures and resizes a pool on the thread that consumes its batches.
+    """Measures and resizes a pool, in the thread that consumes its batches.
 
-    A signal handler may interrupt a call at any point. The next call finishes the work.
+    A signal handler may interrupt a call at any point. The next call then completes the work.
     """
 
     def __init__(self, pool: Any, auto: tuple[bool, bool]) -> None:
         self._pool = pool
         self._tuner = Tuner(auto)
-        # The statistics at the start of the window, and the time of the next check (`now_ns`).
+        # The statistics at the start of the window, and the time for the next check (`now_ns`).
         self._window_start: Stats | None = None
         self._due_ns = 0
         self._resizing: Size | None = None
 
     def __call__(self) -> None:
-        """Check the pool if a check is due."""
+        """Check the pool if it is time for a check."""
         if now_ns() < self._due_ns:
             return
         pool, tuner = self._pool, self._tuner
         if self._resizing is not None:
             self._resize(self._resizing)
-        # Workers that are still starting would distort the window.
+        # Workers that are still starting would distort the measurements.
         if not pool.is_staffed:
             self._window_start = None
             return

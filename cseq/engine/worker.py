@@ -1,4 +1,4 @@
-"""A worker's life cycle in a process or thread: construction, work, disposal.
+"""The life cycle of a worker in a process or thread: creation, work, disposal.
 
 ::
 
@@ -41,9 +41,9 @@ def main(sock: socket.socket, local: object = None) -> None:
     Parameters
     ----------
     sock : socket
-        A connection to the trainer. The process exits when the connection closes.
+        A connection to the trainer. The process exits when it is closed.
     local : object, optional
-        The user's object if it was inherited through `os.fork` rather than read from a file.
+        The user's object, if it was inherited through `os.fork`. Otherwise, it is read from a file.
     """
     entered = enter(sock)
     setup = entered.setup
@@ -76,27 +76,27 @@ def serve(
     copied: bool,
     convert: Callable[[Any], object] | None = None,
 ) -> None:
-    """Answer tickets from a ring until the ring is closed to this worker.
+    """Work on the tickets in a ring until the ring is closed for this worker.
 
     Parameters
     ----------
     read_object : callable
-        Returns the user's object.
+        A function that returns the user's object.
     starting : context manager
-        A context in which the indexer or producer is created.
+        The context in which the indexer or producer is created.
     tell : callable
-        A function that receives warning texts.
+        A function that is called with warnings.
     copied : bool
-        Whether this process has its own copy of the user's object and writes batches to slots.
+        Whether this process has a copy of the user's object and writes batches to slots.
     convert : callable, optional
-        A function applied to every batch.
+        A function to apply to every batch.
     """
     context.enter(batch_context)
     with starting:
         worker, made = task.make(read_object, batch_context, copied=copied)
     if writer.room is not None:
         writer.room.allocate_in_slots()
-        # If the user's code forks, `cseq.empty` is `numpy.empty` in the child.
+        # If the user's code forks, `cseq.empty` must be `numpy.empty` in the child process.
         in_forked_children(partial(setattr, batch_context, "allocator", None))
     work = task.work(made, runner.ring, batch_context, writer, tell, convert)
     try:
@@ -119,7 +119,7 @@ def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
 def convert(
     source: Source, function: Callable[[Any], object], batch_writer: BatchWriter, runner: Runner
 ) -> None:
-    """Apply `function` to the batch in a converter's ticket, and publish the result."""
+    """Apply `function` to the batch of a converter's ticket, and publish the result."""
     try:
         record = batch_writer.write(runner, function(source.fetch(runner)))
         batch_writer.publish(runner, record)

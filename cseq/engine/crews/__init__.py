@@ -1,1 +1,1 @@
-"""Crews process tickets in processes, in threads, or in the training thread."""
+"""Crews, which work on tickets in processes, threads, or the training thread."""

@@ -1,4 +1,4 @@
-"""The base class for crews, and the file name for a crew's rings."""
+"""The base class of crews, and the name of the file with a crew's rings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return the name of a pool's ring file in `/proc`, which encodes the values for `top`."""
+    """Return the name of the rings' file in `/proc`, which contains facts for ``cseq top``."""
     facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
@@ -57,38 +57,38 @@ class Staff(Protocol):
 
 
 class Crew:
-    """A pool's runners, and the rings that they share with the training loop.
+    """The runners of a pool, and the rings that they share with the training loop.
 
-    The constructor creates `rings`, `reader` and `lanes`, but starts nothing, because a signal
-    handler may raise before a `Run` exists that can close the crew. The pool then calls `resize`
-    (only for batches, with the initial number of workers), `prepare` and `launch`, in that order.
-    It calls `begin_epoch` for each epoch, `check` and `check_time` whenever the loop waits, and
-    `resize` between batches. It may call `close` at any time after construction.
+    The constructor creates `rings`, `reader` and `lanes`. It does not start anything, because a
+    signal handler may raise before there is a `Run` that closes the crew. The pool then calls
+    `resize` (only for batches, with the initial number of workers), `prepare` and `launch`, in this
+    order. It calls `begin_epoch` for each epoch, `check` and `check_time` while the loop waits, and
+    `resize` between batches. `close` may be called at any time.
 
-    Each worker runs `engine.worker.serve` with the task that `Tickets.task` returns. The crew must
-    support the `WorkerOptions` of its tickets unless `arguments.refuse` rejects them. Crews handle
-    worker deaths themselves: they replace the worker and count the death in `Tickets.deaths`.
+    Each worker runs `engine.worker.serve` with a task from `Tickets.task`. A crew must support all
+    `WorkerOptions`, except those that `arguments.refuse` rejects. If a worker dies, the crew
+    replaces it and counts the death in `Tickets.deaths`.
 
     Attributes
     ----------
     rings, make_next, on_cancel
         See `Feed`. `make_next` is None unless the training thread makes the batches.
     convert, leaf_for
-        See `Decoder`. Both are None if workers or converters deliver final batches.
+        See `Decoder`. Both are None if workers or converters publish batches in their final form.
     reader : BatchReader
-        Decodes finished batches on the trainer side with `decoder`, `decode` and `error`.
+        Decodes batches in the trainer, with `decoder`, `decode` and `error`.
     lanes : Lanes
-        The runner kind and the number of workers, for traces.
+        The kind of runners and the number of workers, for traces.
     staff : Staff, optional
         The supervised workers.
     supervisor : Supervisor, optional
-        The same object as `staff` if the workers are processes.
+        The same object as `staff`, if the workers are processes.
     of : str
-        The public class that uses this crew, for reports.
+        The name of the public class that uses this crew, for reports.
     is_inline : bool
-        Whether the training thread makes each batch on demand.
+        Whether the training thread makes batches on demand.
     timed : int
-        The highest runner number to which the ticket timeout applies.
+        The timeout for tickets applies to runners with numbers up to this one.
     """
 
     rings: list[Ring]
@@ -108,7 +108,7 @@ class Crew:
         self.tickets = tickets
 
     def _converter(self) -> Converter | None:
-        """Return a converter if batches are converted on this side of the rings, else None."""
+        """Return a converter for batches, or None if `out_type` requires no conversion."""
         output = self.tickets.output
         if output is None or output.kind == "null":
             return None
@@ -117,10 +117,10 @@ class Crew:
         return Converter(output)
 
     def prepare(self, worker: object, name: str = "worker") -> None:
-        """Set the user's worker object, called `name` in messages."""
+        """Set the user's worker object, and the name that messages use for it."""
 
     def launch(self) -> None:
-        """Start the workers that are not running yet; call this after `prepare`."""
+        """Start the workers that are not running yet. This is called after `prepare`."""
 
     def begin_epoch(self) -> None:
         """Start an epoch."""
@@ -129,11 +129,11 @@ class Crew:
         """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many of `num_workers` workers fit in memory with `present` already running."""
+        """Return how many of `num_workers` workers fit in memory, if `present` are running."""
         return num_workers
 
     def check(self) -> None:
-        """Raise any error from workers or other threads."""
+        """Raise an error that has occurred in a worker or another thread."""
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:
         """Raise WorkerTimeout or restart the worker if a ticket takes too long."""
@@ -145,21 +145,21 @@ class Crew:
         return self.staff is None or self.staff.is_ready(runner_number)
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:  # noqa: ARG002
-        """Return the error for a ticket that killed its workers, or None."""
+        """Return the error to raise if workers have died of a ticket, or None."""
         return None
 
     def write(self, value: object, name: str) -> Request:
-        """Write a value for a worker; raise TypeError if the value cannot be sent."""
+        """Write a value for a worker. Raise TypeError if it cannot be sent."""
         raise NotImplementedError
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key requested by the ticket in a cell. Thread-safe."""
+        """Return the key in the request of a cell's ticket. This method is thread-safe."""
         raise NotImplementedError
 
     def stats(self, **counted: Any) -> Stats:
-        """Return the pool's statistics, including the values passed in `counted`."""
+        """Return the statistics of the pool, including the values in `counted`."""
         return Stats.read(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
-        """Stop everything the crew started, within a bounded time. May be called twice."""
+        """Stop everything that was started, within a limited time. May be called twice."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""Test mode: the training thread makes each batch itself.
+"""Test mode, in which the training thread makes all batches.
 
-The ring has one cell. Its runner works on the training thread whenever the loop needs a batch.
+The ring has one cell. The runner works in the training thread whenever the loop needs a batch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ log = logging.getLogger("cseq")
 
 
 class InlineIndexing(indexer.Indexing):
-    """An indexing stage that runs on the training thread."""
+    """The indexing stage in the training thread."""
 
-    # If the user's code forks, the child continues with its own copy of the loop.
+    # If the user's code forks, the child process continues with a copy of the loop.
     end_copy = staticmethod(lambda _: None)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an indexer's exception with the current ticket; raise any other exception."""
+        """Publish an exception of the indexer. Raise it directly if it must end the program."""
         if failure.ends_program(error):
             raise error
         if isinstance(error, RecursionError) and is_deep():
@@ -79,12 +79,12 @@ class InlineCrew(Crew):
         self._worker = worker
 
     def begin_epoch(self) -> None:
-        """Make the indexer before the first epoch."""
+        """Create the indexer, if this is the first epoch."""
         if self._indexing.indexer is None:
             self._build()
 
     def _build(self) -> None:
-        """Create the indexer after seeding the global generators, as a worker process does."""
+        """Seed the global generators and create the indexer, as in a worker process."""
         build = partial(indexer.build_seeded, self._worker, self._seeds, copied=False)
         try:
             made = call_here(build, self._batch_context, self._seeds)
@@ -97,12 +97,12 @@ class InlineCrew(Crew):
         indexer.FirstBatch(self._indexing, self._task.output, log.warning)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return the number of delivered batches and the number of skips."""
+        """Return only the number of batches and the number of skips."""
         batches = Meters.read_rings(self.rings).counts()["batches"]
         return Stats(batches=batches, skips=counted["skips"])
 
     def close(self, *, hurried: bool) -> None:  # noqa: ARG002
-        """Close the indexer if this crew made it."""
+        """Close the indexer, if this crew created it."""
         made, self._made, self._indexing.indexer = self._made, None, None
         self._batch_context.clear_ticket()
         call_here(partial(indexer.dispose, self._worker, made, copied=False), self._batch_context)

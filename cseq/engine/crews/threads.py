@@ -1,4 +1,4 @@
-"""Worker and converter threads, which pass batches as objects."""
+"""Worker and converter threads, which pass batches on as objects."""
 
 from __future__ import annotations
 
@@ -46,12 +46,13 @@ MADE, WAITS = 0, -1
 
 
 class ThreadGroup:
-    """Threads that each run one stage, and the first exception raised in any of them.
+    """A group of runner threads, and the first exception that was raised in one of them.
 
     Attributes
     ----------
     begun : dict
-        Maps runner numbers to MADE, WAITS, or the start time (`now_ns`) of indexer construction.
+        Maps runner numbers to the time when the thread started to create its indexer (`now_ns`), or
+        to WAITS before that, or to MADE after that.
     """
 
     def __init__(self, ring: Ring, instead: str = "") -> None:
@@ -63,13 +64,13 @@ class ThreadGroup:
         self.failure = failure.Failure()
 
     def add(self, name: str, target: Callable[[], None], runner_number: int) -> None:
-        """Add a runner's thread, which exits when the ring is closed."""
+        """Add a thread for a runner. The thread must exit when the ring is closed."""
         self._threads.add(name, partial(self._guard, target, runner_number))
 
     def start_threads(self) -> None:
-        """Start the threads added since the previous call."""
+        """Start the threads that were added since the previous call."""
         threads, self._threads = self._threads, Threads()
-        # Record the threads first, so that `join` waits for them even if a signal handler raises.
+        # Remember the threads first, so that `join` waits for them even if a signal handler raises.
         self._started.append(threads)
         threads.start()
 
@@ -82,12 +83,12 @@ class ThreadGroup:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Store the exception unless one is already stored, and wake the loop."""
+        """Store an exception, unless there already is one, and wake up the loop."""
         self.failure.note(error)
         self._ring.notify_all()
 
     def check(self) -> None:
-        """Raise the stored exception, if any."""
+        """Raise the stored exception, if there is one."""
         self.failure.check()
 
     def is_ready(self, runner_number: int) -> bool:
@@ -95,7 +96,7 @@ class ThreadGroup:
         return self.begun.get(runner_number) == MADE
 
     def check_time(self, working: Working, timeout: float, *, restart: bool) -> None:  # noqa: ARG002
-        """Raise WorkerTimeout if a ticket takes too long; threads cannot be restarted."""
+        """Raise WorkerTimeout if a ticket takes too long. Threads cannot be restarted."""
         starting = [(k, since) for k, since in list(self.begun.items()) if since > 0]
         for runner_number, took in overdue(working, starting, timeout):
             raise WorkerTimeout(
@@ -107,7 +108,7 @@ class ThreadGroup:
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
-        """Wait for all threads up to `seconds` in total, or `HURRY` seconds if `hurried`."""
+        """Wait for all threads, for at most `seconds`, or for `HURRY` seconds if `hurried`."""
         deadline = time.monotonic() + (HURRY if hurried else seconds)
         stuck = []
         for threads in self._started:
@@ -141,7 +142,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
     from cseq.converter.cuda import CudaConverter
 
-    # Copying on all cores would slow down the indexers.
+    # If copying used all cores, it would slow down the indexers.
     torch.set_num_threads(1)
     converter = CudaConverter(output)
     try:
@@ -151,7 +152,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
 
 def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
-    """Create the threads' rings in one memory block. Return the rings and its file (or None)."""
+    """Create the rings in one block of memory. Return the rings and the file, or None."""
     count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
     width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
@@ -169,7 +170,7 @@ def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | No
 
 
 def _file_for(size: int, name: str) -> Descriptor | None:
-    """Create an in-memory file that lets other programs read the rings' meters; Linux only."""
+    """Create a file in memory, so that other programs can read the rings' meters (Linux only)."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -183,7 +184,7 @@ def _file_for(size: int, name: str) -> Descriptor | None:
 
 
 class ThreadCrew(Crew):
-    """Worker threads, which pass objects without copying. Threads are never replaced."""
+    """Worker threads, which pass objects on without copying. Threads are never replaced."""
 
     of = "MTSequence"
     _worker: object = None
@@ -198,11 +199,12 @@ class ThreadCrew(Crew):
         self.staff = self._group = ThreadGroup(self.rings[0], tickets.instead)
         self._wanted = tickets.num_workers
         self._is_launched = False
-        # Only the first thread that acquires this lock logs warnings about its first batch.
+        # The first thread that acquires this lock may log warnings about its first batch.
         self._unwarned = threading.Lock()
-        # Guards `ThreadGroup.begun`, whose keys are the runners with a thread.
+        # Protects `ThreadGroup.begun`, whose keys are the runners that have a thread.
         self._lock = Lock()
-        # Held while creating an indexer: some libraries cannot open data sets concurrently.
+        # Held while an indexer is created, because some libraries cannot open data sets in several
+        # threads at once.
         self._making = threading.Lock()
         if tickets.num_converters:
             from cseq.converter.cuda import receive
@@ -210,12 +212,12 @@ class ThreadCrew(Crew):
             self.convert = receive
 
     def prepare(self, worker: object, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the user's worker object and add converters."""
+        """Set the user's worker object, and add the converters."""
         self._worker = worker
         add_converters(self.tickets, self.rings[0], self.reader, self.reader, self._group)
 
     def launch(self) -> None:
-        """Start the missing threads."""
+        """Start the threads that are not running."""
         self._is_launched = True
         with self._lock.hold():
             for worker in range(self._wanted):
@@ -231,7 +233,7 @@ class ThreadCrew(Crew):
             self.launch()
 
     def check(self) -> None:
-        """Raise the first exception raised in a thread, if any."""
+        """Raise the first exception that was raised in a thread, if any."""
         self._group.check()
 
     def write(self, value: object, name: str) -> Request:  # noqa: ARG002
@@ -239,24 +241,25 @@ class ThreadCrew(Crew):
         return Request(None, value)
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key requested by the ticket in a cell. Thread-safe."""
+        """Return the key in the request of a cell's ticket. This method is thread-safe."""
         _, key, _ = self.rings[ring_number].kept[cell] or (None, None, None)
         return key and key.value
 
     def _serve(self, worker: int) -> None:
-        """Run a worker until the ring is closed to that worker."""
+        """Run a worker until the ring is closed for it."""
         runner_number, is_alone = worker + 1, len(self.rings) > 1
         ring = self.rings[worker if is_alone else 0]
         while True:
             self._work(worker, ring, 1 if is_alone else runner_number)
-            # Under the lock, `launch` either sees this thread, which continues, or adds another.
+            # The lock ensures that `launch` either finds this thread, which then continues, or adds
+            # a new one.
             with self._lock.hold():
                 if self._is_over(ring) or runner_number > self._wanted:
                     del self._group.begun[runner_number]
                     return
 
     def _work(self, worker: int, ring: Ring, owner: int) -> None:
-        """Create an indexer or producer, then work until the ring is closed to this thread."""
+        """Create an indexer or producer, and work until the ring is closed for this thread."""
         tickets = self.tickets
         task = tickets.task(worker + 1, forks=False)
         converter = None if tickets.num_converters else self._converter()
@@ -279,7 +282,7 @@ class ThreadCrew(Crew):
 
     @contextlib.contextmanager
     def _starting(self, runner_number: int, ring: Ring) -> Iterator[None]:
-        """Let one thread at a time create its indexer; raise `_Over` if the pool is closed."""
+        """Let one thread at a time create its indexer. Raise `_Over` if the pool is closed."""
         while not self._making.acquire(timeout=LOOK_SECONDS):
             if self._is_over(ring):
                 raise _Over

@@ -1,1 +1,1 @@
-"""A pool's requests: batches from an order, or items from streams."""
+"""What a pool requests: batches from an order, or items from streams."""

@@ -1,4 +1,4 @@
-"""The base class for the tickets that a pool and its crew process."""
+"""The base class for tickets, which describe the work of a pool."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
     from cseq.processes.deaths import Deaths, Held
 
-    # Samples and their error texts.
+    # Pairs of samples and error texts.
     Left = tuple[tuple[object, str], ...]
-    # The ring number and cell of each ticket.
+    # The ring number and the cell of each ticket.
     Awaited = list[tuple[int, int]]
-    # The runner number, start time (`now_ns`) and ticket location of each piece of work.
+    # The runner number, the start time (`now_ns`) and a description of each ticket in progress.
     Working = list[tuple[int, int, str]]
 
 __all__ = ["Tickets"]
 
 
 class Tickets:
-    """A pool's tickets, which define the ring layout and name themselves in messages.
+    """The tickets of a pool. They determine the layout of rings and are described in messages.
 
     Attributes
     ----------
     pool : Pool
-        Set by the pool.
+        The pool, which sets this attribute.
     num_workers, num_converters : int
-        The maximum numbers of workers and converters.
+        The maximum number of workers and converters.
     rings, runners, cells, words, limit, calls : int
-        The numbers of rings and of runners per ring. For the other attributes, see `Ring`.
+        The number of rings, the number of runners per ring, and arguments of `Ring`.
     ahead : int
-        The number of slots that workers may fill before the loop consumes one.
+        The number of slots that workers may fill before the loop consumes a batch or item.
     errors, interrupted : str
         See `Feed`.
     instead : str
-        The remedy shown when a thread causes a WorkerTimeout.
+        What to do if a thread causes a WorkerTimeout, for the message.
     """
 
     pool: Any
@@ -67,34 +67,34 @@ class Tickets:
         return None
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask | ItemTask:
-        """Return a worker's task, for a process if `forks`. Thread-safe."""
+        """Return the task of a runner, which is a process if `forks` is set. Thread-safe."""
         raise NotImplementedError
 
     def deaths(self) -> Deaths:
-        """Create the death counter, which decides whether a worker is replaced."""
+        """Create a counter for deaths, which decides whether to replace a worker."""
         raise NotImplementedError
 
     def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:
-        """Describe the ticket in a cell, listing up to `most` indices. Thread-safe."""
+        """Describe the ticket in a cell, with at most `most` indices. Thread-safe."""
         raise NotImplementedError
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Name the ticket in an exception; see `Feed`."""
+        """Add a description of the ticket to an exception; see `Feed`."""
         raise NotImplementedError
 
     def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
-        """Record the samples missing from a batch; see `Feed`."""
+        """Record the samples that are missing from a batch; see `Feed`."""
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work on `awaited` tickets, or by default on those the feed waits for."""
+        """List the work on awaited tickets. `awaited` defaults to the tickets in the feed."""
         raise NotImplementedError
 
     def note_wait(self) -> None:
-        """Record that the loop has started waiting."""
+        """Record that the loop starts to wait."""
 
     def open(self) -> None:
-        """Start the crew. If this call is interrupted, `Pool.close` stops the crew."""
+        """Start the crew. If this is interrupted, `Pool.close` stops the crew."""
 
     def close(self) -> None:
-        """Drop the user's object, because the pool is part of a reference cycle."""
+        """Drop the reference to the user's object, because the pool is in a reference cycle."""

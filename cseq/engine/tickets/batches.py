@@ -1,4 +1,4 @@
-"""Tickets for batches from an order, used by `MSequence`."""
+"""Tickets for batches from an order, which `MSequence` uses."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ ADVICE = "look at what the indexer does with these indices"
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
-    """Return how many tickets to post before waking sleeping workers.
+    """Return how many tickets to post before waking up workers.
 
-    Waking a worker for each ticket costs more than making a small batch. When workers are woken,
-    `buffer` minus this number of batches are ready or in progress. The loop consumes those batches
-    until the woken workers deliver new ones, so at least one batch per worker is needed.
+    Waking up a worker for every ticket would cost more than making a small batch. At the time when
+    workers are woken up, `buffer` minus this number of batches are ready or in progress. There must
+    be at least one of them per worker, because the loop consumes them until new batches are ready.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
 
 class Batches(Tickets):
-    """Tickets in a single ring that request batches of samples in a given order."""
+    """Tickets in a single ring, which request batches of samples in a given order."""
 
     pool: Pool[Batches]
     rings = 1
@@ -69,7 +69,7 @@ class Batches(Tickets):
         return self.pool.rings[0]
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask:
-        """Return a worker's task."""
+        """Return the task of a runner."""
         job = self._job
         stage = INDEXER if runner_number <= job.num_workers else CONVERTER
         return BatchTask(
@@ -84,12 +84,12 @@ class Batches(Tickets):
         )
 
     def deaths(self) -> Deaths:
-        """Create the death counter, which decides whether a worker is replaced."""
+        """Create a counter for deaths, which decides whether to replace a worker."""
         job, fails = self._job, self.errors == "skip"
         return Deaths(job.options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails)
 
     def open(self) -> None:
-        """Start the initial number of runners."""
+        """Start the crew with the initial number of workers."""
         job, crew = self._job, self.pool.crew
         self.resize(*job.start)
         if any(job.auto):
@@ -100,27 +100,27 @@ class Batches(Tickets):
         crew.launch()
 
     def close(self) -> None:
-        """Drop the user's object, because the pool is part of a reference cycle."""
+        """Drop the reference to the user's object, because the pool is in a reference cycle."""
         self._job = self._job.without_worker()
 
     @property
     def size(self) -> Size:
-        """The current number of workers and buffer size; for an inline crew, the initial ones."""
+        """The current number of workers and buffer size. An inline crew has the initial values."""
         if self.pool.crew.is_inline:
             return self._job.start
         return Size(self.pool.num_workers, self._ring.limit)
 
     @property
     def is_staffed(self) -> bool:
-        """Whether all workers have made their indexers."""
+        """Whether all workers have created their indexers."""
         return all(map(self.pool.crew.is_ready, range(1, self.pool.num_workers + 1)))
 
     def stats(self) -> Stats:
-        """Return the pool's statistics."""
+        """Return the statistics of the pool."""
         return self.pool.stats()
 
     def most(self, stats: Stats) -> Size:
-        """Return the largest size that fits in memory according to `stats`."""
+        """Return the largest number of workers and buffer size that fit in memory."""
         size, job = self.size, self._job
         nbytes = stats.nbytes / max(stats.batches, 1)
         limit = memory_limit_of(job.options.memory_limit)
@@ -129,10 +129,11 @@ class Batches(Tickets):
         return Size(workers, max(size.buffer, buffer))
 
     def resize(self, num_workers: int, buffer: int) -> None:
-        """Change the buffer size and the number of workers (1 to the job's `num_workers`).
+        """Change the buffer size and the number of workers (at most the job's `num_workers`).
 
-        Call this method on the thread that consumes batches. The size does not affect results.
-        Surplus workers finish their tickets and exit. If one dies first, another gets its ticket.
+        This must be called by the thread that consumes batches. The sizes do not affect the
+        batches. Workers that are no longer needed finish their tickets and exit. If such a worker
+        dies first, another worker gets the ticket.
         """
         pool, ring = self.pool, self._ring
         if pool.crew.is_inline:
@@ -148,15 +149,15 @@ class Batches(Tickets):
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The samples and batches that were skipped because of an error."""
+        """The samples and batches that were skipped because of errors."""
         return list(self.pool.feed.skipped)
 
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
-        """Start an epoch after `consumed` samples for the iterator of the given generation.
+        """Start an epoch after `consumed` units, for the iterator of the given generation.
 
-        Batches from earlier epochs are not delivered. In a single C step, `place` is set to this
-        epoch with the feed as its progress. Finished batches are kept if the epoch has already
-        started at this place and the loop has consumed nothing.
+        Batches from earlier epochs are not delivered. `place` is set to this epoch, with the feed
+        as its progress, in a single step of C code. If the epoch has already been started at this
+        place and the loop has not consumed anything, finished batches are kept.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place
@@ -170,10 +171,10 @@ class Batches(Tickets):
         feed.run_clock()
 
     def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
-        """Continue the epoch from `position` with another sampler, unless the epoch is over.
+        """Continue the epoch at `position` with another sampler, unless the epoch is over.
 
-        The caller must hold the run's lock. The iterator remains valid. Batches that were made
-        ahead are dropped.
+        The iterator remains valid. Batches that have been made in advance are dropped. The caller
+        must hold the lock of the run.
         """
         epoch = place.now(sampler).epoch
         self._job = self._job._replace(sampler=sampler)
@@ -185,7 +186,7 @@ class Batches(Tickets):
         feed.refill()
 
     def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:  # noqa: ARG002
-        """Describe the batch in a cell. Thread-safe."""
+        """Describe the batch in a cell. This method is thread-safe."""
         epoch, batch, count = self._ring.ticket(cell)
         indices: list[int] = self._ring.indices(cell)[:count].tolist()
         return Held(epoch, batch, indices, failure.location_of(epoch, batch, indices, most))
@@ -193,7 +194,7 @@ class Batches(Tickets):
     def describe(
         self, ring_number: int, cell: int, error: BaseException
     ) -> tuple[BaseException, object]:
-        """Name the batch in an exception. Log the exception if the batch is skipped."""
+        """Add a description of the batch to an exception, which is logged if it is skipped."""
         epoch, batch, indices, location, _ = self.held(ring_number, cell, failure.SHOWN)
         error, entry = failure.ordinary(error), None
         if self._job.on_error == "skip" and isinstance(error, Exception):
@@ -201,14 +202,14 @@ class Batches(Tickets):
         return failure.named(error, location), entry
 
     def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
-        """Log the samples missing from a batch."""
+        """Log the samples that are missing from a batch."""
         epoch, batch, *_ = self.held(ring_number, cell)
         return note_samples(epoch, batch, left)
 
     def working(self, _: Awaited | None) -> Working:
-        """List the awaited tickets in progress as (runner number, start time in ns, batch)."""
+        """List (runner number, start time in ns, batch) for awaited tickets in progress."""
         held = [(*self._ring.holder(cell), cell) for _, cell in self.pool.feed.awaited()]
-        # `since` is briefly 0 after a ticket is claimed.
+        # `since` is 0 for a short time after a ticket has been claimed.
         return [
             (runner_number, since, self.held(0, cell, failure.SHOWN).location)
             for runner_number, since, cell in held

@@ -1,4 +1,4 @@
-"""Tickets for `Streams`: workers' own items, keyed items, and calls to producers."""
+"""Tickets for `Streams`: items, items for keys, and calls to producers."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "Naming"]
 
-# The maximum number of tickets in flight per worker, even if `prefetch` is larger, and the maximum
-# number of bytes for cells in excess of `prefetch` items per worker.
+# The maximum number of outstanding tickets per worker, even if `prefetch` is larger, and the
+# maximum number of bytes for cells beyond `prefetch` items per worker.
 DEEPEST, MOST_BYTES = 64, 16 << 20
-# Lists of more than `KEY_ROOM` ints are pickled. A worker may hold a call and a cancelled call.
+# Lists of more than `KEY_ROOM` ints are pickled. There are cells for a call and a cancelled call.
 KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
-    """How messages name items, and the number of samples per item.
+    """What items are called in messages, and how many samples they contain.
 
     Attributes
     ----------
     unit : str
         A noun for an item.
     lost : str
-        Text appended to the log message about a replaced worker.
+        A text to add to the log message when a worker is replaced.
     samples : callable, optional
-        ``samples(key)`` returns the number of samples that `stats` counts for an item; default 1.
+        ``samples(key)`` returns the number of samples in an item, for `stats`. By default, it is 1.
     interrupted : str
-        The InterruptedError message when no epoch is active.
+        The message of the InterruptedError that is raised if there is no epoch.
     """
 
     unit: str = "item"
@@ -58,7 +58,7 @@ class Naming(NamedTuple):
 
 
 class Items(Tickets):
-    """Tickets in queues, one queue per worker. Only `Pool.close` is thread-safe."""
+    """Tickets in queues, with one queue per worker. Only `Pool.close` is thread-safe."""
 
     pool: Pool[Items]
     calls = CALLS
@@ -79,9 +79,9 @@ class Items(Tickets):
         self.errors, self.interrupted = errors, naming.interrupted
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
-        # In addition to its items, a worker may hold one cancelled ticket.
+        # Besides calls and items, there may be a cancelled ticket that the worker is still holding.
         besides = 1 + CALLS
-        # A single worker may receive all keys unless their cells would use too much memory.
+        # If memory for cells permits, a single worker can get all keys.
         self.words = words = KEYS + KEY_ROOM
         cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
@@ -89,30 +89,30 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # Epoch 0 means no epoch. `_idle` records when each runner became ready without a ticket.
+        # Epoch 0 means that there is no epoch. `_idle` records since when runners have no ticket.
         self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
         self.assignments: list[Request] = []
 
     def task(self, runner_number: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
-        """Return a worker's task."""
+        """Return the task of a worker."""
         return ItemTask(self.num_workers)
 
     def deaths(self) -> Deaths:
-        """Create the death counter, which decides whether a worker is replaced."""
+        """Create a counter for deaths, which decides whether to replace a worker."""
         most, naming = self.options.max_restarts, self._naming
         advice = "look at what makes it"
         return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
 
     def feed_of(self, pool: Pool[Items]) -> Feed:
-        """Set up the rings and return the feed. The pool keeps only a weak reference to it.
+        """Set up the rings and return the feed. The pool keeps only a weak reference to the feed.
 
-        The finalizer of `Streams` refers to the pool, and the feed refers to the key iterator,
-        which may refer to the `Streams`. A strong reference would keep the `Streams` alive.
+        A strong reference would keep the `Streams` object alive, because its finalizer refers to
+        the pool, and the feed refers to the iterator of keys, which may refer to the `Streams`.
         """
         for ring in pool.rings:
-            # Waking a worker costs more than making a small item. A worker sleeps only when all its
-            # items are ready, and wakes up when half of them have been requested again.
+            # Waking up a worker costs more than making a small item. A worker sleeps when all of
+            # its items are ready, and is woken up when half of them have been consumed.
             ring.wake_at = (self._depth + 1) // 2
         feed = pool.feed
         pool.feed = weakref.proxy(feed)
@@ -124,11 +124,11 @@ class Items(Tickets):
     # -- waiting
 
     def note_wait(self) -> None:
-        """Record that the loop has started waiting; waiting times start here."""
+        """Record that the loop starts to wait, which is when times for `working` start."""
         self._idle, self._wait_began = {}, now_ns()
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work of awaited workers, with start times no earlier than the loop's wait."""
+        """List the work of awaited workers. Start times are not before the start of the wait."""
         everything = []
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for worker, cell in first.items():
@@ -136,7 +136,7 @@ class Items(Tickets):
             working = self._held_by(worker)
             if working or not self.pool.crew.is_ready(runner_number):
                 self._idle.pop(runner_number, None)
-            # If a ready worker has no ticket, its process may be stopped.
+            # If a worker is ready but has no ticket, its process may be stopped.
             else:
                 since = self._idle.setdefault(runner_number, now_ns())
                 working = [(runner_number, since, self.held(worker, cell).location)]
@@ -151,7 +151,7 @@ class Items(Tickets):
         ]
 
     def held(self, worker: int, cell: int, most: int = failure.MOST) -> Held:
-        """Describe the item or call that the ticket in a cell requests. Thread-safe."""
+        """Describe the item or call that is requested in a cell. This method is thread-safe."""
         ring = self.pool.rings[worker]
         (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
         if kind == CALL:
@@ -178,7 +178,7 @@ class Items(Tickets):
         return self.pool.crew.requested_key(worker, cell) if count == IN_REQUEST else None
 
     def describe(self, worker: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
-        """Name the item in an exception."""
+        """Add a description of the item to an exception."""
         error = _signed(error, worker)
         location = f"{self._naming.unit} {self.pool.rings[worker].start(cell)} of worker {worker}"
         named = failure.named(error, f"{location}, epoch {self._epoch - 1}")
@@ -196,7 +196,7 @@ class Items(Tickets):
         free: bool,
         first: int,
     ) -> list[Any]:
-        """Start an epoch: post its tickets and start the workers. Return the replies."""
+        """Start an epoch by posting its tickets and starting the workers. Return the replies."""
         feed = self.pool.feed
         self._end()
         try:
@@ -230,7 +230,7 @@ class Items(Tickets):
                 name = f"the beginning of epoch {self._epoch - 1}"
                 posts = [self.post_call(worker, None, name) for worker in range(self.num_workers)]
             feed.refill()
-            # This raises the key iterator's exception, if any.
+            # This raises the exception of the iterator of keys, if there is one.
             source.finish()
             for ring in self.pool.rings:
                 ring.wake()
@@ -247,7 +247,7 @@ class Items(Tickets):
         return replies
 
     def _write_all(self, assignments: Sequence[object]) -> list[Request]:
-        """Write the workers' assignments; a repeated object is written only once."""
+        """Write the assignments of all workers. Each distinct object is written only once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
@@ -263,7 +263,7 @@ class Items(Tickets):
     def ask(
         self, method: str, args: tuple[object, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method on some workers. The next call cancels an interrupted call."""
+        """Call a method of some workers. If this is interrupted, the next call cancels it."""
         generation = self.pool.run.generation
         try:
             self.pool.crew.check()
@@ -274,7 +274,7 @@ class Items(Tickets):
             request = self.pool.crew.write((method, args), f"{method}'s arguments")
             name = f"a call of {method}()"
             posts = [self.post_call(worker, request, name) for worker in workers]
-            # The last ticket that refers to the request frees it.
+            # The last ticket that refers to the request frees its slot.
             del request
             return [self._reply(*post, generation) for post in posts]
         except InterruptedError:
@@ -282,19 +282,19 @@ class Items(Tickets):
             raise
 
     def post_call(self, worker: int, request: Request | None, name: str) -> tuple[int, int, int]:
-        """Post a call. Return the worker and the cell and number of the ticket."""
+        """Post a call. Return the worker, and the cell and number of the ticket."""
         assignments = self.assignments
         epoch = (assignments[worker], self._epoch) if assignments else ()
         return worker, *self.pool.feed.post_call(worker, request, name, *epoch)
 
     def _await_answer(self, worker: int, cell: int, ticket: int, generation: int) -> Answer | None:
-        """Sleep until a ticket is answered. Return None if the ticket has left the ring."""
+        """Sleep until there is an answer to a ticket, or return None if the ticket is gone."""
         peek = self.pool.rings[worker].peek
         answer: Any = self.pool.await_for(generation, lambda: peek(cell, ticket), [(worker, cell)])
         return answer or None
 
     def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> object:
-        """Wait for the answer to a call and remove it from the ring."""
+        """Wait for the reply to a call, and remove it from the ring."""
         answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:
             raise InterruptedError("a signal handler made another call")
@@ -314,13 +314,13 @@ class Items(Tickets):
         try:
             error = failure.named(_signed(error, worker), location)
             raise error
-        # Break the reference cycle: the traceback refers to this frame.
+        # Break the reference cycle through the traceback, which refers to this frame.
         finally:
             del error
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:
-    """Set the worker number on the cause of an exception if the worker raised it."""
+    """Add the number of the worker to an exception that was raised there."""
     cause = error.__cause__
     if isinstance(cause, RemoteTraceback):
         cause.worker = worker
