@@ -1,4 +1,4 @@
-"""Share object-store shards and decoded samples among processes on a machine.
+"""Shares shards of an object store and decoded samples among processes.
 
 ::
 
@@ -11,17 +11,17 @@
             ...
 
 ``npy``         `Npy`: rows of arrays
-``tar``         `Tar`: samples that consist of several members
+``tar``         `Tar`: samples that consist of several files
 ``parquet``     `Parquet`: rows of tables
-``shards``      the base class of readers: batches by index, the order
+``shards``      the base class of readers, which provides access by index and an order
 ``reader``      the part of a reader that the fetcher uses
-``client``      a process's connections to the fetcher
-``fetcher``     the process that fetches shards, one per machine
-``plan``        a plan of the shards that an order uses next
-``objects``     a store's objects, read with obstore
+``client``      connections of a process to the fetcher
+``fetcher``     the process that fetches shards, of which there is one per machine
+``plan``        predicts which shards an order will use
+``objects``     lists and reads the objects in a store, with obstore
 ``cache``       `cseq.cached`: a data set with cached samples
-``entries``     the folder of cached samples: claims, allocation and atomic entries
-``folder``      a folder shared between processes: its users and its contents
+``entries``     the folder of cached samples, which several processes read and write
+``folder``      a folder that is shared by processes, and removed by the last one
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a reader on first use, because `cseq.cached` does not need one."""
+    """Import a reader on first use. `cseq.cached` works without readers."""
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""`cached`: a data set whose samples are created once per machine."""
+"""`cached`: a data set whose samples are created only once per machine."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ class Samples(Protocol[T_co]):
 
 
 class CacheStats(NamedTuple):
-    """Statistics about a cache, collected from all processes.
+    """Statistics about a cache, over all processes.
 
     Attributes
     ----------
     samples, kept : int
         The number of samples in the data set and in the cache.
     nbytes, limit : int
-        The current and maximum sizes of the cache in bytes.
+        The current size and the maximum size of the cache in bytes.
     hits : int
-        The number of samples read from the cache.
+        How many times a sample was found in the cache.
     made : int
-        The number of samples created and stored in the cache.
+        How many times a sample was created and stored in the cache.
     others : int
-        The number of samples not stored because the cache was full or another worker created them.
+        How many times a sample was created but not stored, because the cache was full or another
+        worker stored the sample.
     """
 
     samples: int
@@ -70,39 +71,40 @@ def cached(
 ) -> Cached[T_co]:
     """Cache a data set so that each sample is created only once per machine.
 
-    All workers, ranks and threads on a machine share one copy, regardless of the start method.
-    `make` must be deterministic: read, decode and resize in `make`, and apply random transforms to
-    the cached samples. Each process compares the first cached sample that it reads with the output
-    of `make` and raises an error if they differ.
+    All workers, ranks and threads on a machine share one copy of each sample, regardless of the
+    start method. `make` must be deterministic, so it should read, decode and resize samples, but
+    random transforms should be applied after the cache. As a check, each process creates the first
+    cached sample that it reads again, and raises an error if it is different.
 
     Parameters
     ----------
     make : data set
-        ``make[index]`` returns a sample made up of arrays, CPU tensors, numbers, strings and
-        containers. ``len(make)`` is the number of samples. Workers receive a pickled copy.
+        ``make[index]`` returns a sample, which consists of arrays, CPU tensors, numbers, strings
+        and containers. ``len(make)`` is the number of samples. Workers get a pickled copy.
     limit : int or str
-        The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. Once the cache
-        is full, samples that it does not contain are created on every access.
+        The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. When the cache
+        is full, samples that are not in the cache are created again on every access.
     folder : str, optional
-        A dedicated folder on a local disk that keeps samples between runs. By default, samples are
-        kept in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than `limit`)
-        until the last process that uses them exits.
+        A folder on a local disk, in which samples are kept between runs. It must not be used for
+        anything else. By default, samples are kept in shared memory (or in a temporary folder if
+        ``/dev/shm`` is smaller than `limit`) until the last process that uses them exits.
     version : str, optional
-        A version string for `make`. Change the version when `make` returns different samples. By
-        default, `make` is identified by its pickle and the source code of its modules.
+        A version of `make`, which you change when `make` returns different samples. By default,
+        `make` is identified by its pickle and the source code of its modules.
 
     Returns
     -------
     Cached
-        A data set. Indexing with an integer returns a private copy of a sample. Indexing with a
-        list or array returns a list of samples whose arrays are read-only views of the cache.
+        A data set. With an integer as the index, it returns a private copy of the sample. With a
+        list or array, it returns a list of samples, whose arrays are read-only views of the cache.
 
     Raises
     ------
     ValueError
-        The folder was created for a different data set, version or limit.
+        If the folder was created for a different data set, version or limit.
     OSError
-        There is not enough space for the cache index, or the system has no `fcntl` (Windows).
+        If there is not enough space for the index of the cache, or on Windows, which has no
+        `fcntl`.
 
     Examples
     --------
@@ -128,7 +130,7 @@ def cached(
 
 
 class Cached(Generic[T_co]):
-    """The data set that `cached` returns. Unpickled copies open the same entries."""
+    """The data set that `cached` returns. Unpickled copies use the same cache."""
 
     def __init__(
         self,
@@ -155,7 +157,7 @@ class Cached(Generic[T_co]):
         )
 
     def stats(self) -> CacheStats:
-        """Return statistics about the cache, collected from all processes."""
+        """Return statistics about the cache, over all processes."""
         entries = self._entries
         there = len(self), entries.kept, entries.nbytes, entries.limit
         return CacheStats(*there, *entries.counts())
@@ -172,7 +174,7 @@ class Cached(Generic[T_co]):
         return self._read(index, copies=True)
 
     def _read(self, index: int, *, copies: bool) -> Any:
-        """Return a cached or newly created sample. If `copies` is True, its arrays are copies."""
+        """Return a sample from the cache, or create it. If `copies` is set, copy cached arrays."""
         number = range(len(self))[index]
         entry = self._entries.find(number)
         if entry is None:
@@ -182,7 +184,7 @@ class Cached(Generic[T_co]):
         return _sample_of(entry, copies=copies)
 
     def _made(self, number: int) -> T_co:
-        """Create a sample and store it, unless another process or thread has claimed it."""
+        """Create a sample. Store it, unless another process or thread has claimed it."""
         if not self._entries.claim(number):
             return self._make[number]
         try:
@@ -193,7 +195,7 @@ class Cached(Generic[T_co]):
         return sample
 
     def _check(self, number: int, entry: memoryview) -> None:
-        """Compare an entry with a newly created sample and raise ValueError if they differ."""
+        """Create the sample again, and raise ValueError if it differs from the entry."""
         self._is_checked = True
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):
@@ -204,11 +206,11 @@ class Cached(Generic[T_co]):
             )
 
 
-# -- entry layout: words (number of buffers, pickle size, buffer sizes), pickle, buffers
+# -- entries, which consist of words (number of buffers, pickle size, buffer sizes), pickle, buffers
 
 
 def _entry_of(sample: object) -> list[Any]:
-    """Encode a sample as the parts of an entry."""
+    """Encode a sample as a list of parts, which are written one after another."""
     buffers: list[memoryview] = []
     data = dumps(sample, buffers, REDUCERS)
     words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)
@@ -221,7 +223,7 @@ def _entry_of(sample: object) -> list[Any]:
 
 
 def _parts_of(entry: memoryview) -> tuple[memoryview, list[memoryview]]:
-    """Return an entry's pickle and buffers."""
+    """Return the pickle and the buffers of an entry."""
     number, nbytes = entry[:16].cast("q")
     end = 16 + 8 * number
     sizes, data = entry[16:end].cast("q").tolist(), entry[end : end + nbytes]
@@ -240,16 +242,16 @@ def _sample_of(entry: memoryview, *, copies: bool) -> Any:
 
 
 def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
-    """Return an entry's arrays for comparison, or its pickle if it has no arrays."""
+    """Return what to compare: the arrays in an entry, or the pickle if there are no arrays."""
     data, buffers = _parts_of(entry)
     return buffers or data
 
 
-# -- data set identity
+# -- the identity of a data set
 
 
 def _identity(make: Any, version: str | None) -> dict[str, Any]:
-    """Identify a data set by its type and either its version or its data and code."""
+    """Identify a data set by its type, and by its version or its data and code."""
     kind = type(make)
     named = f"{kind.__module__}.{kind.__qualname__}"
     if version is not None:
@@ -257,7 +259,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
     modules = dump(make, name="make").modules
     buffers: list[memoryview] = []
     pickled = dumps(make, buffers, REDUCERS)
-    # cloudpickle assigns a random number to each class that it pickles by value.
+    # cloudpickle gives a random number to each class that it pickles by value.
     if b"_make_skeleton_class" in pickled:
         raise ValueError(
             f"make={make!r} is of a class in a function, or has one, whose pickle differs from "
@@ -274,7 +276,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
 
 
 def _source_of(name: str) -> str | None:
-    """Return a user module's source file, or None if the module is installed or has no source."""
+    """Return the source file of a user's module, or None if it is installed or has no source."""
     path: str = getattr(sys.modules.get(name), "__file__", None) or ""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     is_source = path.endswith(".py") and os.path.exists(path)

@@ -1,8 +1,8 @@
-"""A process's connections to a folder's fetcher.
+"""The connections of a process to the fetcher of a folder.
 
-Each message is a line of JSON. A connection carries one request at a time, so each thread and each
-signal handler uses an idle connection or opens a new one. A process that cannot connect to the
-folder's socket starts the fetcher and becomes its first client.
+Messages are lines of JSON. A connection can only be used for one request at a time. Each thread and
+each signal handler therefore uses an idle connection or opens a new one. If a process cannot
+connect to the socket in the folder, it starts the fetcher and becomes the first client.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cseq.store.folder import Folder, address
 
 __all__ = ["Client"]
 
-# The number of fetchers that may exit without answering before a request fails.
+# How many fetchers may exit without an answer before a request fails.
 STARTS = 5
-# The time limit for starting a fetcher, in seconds.
+# How many seconds a fetcher may take to start.
 SECONDS = 60.0
 KINDS = {"ValueError": ValueError, "OSError": OSError}
 
@@ -34,11 +34,11 @@ class Line:
         self._sock, self._file = sock, sock.makefile("rb")
 
     def send(self, data: bytes) -> None:
-        """Send bytes."""
+        """Send all bytes."""
         self._sock.sendall(data)
 
     def receive(self) -> Any:
-        """Wait for an answer and return its value or the error that it reports."""
+        """Wait for an answer. Return its value, or the exception that it reports."""
         line = self._file.readline()
         if not line:
             raise ConnectionResetError
@@ -52,7 +52,7 @@ class Line:
 
 
 class Client(Folder):
-    """The connections from this process to one folder's fetcher."""
+    """The connections of this process to the fetcher of a folder."""
 
     argument = "cache"
 
@@ -66,17 +66,17 @@ class Client(Folder):
         _close(self._free)
 
     def ask(self, start: bytes, *message: Any, answers: bool = True) -> Any:
-        """Send a message and return the answer if one is expected.
+        """Send a message, and return the answer if `answers` is set.
 
         Parameters
         ----------
         start : bytes
-            The reader's pickled class and state, used if a fetcher has to be started.
+            The pickled class and state of the reader, in case a fetcher must be started.
 
         Raises
         ------
         OSError, ValueError
-            The fetcher failed to handle the message, or exited repeatedly.
+            If the fetcher reports an error, or has exited several times.
         """
         for _ in range(STARTS):
             try:
@@ -89,11 +89,11 @@ class Client(Folder):
                 answer = line.receive() if answers else None
                 is_whole = True
             except ConnectionError:
-                # The fetcher has exited, so its other connections are dead as well.
+                # The fetcher has exited, so the other connections are dead as well.
                 self.reset()
                 continue
             finally:
-                # A connection that failed in the middle of a message cannot be reused.
+                # After an interruption in the middle of a message, a connection cannot be reused.
                 if is_whole:
                     self._free.append(line)
                 else:
@@ -105,7 +105,7 @@ class Client(Folder):
         )
 
     def _connection(self, start: bytes) -> Line:
-        """Connect to the fetcher, and start one if none is running."""
+        """Connect to the fetcher. Start a fetcher if none is running."""
         lock = locked(f"{self.path}/starting")
         sock = lifted(socket.socket(socket.AF_UNIX))
         try:
@@ -120,7 +120,7 @@ class Client(Folder):
                 os.close(lock)
 
     def _started(self, start: bytes) -> Line:
-        """Start the fetcher and return a connection once it is listening."""
+        """Start the fetcher, wait until it is listening, and return a connection."""
         from cseq.processes.launcher.processes import describe_start, spawn
 
         child = spawn(describe_start("", "cseq.store.fetcher"), "cseq-fetch", 1)
@@ -139,7 +139,7 @@ class Client(Folder):
             line.close()
             raise
         finally:
-            # The child exits immediately after forking the fetcher.
+            # The child forks the fetcher and then exits immediately.
             child.status(SECONDS)
         child.sock.settimeout(None)
         return line

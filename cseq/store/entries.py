@@ -1,22 +1,23 @@
 """A folder of entries. Each entry is written by one process and read by all.
 
-``index``    8-byte words: the header, a row of counters per process, one word per entry
-``data``     the entries, in sequence
-``claims``   an empty file whose bytes serve as locks
+``index``    8-byte words: the header, a row of counters per process, and a word per entry
+``data``     the entries, one after another
+``claims``   an empty file, whose bytes are locked
 
-Each word is written only while its lock is held:
+A process must hold a lock to write to the index:
 
 ==============  ================================================================================
-``used``        the number of allocated bytes in ``data``; the lock is ROOM
-an entry's      the entry's position plus 1 once it is complete, else 0; the lock is its claim
-counters        one process's counts; the lock is on its row
+``used``        the number of allocated bytes in ``data``, protected by the lock ROOM
+an entry        its position plus 1 when it is complete, or 0, protected by the claim on the entry
+counters        the counters of a process, protected by the lock on its row
 ==============  ================================================================================
 
-The locks are `fcntl` locks on single bytes of ``claims``. The system releases a process's locks
-when it exits. If a process is killed between two writes, each entry is still complete or absent.
-``used`` grows before an entry is written, so no space is allocated twice, and a killed process
-wastes at most one entry's space. An entry's word is written last. Readers get the position from
-this word, so they read it before the entry (an address dependency, which all CPUs respect).
+The locks are `fcntl` locks on single bytes of ``claims``, which the system releases when a process
+exits. If a process is killed between two writes, every entry is still either complete or absent.
+``used`` is increased before an entry is written. Space is therefore never allocated twice, and a
+killed process wastes the space of at most one entry. The word of an entry is written last. Readers
+need this word to find the entry, so they always read the word before the entry (this is an address
+dependency, which all CPUs respect).
 """
 
 from __future__ import annotations
@@ -48,30 +49,30 @@ log = logging.getLogger("cseq")
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # The alignment of entries in bytes.
 LINE = 64
-# The index of the only word that the header uses.
+# The index of `used`, the only word in the header.
 USED = 0
-# The number of header words and the number of counter rows.
+# The number of words in the header, and the number of rows of counters.
 HEADER, COUNTERS = 8, 512
-# The columns of a counter row: found, created and stored, created but not stored.
+# The columns of a row: samples found, created and stored, and created but not stored.
 HITS, MADE, REFUSED = range(3)
-# The index of the first entry's word.
+# The index of the word for the first entry.
 FIRST = HEADER + 4 * COUNTERS
-# The offsets of the other locks in `claims`, beyond the bytes for entries.
+# The offsets of locks in `claims` that are not claims on entries.
 ROOM, COUNTING = 2**40, 2**41
 
 
 class Entries(Folder):
-    """A process's view of one folder's entries.
+    """The entries in a folder, as accessed by this process.
 
-    `about` contains ``samples``, the number of entries, and ``limit``, the maximum total size of
-    ``index`` and ``data`` in bytes.
+    `about` must contain ``samples``, the number of entries, and ``limit``, the maximum size of
+    ``index`` and ``data`` together in bytes.
 
     Raises
     ------
     ValueError
-        The folder was created for different entries, or `limit` is too small for the index.
+        If the folder was created for different entries, or if `limit` is too small for the index.
     OSError
-        There is not enough space for the index.
+        If there is not enough space for the index.
     """
 
     remedy = ". With version= you say yourself when samples change"
@@ -87,19 +88,20 @@ class Entries(Folder):
         super().__init__(path, about, is_kept=is_kept)
 
     def reset(self) -> None:
-        """Reset to a state with no claims and no counter row."""
+        """Start without claims and without a row of counters."""
         self._own = threading.Lock()
-        # Entries claimed by this process's threads, because `fcntl` cannot distinguish threads.
+        # The entries that threads of this process have claimed. `fcntl` does not distinguish
+        # threads.
         self._claimed: set[int] = set()
         self._row: int | None = None
 
     def begin(self) -> None:
-        """Open the files, creating any that are missing."""
+        """Open the files, and create them if necessary."""
         for name in ("claims", "index", "data"):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self.files.append(lift(os.open(f"{self.path}/{name}", flags, 0o600)))
         _, self._claims, self._index, self._data = self.files
-        # Write zeros instead of leaving a hole, which would cause SIGBUS on a full disk.
+        # Write zeros, because a hole in the file would cause SIGBUS if the disk is full.
         if os.fstat(self._index).st_size < self.overhead:
             write(self._index, bytes(self.overhead), 0)
         if os.fstat(self._data).st_size < self.limit:
@@ -107,8 +109,8 @@ class Entries(Folder):
         words: NDArray[np.int64] = np.frombuffer(mmap.mmap(self._index, self.overhead), np.int64)
         self._words, self._starts = words, words[FIRST:]
         self._counters = words[HEADER:FIRST].reshape(-1, 4)
-        # The mapping is private, so user code that writes into a view cannot change an entry. No
-        # memory is reserved, because `limit` may exceed it and pages are rarely written.
+        # The mapping is private, so that entries do not change if user code writes to a view.
+        # Memory is not reserved, because `limit` may be larger, and pages are rarely written.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
         self._bytes = memoryview(data).toreadonly()
@@ -117,7 +119,7 @@ class Entries(Folder):
     # -- entries
 
     def find(self, number: int) -> memoryview | None:
-        """Return the data starting at an entry, or None if the entry is absent."""
+        """Return a view of the data that starts at an entry, or None if there is no such entry."""
         start = int(self._starts[number]) - 1
         if start < 0:
             return None
@@ -125,13 +127,13 @@ class Entries(Folder):
         return self._bytes[start:]
 
     def claim(self, number: int) -> bool:
-        """Claim a missing entry. Return False if the entry exists or is already claimed.
+        """Claim an entry. Return False if the entry exists or has already been claimed.
 
-        If the result is False, the sample counts as created but not stored.
+        In this case, the sample is counted as created but not stored.
         """
         with self._own:
             if number not in self._claimed and self._lock(number, wait=False):
-                # The previous holder of the claim may have written the entry.
+                # The previous owner of the claim may have written the entry.
                 if not self._starts[number]:
                     self._claimed.add(number)
                     return True
@@ -146,7 +148,7 @@ class Entries(Folder):
             self._claimed.discard(number)
 
     def keep(self, number: int, parts: Sequence[Any]) -> None:
-        """Write a claimed entry, passed as a sequence of buffers, if there is enough space."""
+        """Write an entry that consists of several buffers, if there is enough space."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         room = self.limit - self.overhead
         if nbytes > room:
@@ -182,16 +184,16 @@ class Entries(Folder):
 
     @property
     def kept(self) -> int:
-        """The number of existing entries."""
+        """The number of entries that exist."""
         return int(np.count_nonzero(self._starts))
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the total counts: found, created and stored, and created but not stored."""
+        """Return how many samples were found, created and stored, and created but not stored."""
         hits, made, refused, _ = self._counters.sum(axis=0).tolist()
         return hits, made, refused
 
     def _note(self, column: int) -> None:
-        """Count an event in this process's row. Do nothing if all rows are in use."""
+        """Increment a counter of this process. Do nothing if all rows of counters are in use."""
         with self._own:
             if self._row is None:
                 free = (k for k in range(COUNTERS) if self._lock(COUNTING + k, wait=False))
@@ -202,7 +204,7 @@ class Entries(Folder):
     # -- the files
 
     def _set(self, word: int, value: int) -> None:
-        """Write an index word in a single call, which other processes see as atomic."""
+        """Write a word of the index in a single call, which is atomic for other processes."""
         write(self._index, value.to_bytes(8, sys.byteorder), 8 * word)
 
     @contextlib.contextmanager

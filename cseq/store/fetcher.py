@@ -1,16 +1,18 @@
-"""The fetcher: the only process on a machine that fetches a folder's shards.
+"""The fetcher, a process that fetches the shards of a folder for a whole machine.
 
 ::
 
-    <cache>/index      names, sizes and tags of all objects; row and byte counts of each shard
+    <cache>/index      names, sizes and tags of all objects, and rows and bytes of each shard
     <cache>/socket     the socket that workers connect to
-    <cache>/fetcher    locked by this process until it exits
-    <cache>/shards/5   a shard, named 5.part while it is being written
+    <cache>/fetcher    a file that this process locks until it exits
+    <cache>/shards/5   a shard, which is called 5.part while it is being written
 
-A shard is renamed once it is complete, so a killed process leaves no partial shard. Only this
-process writes and removes shards. Workers can still read removed shards that they have open.
+Only this process writes and removes shards. A shard is renamed when it is complete, so there are no
+partial shards if the process is killed. Workers can still read a removed shard if they have mapped
+it.
 
-The process exits when its last connection closes. All code but `Reader.finish` runs in one thread.
+The process exits when its last connection is closed. Except for `Reader.finish`, all code runs in
+one thread.
 """
 
 from __future__ import annotations
@@ -49,17 +51,18 @@ LONGEST = 1 << 26
 
 
 class Fetcher:
-    """The fetcher's state.
+    """Fetches shards and answers requests from workers.
 
     Attributes
     ----------
     objects : list of Object
+        The objects in the store.
     have : dict of int to int
-        The shards in the folder and their sizes in bytes, most recently used last.
+        The shards in the folder and their sizes in bytes. The most recently used shard is last.
     running : dict of int to Task
         The fetches in progress, by shard.
     errors : dict of int to Exception
-        The errors from failed fetches, by shard. A fetch is retried when a worker needs the shard.
+        Exceptions from fetches, by shard. A worker that needs the shard triggers another attempt.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -71,7 +74,7 @@ class Fetcher:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.errors: dict[int, Exception] = {}
         self.plan: Plan | None = None
-        # For each connection, the shards that it waits for and the shards that it has yet to open.
+        # For each connection, the shards that it is waiting for, and those it has not mapped yet.
         self._needed: dict[asyncio.StreamWriter, list[int]] = {}
         self._given: dict[asyncio.StreamWriter, list[int]] = {}
         self._users = 0
@@ -80,7 +83,7 @@ class Fetcher:
     # -- the connections
 
     async def serve(self, first: socket.socket, listening: socket.socket) -> None:
-        """Serve until the last connection is closed."""
+        """Handle connections until the last one is closed."""
         self._opening = asyncio.create_task(self._open())
         streams = await asyncio.open_unix_connection(sock=first, limit=LONGEST)
         attending = asyncio.create_task(self._attend(*streams))
@@ -90,7 +93,7 @@ class Fetcher:
         server.close()
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle a connection's messages until the connection is closed."""
+        """Handle the messages from a connection until it is closed."""
         self._users += 1
         try:
             while True:
@@ -126,10 +129,10 @@ class Fetcher:
                 self._over.set()
 
     async def _await(self, writer: asyncio.StreamWriter, missing: list[int]) -> Any:
-        """Wait for at least one missing shard. Return the shards that arrived, or an error."""
+        """Wait for at least one of the missing shards. Return the available ones, or an error."""
         for number in missing:
             self.errors.pop(number, None)
-            # The worker did not find the file, so another program must have removed it.
+            # If the worker did not find the file, another program must have removed it.
             if number in self.have and not os.path.exists(f"{self.folder}/shards/{number}"):
                 self.held -= self.have.pop(number)
         self._needed[writer] = missing
@@ -146,12 +149,12 @@ class Fetcher:
         return self._given[writer]
 
     def _read_at(self, *place: int) -> None:
-        """Record a trainer's current position in the order."""
+        """Record the current position of a trainer in the order."""
         if self.plan is None or not self.plan.has(*place):
             self.plan = Plan(self.reader.sizes, *place)
 
     def _use(self, shards: list[int]) -> None:
-        """Record the shards that a batch uses."""
+        """Record which shards a batch uses."""
         for number in shards:
             if number in self.have:
                 self.have[number] = self.have.pop(number)
@@ -161,7 +164,7 @@ class Fetcher:
     # -- the index
 
     async def _open(self) -> None:
-        """Read or create the index, then find the shards that are already in the folder."""
+        """Read or create the index, and find the shards that are already in the folder."""
         shards, path = f"{self.folder}/shards", f"{self.folder}/index"
         os.makedirs(shards, exist_ok=True)
         try:
@@ -187,9 +190,9 @@ class Fetcher:
             self.remove(next(iter(self.have)))
 
     async def _compare(self) -> None:
-        """Check the objects against the index if a single request can list them."""
+        """Compare the objects with the index, if they can be listed with a single request."""
         if self.reader.place.names:
-            # Objects that are listed by name are checked when they are fetched.
+            # If objects were passed by name, they are checked when they are fetched.
             return
         there = {one.name: one for one in await self.remote.list()}
         for before in self.objects:
@@ -205,7 +208,7 @@ class Fetcher:
     # -- shards
 
     def _schedule(self) -> None:
-        """Start fetching the shards that workers wait for, then the next shards in the order."""
+        """Start to fetch shards that workers are waiting for, and then shards in the plan."""
         needed = {number: None for missing in self._needed.values() for number in missing}
         coming = [] if self.plan is None else self.plan.coming(self.reader.ahead)
         for number in dict.fromkeys([*needed, *coming]):
@@ -219,14 +222,14 @@ class Fetcher:
             self.running[number] = asyncio.create_task(self._fetch(number))
 
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
-        """Remove shards until the given shard fits. Return False if the shard must wait.
+        """Remove shards until there is room for the given shard. Return False if it has to wait.
 
-        The shard whose next use is furthest in the future is removed first. Without a plan, that is
-        the most recently used shard, because every epoch uses every shard. No shard is removed
-        before the workers waiting for it have opened it.
+        The shard that will not be used for the longest time is removed first. If there is no plan,
+        this is the most recently used shard, because every epoch uses all shards. A shard is not
+        removed before all workers that have waited for it have mapped it.
         """
         nbytes = self.reader.nbytes
-        # Let the fetch fail with an error that explains the limit.
+        # Let `put` raise an error that explains the limit.
         if nbytes[number] > self.reader.limit:
             return True
         busy = {*needed}.union(*self._given.values())
@@ -256,7 +259,7 @@ class Fetcher:
         self.held -= self.have.pop(number)
 
     async def _fetch(self, number: int) -> None:
-        """Fetch a shard and wake the connections waiting for it."""
+        """Fetch a shard, and wake up the connections that are waiting for it."""
         try:
             await self.put(number)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
@@ -305,13 +308,13 @@ class Fetcher:
             self.reader.finish(number, part)
         except ValueError as error:
             raise ValueError(f"shard {named} {error}") from error
-        # Ensure that a power failure cannot leave a partial shard.
+        # Sync the file, so that there are no partial shards after a power failure.
         with open(part, "rb") as file:
             os.fsync(file.fileno())
 
 
 def _line(answer: object) -> bytes:
-    """Encode an answer as a line of JSON. An error becomes a ValueError or an OSError."""
+    """Encode an answer as a line of JSON. An exception becomes a ValueError or an OSError."""
     parts = [answer]
     if isinstance(answer, BaseException):
         kind = "ValueError" if isinstance(answer, ValueError) else "OSError"
@@ -321,9 +324,10 @@ def _line(answer: object) -> bytes:
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the fetcher in a child of this new process, which then exits.
+    """Run the fetcher in a child of this process, and exit.
 
-    The original process may therefore exit, be killed, or wait for its own children.
+    Because of this, the process that needs the fetcher can wait for its own children, exit or be
+    killed.
     """
     first = prepare(start)
     gc.enable()
@@ -337,7 +341,7 @@ def begin_process(start: Start) -> NoReturn:
         reader = kind.__new__(kind)
         vars(reader).update(state)
         users = users_of(reader.folder)
-        # The previous fetcher may still be exiting.
+        # Wait for the previous fetcher, which may still be exiting.
         lock = os.open(f"{reader.folder}/fetcher", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         listening = lifted(socket.socket(socket.AF_UNIX))
@@ -359,7 +363,7 @@ def begin_process(start: Start) -> NoReturn:
 async def _serve(
     fetcher: Fetcher, first: socket.socket, listening: socket.socket, users: int
 ) -> NoReturn:
-    """Serve, then exit the process directly to avoid having to cancel tasks."""
+    """Run the fetcher, and exit from the process without cancelling tasks."""
     await fetcher.serve(first, listening)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{fetcher.folder}/socket")

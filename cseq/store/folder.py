@@ -1,8 +1,8 @@
-"""A folder that is shared by processes and may be removed by the last process.
+"""A folder that is shared by processes, and can be removed by the last process.
 
-``users``    an empty file, on which each process using the folder holds a shared lock
-``opening``  an empty file, locked by the process that is opening the folder
-``about``    a description of the contents, as JSON
+``users``    an empty file, on which every process that uses the folder has a shared lock
+``opening``  an empty file, which a process locks while it is opening the folder
+``about``    a description of the contents as JSON
 """
 
 from __future__ import annotations
@@ -28,36 +28,36 @@ if TYPE_CHECKING:
 __all__ = ["Folder", "address", "close", "shared_folder", "users_of", "write"]
 
 SHARED = "/dev/shm"
-# The limit on the length of a socket address, in bytes.
+# The maximum length of a path in the address of a socket, in bytes.
 LONGEST = 100
 
 
 class Folder:
-    """A folder that this process has open. `opened` creates only one object per folder.
+    """A folder that this process has opened. `opened` creates only one object per folder.
 
     Parameters
     ----------
     path : str
     about : dict
-        A description of the folder's contents, as JSON values.
+        A description of the contents as JSON values.
     is_kept : bool
-        If False, the last process to close the folder removes it.
+        If False, the last process that closes the folder removes it.
 
     Raises
     ------
     ValueError
-        The folder was created with a different description.
+        If the folder was created with a different description.
     """
 
     argument = "folder"
-    # A suffix for the error message about different contents.
+    # A text to add to the error message about different contents.
     remedy = ""
     _here: ClassVar[weakref.WeakValueDictionary[str, Folder]] = weakref.WeakValueDictionary()
     _opening = threading.RLock()
 
     def __init__(self, path: str, about: dict[str, Any], *, is_kept: bool) -> None:
         self.path = path
-        # The file descriptors to close together with the folder.
+        # The file descriptors to close with the folder.
         self.files = [users_of(path)]
         weakref.finalize(self, close, path, self.files, os.getpid(), is_kept=is_kept)
         self.reset()
@@ -71,7 +71,7 @@ class Folder:
 
     @classmethod
     def opened(cls, path: str, about: dict[str, Any], *, is_kept: bool) -> Self:
-        """Return this process's object for a folder, opening the folder if necessary."""
+        """Return the object for a folder in this process. Open the folder if necessary."""
         with Folder._opening:
             folder = Folder._here.get(path)
             if isinstance(folder, cls):
@@ -81,14 +81,14 @@ class Folder:
             return folder
 
     def reset(self) -> None:
-        """Reset per-process state in a new object and after a fork."""
+        """Initialize per-process state, in a new object and after a fork."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Open the folder's files. Only one process at a time runs this method."""
+        """Open the files in the folder. Only one process at a time calls this method."""
 
     def compare(self, about: dict[str, Any]) -> None:
-        """Compare `about` with the folder's description, or write it to a new folder."""
+        """Compare `about` with the description in the folder, or write it to a new folder."""
         path = f"{self.path}/about"
         try:
             with open(path, encoding="utf-8") as file:
@@ -117,9 +117,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
-    """Return the path of the folder for `about`, in shared memory or a temporary folder.
+    """Return a path for the contents `about`, in shared memory or in a temporary folder.
 
-    Folders for the same `name` that were left behind by killed processes are removed.
+    Unused folders for the same `name` are removed, which exist if processes were killed.
     """
     parent = tempfile.gettempdir()
     with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
 
 
 def users_of(path: str) -> int:
-    """Open or create a folder, lock it against removal, and return the lock's file descriptor."""
+    """Create a folder if necessary, and lock it against removal. Return the lock's descriptor."""
     while True:
         os.makedirs(path, 0o700, exist_ok=True)
         # Another process may remove the folder between the two calls.
@@ -144,13 +144,13 @@ def users_of(path: str) -> int:
 
 
 def remove_unused(path: str, users: int | None = None) -> None:
-    """Remove a folder unless another process has it open. `users` is this process's own lock."""
+    """Remove a folder, unless another process uses it. `users` is this process's own lock."""
     import fcntl
 
     try:
         lock = os.open(f"{path}/users", os.O_RDWR | os.O_CLOEXEC) if users is None else users
     except OSError:
-        # The folder is empty or belongs to another user.
+        # The folder is empty, or it belongs to another user.
         with contextlib.suppress(OSError):
             os.rmdir(path)
         return
@@ -159,7 +159,7 @@ def remove_unused(path: str, users: int | None = None) -> None:
         gone = f"{path}.{os.getpid()}.gone"
         os.rename(path, gone)
     except OSError:
-        # Another process has the folder open.
+        # Another process uses the folder.
         return
     finally:
         if users is None:
@@ -168,9 +168,9 @@ def remove_unused(path: str, users: int | None = None) -> None:
 
 
 def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
-    """Close a folder, and remove it if no other process uses it and `is_kept` is False.
+    """Close a folder. If `is_kept` is False and no other process uses it, remove it.
 
-    A forked process shares its parent's lock on ``users`` and therefore must not change the lock.
+    A forked process shares the lock on ``users`` with its parent, and must not change the lock.
     """
     if os.getpid() == pid:
         if not is_kept:
@@ -180,7 +180,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all of `data`. A full disk raises OSError here but would cause SIGBUS in a mapping."""
+    """Write all data. If the disk is full, this raises OSError, unlike a mapping (SIGBUS)."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)
@@ -189,7 +189,7 @@ def write(fd: int, data: bytes, offset: int) -> None:
 
 @contextlib.contextmanager
 def address(path: str) -> Iterator[str]:
-    """Yield a valid socket address in a folder, even if the folder's path is too long."""
+    """Yield a valid address for the socket in a folder, even if the path is too long."""
     if len(os.fsencode(path)) < LONGEST or not os.path.isdir("/proc/self/fd"):
         yield f"{path}/socket"
         return

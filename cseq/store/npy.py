@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Npy"]
 
-# The number of bytes to request for a normal header and for a long header.
+# How many bytes to request for a normal header, and for a long header.
 HEADS = 4096, 1 << 20
-# Rows of at least this many bytes are copied individually.
+# Rows of at least this size in bytes are copied one by one.
 LARGE = 4096
 
 
 class Npy(Shards):
     """A reader of .npy files. All shards must have the same data type and row shape.
 
-    ``[index]`` returns a row. ``[indices]`` returns an array of rows. For parameters, see `Shards`.
+    ``[index]`` returns a row. ``[indices]`` returns an array of rows. See `Shards` for parameters.
 
     Examples
     --------
@@ -78,7 +78,7 @@ class Npy(Shards):
         }
 
     def load(self) -> None:
-        """Read the folder's index."""
+        """Read the index in the folder."""
         super().load()
         self.dtype = np.lib.format.descr_to_dtype(ast.literal_eval(self.facts["dtype"]))
         self.shape = tuple(self.facts["shape"])
@@ -90,7 +90,7 @@ class Npy(Shards):
         return flat.reshape(-1, *self.shape)
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> NDArray[Any]:
-        """Return the rows as an array, allocated in the batch's slot if there is one."""
+        """Return the rows as an array, which is in the slot of the batch if there is one."""
         out = context.empty((len(rows), *self.shape), self.dtype)
         is_large = math.prod(self.shape) * self.dtype.itemsize >= LARGE
         for number, array in mapped.items():
@@ -104,7 +104,7 @@ class Npy(Shards):
 
 
 def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
-    """Read an .npy header and return the array's offset, shape and data type."""
+    """Parse an .npy header. Return the offset, shape and data type of the array."""
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     readers: Any = {

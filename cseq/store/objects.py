@@ -1,7 +1,7 @@
 """Locates and reads objects in an object store.
 
-Objects are read with obstore, which retries failed requests and resumes broken or stalled reads.
-obstore hangs in a forked process if the parent has used it, so only the fetcher uses `Remote`.
+Objects are read with obstore, which retries failed requests and resumes interrupted reads. Only the
+fetcher uses `Remote`, because obstore hangs in a forked process if the parent has used it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK = 1 << 20
 
 
 class Object(NamedTuple):
-    """An object as recorded in the index."""
+    """An object in a store, as it is recorded in the index."""
 
     name: str
     nbytes: int
@@ -35,7 +35,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of objects: a folder's URL or path, plus object names or a pattern."""
+    """The location of objects: the URL or path of a folder, and names or a pattern."""
 
     root: str
     names: list[str]
@@ -43,7 +43,7 @@ class Place(NamedTuple):
 
 
 def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
-    """Split URLs into a folder plus object names or a pattern."""
+    """Split URLs into a folder and names, or a folder and a pattern."""
     given = urls if isinstance(urls, (list, tuple)) else [urls]
     if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise TypeError(f"urls={urls!r}: pass a URL or a path, or a list of these")
@@ -72,7 +72,7 @@ def _absolute(url: str, *, in_store: bool) -> str:
 
 
 def changed(named: str, before: Object, now: Object | None) -> ValueError:
-    """Create an error for a shard that differs from its index record."""
+    """Create an error for a shard that is not the same as in the index."""
     if now is None:
         what = "is gone"
     elif now.nbytes != before.nbytes:
@@ -86,15 +86,15 @@ def changed(named: str, before: Object, now: Object | None) -> ValueError:
 
 
 class Remote:
-    """The objects at a place.
+    """Lists and reads the objects in a store.
 
     Parameters
     ----------
     place : Place
     store : bytes or None
-        The user's pickled store, or None to create a store from the URL.
+        The pickled store that the user passed, or None to create a store from the URL.
     timeout : float
-        The number of seconds without data after which obstore retries a request.
+        How many seconds obstore waits for data before it retries a request.
     """
 
     def __init__(self, place: Place, store: bytes | None, timeout: float) -> None:
@@ -123,12 +123,12 @@ class Remote:
         return stores.from_url(root.rstrip("/"), client_options=options)
 
     def describe(self, shard: Object) -> str:
-        """Describe an object and its store for an error message."""
+        """Describe an object and its store, for error messages."""
         inside = "" if "://" in self.place.root else f" of {self._store!r}"
         return f"{self.place.root}{shard.name}{inside}"
 
     async def list(self) -> list[Object]:
-        """Return the objects, either sorted by name or in the order that the user specified."""
+        """Return the objects, sorted by name or in the order in which the user listed them."""
 
         async def look(name: str) -> Object:
             async with self._gate:
@@ -163,14 +163,14 @@ class Remote:
     async def read(
         self, shard: Object, start: int = 0, stop: int | None = None
     ) -> AsyncIterator[Any]:
-        """Read a byte range of an object as a series of buffers.
+        """Read a byte range of an object as a sequence of buffers.
 
         Raises
         ------
         ValueError
-            The object has changed.
+            If the object has changed.
         OSError
-            The object cannot be read.
+            If the object cannot be read.
         """
         stop, came = shard.nbytes if stop is None else stop, 0
         options = {} if (start, stop) == (0, shard.nbytes) else {"range": (start, stop)}
@@ -201,5 +201,5 @@ def _object(name: str, meta: Any) -> Object:
 
 
 def _first_line(error: BaseException) -> str:
-    # obstore appends pages of internal details to its error messages.
+    # obstore adds pages of internal details to its error messages.
     return str(error).partition("\n")[0].strip()

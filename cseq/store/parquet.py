@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Parquet"]
 
-# The number of bytes to request from the end of a file. A longer footer needs a second request.
+# How many bytes to request from the end of a file. Longer footers take a second request.
 TAIL = 1 << 16
-# Gaps of up to this number of bytes between columns are also fetched, which saves a request.
+# If the gap between two columns has at most this many bytes, it is fetched to save a request.
 GAP = 1 << 16
 
 
 class Parquet(Shards):
-    """A reader of Parquet files. Each row group is a shard and is decoded once per machine.
+    """A reader of Parquet files. Each row group is a shard, and is decoded once per machine.
 
-    ``[index]`` returns one row as a dict. ``[indices]`` returns a dict of columns, which are arrays
-    for numbers, dates and fixed-size lists, and lists otherwise. `limit` applies to decoded data.
-    Shard sizes are estimated from the footers until the shards are fetched.
+    ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns. Numbers, dates and
+    fixed-size lists are returned as arrays, and other columns as lists. `limit` applies to decoded
+    data, whose size is estimated from the footers until a shard has been fetched.
 
     Parameters
     ----------
@@ -103,15 +103,15 @@ class Parquet(Shards):
         return pa.schema([one for one in fields if self._is_wanted(one.name)])
 
     def spans(self, objects: list[Object], number: int) -> list[tuple[Object, int, int]]:
-        """Return the byte ranges of a row group's columns."""
+        """Return the byte ranges of the columns in a row group."""
         which, _, spans = self.facts["groups"][number]
         return [(objects[which], start, stop) for start, stop in spans]
 
     def finish(self, number: int, path: str) -> None:
-        """Decode a row group into an Arrow file that workers can map."""
+        """Decode a row group to an Arrow file, which workers can map."""
         which, group, spans = self.facts["groups"][number]
         footer = pq.read_metadata(f"{self.folder}/footers/{which}")
-        # Place the columns at their file offsets in a sparse mapping, where gaps use no memory.
+        # Put the columns at their file offsets into a sparse mapping, in which gaps use no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         with open(path, "rb") as file:
             whole = mmap.mmap(-1, spans[-1][1], flags=flags)
@@ -157,7 +157,7 @@ def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
 
 
 def _values(column: pa.Array) -> Any:
-    """Return a column's values as an array if they have a fixed size, otherwise as a list."""
+    """Return the values of a column as an array if they have a fixed size, or as a list."""
     kind = column.type
     if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
         return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)

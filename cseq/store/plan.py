@@ -1,4 +1,4 @@
-"""A plan of the shards that an order uses next."""
+"""Predicts which shards an order will use."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-# The number of windows by which a trainer's position may lag behind or run ahead of its workers.
+# How many windows a trainer's position may be behind or ahead of its workers.
 BACK, FORTH = 2, 3
 
 
 class Plan:
-    """The sequence of shard windows for one seed, and the current window.
+    """The windows of shards that an order uses with a given seed, and the current window.
 
-    Windows are numbered from the start of epoch 0.
+    Windows are numbered over all epochs, starting with epoch 0.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Plan:
     window : int
         The number of shards in a window.
     seed, epoch, shard : int
-        The trainer's position in the order, specified by the shard being read.
+        The position of the trainer in the order, given by the shard that it is reading.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Plan:
         self.front = int(self._turns(epoch)[shard])
 
     def _turns_of(self, epoch: int) -> Ints:
-        """Return the window in which an epoch uses each shard."""
+        """Return the number of the window that contains each shard in an epoch."""
         windows = UnequalWindows(self._sizes, self.window, self.seed, epoch)
         first = int(windows.starts.searchsorted(windows.epoch_start, "right")) - 1
         numbers = np.repeat(np.arange(self.count), np.diff(windows.cuts))
@@ -55,13 +55,13 @@ class Plan:
         return turns
 
     def has(self, window: int, seed: int, epoch: int, shard: int) -> bool:
-        """Check whether a trainer's position is close to the current window."""
+        """Return True if the position of a trainer is close to the current window."""
         if (window, seed) != (self.window, self.seed):
             return False
         return bool(-BACK <= self._turns(epoch)[shard] - self.front <= FORTH)
 
     def advance(self, shards: list[int]) -> None:
-        """Advance to a batch's shards if they could belong to this order."""
+        """Advance to the shards of a batch, if they may come from this order."""
         epoch = self.front // self.count
         for turns in (self._turns(epoch)[shards], self._turns(epoch + 1)[shards]):
             low, span = int(turns.min()), int(np.ptp(turns))
@@ -70,18 +70,18 @@ class Plan:
                 return
 
     def uses(self) -> Ints:
-        """Return the window in which each shard is used next."""
+        """Return the number of the next window that contains each shard."""
         return self._next(self.front)[0]
 
     def coming(self, more: int) -> list[int]:
-        """Return the shards of the current and next windows, followed by `more` later shards."""
+        """Return the shards in the current and the next window, and then `more` later shards."""
         uses, shards = self._next(self.front)
         near = int(np.searchsorted(uses[shards], self.front + 1, "right"))
         coming: list[int] = shards[: near + more].tolist()
         return coming
 
     def _next_of(self, front: int) -> tuple[Ints, Ints]:
-        """Return the window in which each shard is used next, and the shards in that order."""
+        """Return the next window that contains each shard, and the shards sorted by window."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))

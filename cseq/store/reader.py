@@ -17,16 +17,16 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """A reader's arguments, along with metadata about its shards.
+    """The arguments of a reader, and the index of its shards.
 
-    By default, each object is a shard and is stored unchanged.
+    By default, each object is a shard, which is stored unchanged.
     """
 
     # The suffix of object names.
     suffix = ""
-    # The arguments that determine the cache contents.
+    # The names of arguments that determine the contents of the cache.
     settings: tuple[str, ...] = ()
-    # The exact or estimated size of each cached shard in bytes.
+    # The size of each shard in the cache in bytes, which may be estimated.
     nbytes: Ints
     sizes: Ints
     facts: dict[str, Any]
@@ -40,7 +40,7 @@ class Reader:
     about: dict[str, Any]
 
     def load(self) -> None:
-        """Read the folder's index."""
+        """Read the index in the folder."""
         with open(f"{self.folder}/index", encoding="utf-8") as file:
             self.facts = json.load(file)
         self.sizes = np.array(self.facts["rows"], np.int64)
@@ -49,15 +49,15 @@ class Reader:
     async def survey(
         self, remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Return the index data: each shard's ``rows`` and ``nbytes``, plus reader-specific data.
+        """Return the contents of the index: ``rows`` and ``nbytes`` of all shards, and other data.
 
-        `put` fetches a shard into the folder.
+        `put` is a function that fetches a shard into the folder.
         """
         raise NotImplementedError
 
     def spans(self, objects: list[Object], number: int) -> Iterable[tuple[Object, int, int | None]]:
-        """Return the byte ranges that make up a shard as (object, start, stop) tuples."""
+        """Return (object, start, stop) for each of the byte ranges that make up a shard."""
         return [(objects[number], 0, None)]
 
     def finish(self, number: int, path: str) -> None:
-        """Convert a fetched file to the cached format. This method runs in a thread."""
+        """Convert a fetched file to the format of the cache. This is called in a thread."""

@@ -31,21 +31,21 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardStats", "Shards"]
 
-# The version of the cache folder's format.
+# The version of the format of cache folders.
 VERSION = 2
 
 
 class ShardStats(NamedTuple):
-    """Statistics about a reader's cache and about fetches since the fetcher started.
+    """Statistics about the cache of a reader, and about fetches since the fetcher started.
 
     Attributes
     ----------
     shards, kept : int
         The number of shards in the store and in the cache.
     nbytes, limit : int
-        The current and maximum total size of cached shards in bytes.
+        The current and the maximum size of the cached shards in bytes.
     fetched, fetched_nbytes : int
-        The number of shards fetched and the number of bytes received for them.
+        The number of shards that were fetched, and the number of bytes that were received.
     """
 
     shards: int
@@ -57,28 +57,29 @@ class ShardStats(NamedTuple):
 
 
 class Shards(Reader):
-    """Samples in an object store's shards, accessed by index.
+    """The base class of readers, which access samples in the shards of an object store by index.
 
     Parameters
     ----------
     urls : str, path, or list of these
         A folder such as ``"s3://bucket/train/"``, a pattern such as
-        ``"gs://bucket/train-*.tar"``, or individual objects. Paths and ``s3``, ``gs``, ``az``,
-        ``http``, ``https`` and ``file`` URLs work. HTTP cannot list files, so pass each shard URL.
+        ``"gs://bucket/train-*.tar"``, or individual objects. Paths and URLs that start with ``s3``,
+        ``gs``, ``az``, ``http``, ``https`` or ``file`` are supported. Because files cannot be
+        listed over HTTP, pass the URL of each shard in this case.
     cache : str or path, optional
-        A folder on a local disk that keeps shards between runs. By default, shards are kept in
-        shared memory (or in a temporary folder if shared memory is smaller than `limit`) until the
-        last process exits.
+        A folder on a local disk, in which shards are kept between runs. By default, shards are kept
+        in shared memory (or in a temporary folder if shared memory is smaller than `limit`) until
+        the last process exits.
     limit : int or str, optional
         The maximum size of the cached shards in bytes, such as ``"64 GB"``. Defaults to half of
         the free space.
     ahead : int
-        The number of shards to fetch concurrently before a batch needs them. Larger values help
-        if shards are small or the store has high latency.
+        How many shards to fetch at the same time before they are needed. Larger values help if
+        shards are small or the latency of the store is high.
     store : optional
-        An obstore store with your credentials and options. `urls` are then paths in that store.
+        An obstore store with your credentials and options. `urls` are then paths in this store.
     timeout : float
-        The number of seconds without data after which a request is retried.
+        How many seconds to wait for data before a request is retried.
 
     Attributes
     ----------
@@ -88,13 +89,13 @@ class Shards(Reader):
     Raises
     ------
     TypeError, ValueError
-        An argument is invalid, shards do not match each other or have changed since the index was
-        created, or the cache belongs to different shards.
+        If an argument is invalid, if shards do not match each other or have changed since the index
+        was created, or if the cache belongs to different shards.
     OSError
-        The store cannot be read. The message names the shard, the store and the cause. Errors in
+        If the store cannot be read. The message names the shard, the store and the cause. Errors in
         later fetches are raised in the training loop.
     ImportError
-        obstore is not installed.
+        If obstore is not installed.
     """
 
     def __init__(
@@ -133,9 +134,9 @@ class Shards(Reader):
         return _opened, (type(self), self._state)
 
     def _open(self, state: dict[str, Any]) -> None:
-        """Open the cache and read its index, creating the index if necessary."""
+        """Open the cache and read the index, which the fetcher creates if necessary."""
         self._state, self._start = state, pickle.dumps((type(self), state))
-        # The latest batch's mapped shards.
+        # The mapped shards of the latest batch.
         self._mapped: dict[int, Any] = {}
         self._client = Client.opened(self.folder, self.about, is_kept=self.is_kept)
         self._ask("stats")
@@ -176,8 +177,8 @@ class Shards(Reader):
     def order(self, window: int = 4) -> Order:
         """Return an order that mixes samples from a few shards at a time.
 
-        Pass the order as ``order=`` to a sequence or as ``sampler=`` to `cseq.DataLoader`. Shards
-        are then fetched before a batch needs them.
+        Pass this order to a sequence as ``order=`` or to `cseq.DataLoader` as ``sampler=``. With
+        this order, shards are fetched before a batch needs them.
 
         Parameters
         ----------
@@ -187,7 +188,7 @@ class Shards(Reader):
         Raises
         ------
         ValueError
-            The cache limit is too small for two windows of shards and the shards fetched ahead.
+            If `limit` is too small for the shards in two windows and the `ahead` shards to fetch.
         """
         order = Windows(self, window)
         largest = np.sort(self.nbytes)[::-1][: 2 * order.window + self.ahead]
@@ -200,7 +201,7 @@ class Shards(Reader):
         return order
 
     def stats(self) -> ShardStats:
-        """Return statistics about the cache and about fetches so far."""
+        """Return statistics about the cache, and about fetches so far."""
         return ShardStats(len(self.sizes), *self._ask("stats"))
 
     def __getitem__(self, index: Any) -> Any:
@@ -212,12 +213,12 @@ class Shards(Reader):
         return self.pick(self._batch(np.array([range(len(self))[index]])), 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return a list of samples for data loaders that request several indices together."""
+        """Return a list of samples, for data loaders that read several samples at once."""
         batch = self._batch(np.asarray(indices))
         return [self.pick(batch, k) for k in range(len(indices))]
 
     def _batch(self, indices: NDArray[Any]) -> Any:
-        """Return a batch, waiting for shards that are not in the cache."""
+        """Return a batch, after waiting for shards that are not in the cache."""
         if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
             raise TypeError(f"indices={indices!r}: pass one-dimensional integers")
         total = len(self)
@@ -230,7 +231,7 @@ class Shards(Reader):
         return self.gather(self._map(np.unique(shards).tolist()), shards, rows)
 
     def _map(self, shards: list[int]) -> Mapping[int, Any]:
-        """Map a batch's shards, waiting for shards that are not in the cache."""
+        """Map the shards of a batch, after waiting for shards that are not in the cache."""
         before = self._mapped
         mapped = {number: before[number] for number in shards if number in before}
         if len(mapped) == len(shards):
@@ -261,14 +262,14 @@ class Shards(Reader):
 
 
 class Windows(Blocks):
-    """A shard order that reports its position to the fetcher."""
+    """An order of shards that reports its position to the fetcher."""
 
     def __init__(self, shards: Shards, window: int) -> None:
         super().__init__(shards.sizes, window)
         self._shards = shards
 
     def reader(self, seed: int) -> Units:
-        """Return an order reader that reports each position to the fetcher."""
+        """Return a reader of the order that reports its position to the fetcher."""
         inner: Any = super().reader(seed)
         shards = self._shards
 
@@ -281,7 +282,7 @@ class Windows(Blocks):
         return ArrayReader(self, seed, read)
 
     def batches(self, *args: Any, **options: Any) -> list[list[int]]:
-        """Return batches like `Order.batches`, but do not fetch shards for them."""
+        """Return batches like `Order.batches`, without fetching shards for them."""
         return Blocks(self._shards.sizes, self.window).batches(*args, **options)
 
 
@@ -294,7 +295,7 @@ def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
 
 
 def _pickled(store: Any) -> bytes | None:
-    """Pickle a store, which may contain user-defined functions."""
+    """Pickle a store, which may contain functions of the user."""
     if store is None:
         return None
     import cloudpickle

@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Tar"]
 
-# A sample's key, and the offset and size of each member, keyed by extension.
+# The key of a sample, and the offset and size of each member by extension.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# The size in bytes of a shard's last field, which stores the length of the member list.
+# The size in bytes of the last field in a shard, which is the length of the list of members.
 LENGTH = 8
 
 
 class Tar(Shards):
-    """Samples from tar files: consecutive members with the same name up to the first dot.
+    """A reader of tar files, in which several members form a sample.
 
-    ``[index]`` returns a dict with ``"__key__"`` and each member's bytes, keyed by the lowercase
-    extension after the dot. ``[indices]`` returns a list of dicts. The first run reads all shards
-    once to count their samples. See `Shards` for the parameters.
+    Consecutive members belong to the same sample if their names are equal up to the first dot.
+    ``[index]`` returns a dict with ``"__key__"`` and the bytes of each member, whose key is the
+    extension in lowercase. ``[indices]`` returns a list of dicts. The first run reads all shards to
+    count their samples. See `Shards` for parameters.
 
     Examples
     --------
@@ -44,7 +45,7 @@ class Tar(Shards):
     async def survey(
         self, _remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Fetch all shards to count their samples, and keep the shards that fit."""
+        """Fetch all shards to count their samples. Keep as many shards as fit into the cache."""
         gate = asyncio.Semaphore(self.ahead)
 
         async def look(number: int) -> int:
@@ -58,7 +59,7 @@ class Tar(Shards):
         return {"rows": counts, "nbytes": self.nbytes.tolist()}
 
     def finish(self, _number: int, path: str) -> None:
-        """Append the member list to a shard's file."""
+        """Append the list of members to the file of a shard."""
         try:
             with tarfile.open(path, "r:") as file:
                 found = [(one.name, one.offset_data, one.size) for one in file if one.isreg()]
@@ -84,7 +85,7 @@ class Tar(Shards):
             file_of_bytes.write(data + len(data).to_bytes(LENGTH, "little"))
 
     def mapped(self, _number: int, view: mmap.mmap) -> tuple[mmap.mmap, list[Members]]:
-        """Return a shard's bytes and its member list."""
+        """Return the bytes of a shard and the list of its members."""
         nbytes = int.from_bytes(view[-LENGTH:], "little")
         samples: list[Members] = json.loads(view[-LENGTH - nbytes : -LENGTH])
         return view, samples
