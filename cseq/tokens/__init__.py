@@ -1,4 +1,4 @@
-"""Build training rows for language models from tokenized documents.
+"""Builds training rows for language models from tokenized documents.
 
 ::
 
@@ -16,16 +16,16 @@
     rows.locate(12, seed=7)    # the pieces (source, document, start, stop) of a row
 
 =================  =================================================================
-`Documents`        the source protocol: ``lengths``, ``read``, ``name``, ``fingerprint``
-`Megatron`         a Megatron-LM file pair
-`Flat`             a flat token array in a file, split by offsets or an end-of-text token
+`Documents`        the protocol for sources: ``lengths``, ``read``, ``name``, ``fingerprint``
+`Megatron`         a pair of files in the format of Megatron-LM
+`Flat`             a flat array of tokens, split by offsets or an end-of-text token
 `Arrow`            a list column of a table, Parquet files or a Hugging Face data set
-`Rows`             an indexer that builds batches and defines their order
-`split_context`    extracts one rank's part of a batch for context parallelism
+`Rows`             an indexer that builds batches and defines the order
+`split_context`    extracts the part of a batch for a rank, for context parallelism
 =================  =================================================================
 
-A sample index is the position of a piece's first token in the concatenation of all documents. The
-piece ends where its document or its row ends, whichever comes first.
+The index of a sample is the position of the first token of a piece, in the concatenation of all
+documents. A piece extends to the end of the document or the row, whichever comes first.
 """
 
 from cseq.tokens.arrow import Arrow

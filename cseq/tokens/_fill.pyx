@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Fill a batch's arrays piece by piece."""
+"""Fills the arrays of a batch, piece by piece."""
 
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint8_t, uint16_t, uint32_t
@@ -28,9 +28,9 @@ ctypedef fused Out:
 
 cdef struct Piece:
     const char* tokens
-    # NULL if the loss uses all labels.
+    # The loss mask, or NULL if the loss uses all labels.
     const uint8_t* mask
-    # The size of a token in bytes, negated for unsigned types.
+    # The size of a token in bytes, which is negative for unsigned types.
     int kind
 
 cdef enum:
@@ -65,7 +65,7 @@ cdef void copy(const Piece* piece, Py_ssize_t first, Out* out, Py_ssize_t count)
 cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
                  const int64_t* numbers, Out pad, Out* ids, Out* labels, Out* positions,
                  int32_t* documents) noexcept nogil:
-    """Fill the arrays that are not NULL. Return the number of labels used in the loss."""
+    """Fill all arrays that are not NULL. Return the number of labels that the loss uses."""
     cdef Py_ssize_t k, i, n, labeled
     cdef int64_t valid = 0
     for k in range(count):
@@ -106,9 +106,9 @@ cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, co
 def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint by_row):
     """Cut pieces at the end of their row, and pad rows that are not full.
 
-    `left` holds the number of tokens from each piece's start to its document's end, and is overwritten with the
-    piece lengths. `sizes` holds the number of pieces in each row. Return three values for each piece or padding: its
-    length; 1 if its document continues, else 0; and its index in the row (`by_row`) or batch, or -1 for padding.
+    `left` is the number of tokens from each piece to the end of its document, and is replaced by the
+    piece's length. `sizes` is the number of pieces per row. For each piece and each padding, return the
+    length, 1 if the document continues or 0, and the index in the row (`by_row`) or batch (padding: -1).
     """
     cdef int64_t* there = <int64_t*>int64s(left)
     cdef const int64_t* pieces = int64s(sizes)
@@ -142,7 +142,7 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
 
 
 cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
-    """Return a pointer to the memory of an array to fill, or NULL if the array is None."""
+    """Return a pointer to the memory of an array, or NULL if the array is None."""
     if array is None:
         return NULL
     if array.descr.itemsize != kind or array.size != size or not cnp.PyArray_ISCARRAY(array):
@@ -153,7 +153,7 @@ cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
 cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners, cnp.ndarray starts,
                      Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
                      const int64_t* numbers, list kept, int most) except -1:
-    """Find each piece's memory. Arrays that cannot be read in place are copied into `kept`."""
+    """Find the memory of each piece. Data that cannot be read directly is copied and added to `kept`."""
     cdef Py_ssize_t k, stop, n = 0, there = len(owners)
     cdef const int64_t* owner = int64s(owners)
     cdef const int64_t* start = int64s(starts)
@@ -192,10 +192,10 @@ cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners,
 def fill(list arrays not None, list masks not None, cnp.ndarray owners not None, cnp.ndarray starts not None,
          cnp.ndarray cuts not None, int64_t pad, cnp.ndarray ids not None, cnp.ndarray labels,
          cnp.ndarray positions, cnp.ndarray documents):
-    """Fill a batch's arrays that are not None. Return the number of labels used in the loss.
+    """Fill all arrays of a batch that are not None. Return the number of labels that the loss uses.
 
-    `arrays` holds the tokens, and `masks` holds each array's mask or None. `owners` and `starts` hold each
-    piece's array number and its position in that array. `cuts` is the result of `cut`.
+    `arrays` contains tokens, and `masks` contains a mask or None for each array. `owners` and `starts`
+    contain the array number and the position in the array of each piece. `cuts` is the result of `cut`.
     """
     cdef Py_ssize_t count = cuts.shape[1], size = ids.size
     cdef int kind = ids.descr.itemsize

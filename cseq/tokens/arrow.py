@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 class Arrow(Corpus):
     """Documents in a list column, with one document per row.
 
-    Tokens in a table or in a Hugging Face data set's mapped files are not copied. Each worker
-    process decodes its own copy of Parquet files, while worker threads share one decoded copy.
+    Tokens in a table, or in the memory-mapped files of a Hugging Face data set, are not copied.
+    Parquet files are decoded in each worker process, but only once for all worker threads.
 
     Parameters
     ----------
     data : pyarrow.Table, datasets.Dataset, str, path, or list of these paths
-        A table (each worker process receives a copy), a data set, or Parquet files.
+        A table (of which every worker process gets a copy), a data set, or Parquet files.
     column : str
-        The name of a column that contains lists of integers.
+        The name of a column of lists of integers.
     mask : str, optional
-        The name of a column with one value per token. The loss ignores tokens whose value is 0.
+        The name of a column with a value for each token. The loss ignores tokens with a value of 0.
     name : str, optional
-        Defaults to the first file's name without its extension, or to the column name.
+        Defaults to the name of the first file without its extension, or to the name of the column.
 
     Raises
     ------
     ImportError
-        pyarrow is not installed.
+        If pyarrow is not installed.
     TypeError, ValueError
-        A column is missing, has nulls or does not contain integer lists, or the `mask` column has
-        different list lengths or only zeros. The message names the row, if any, and the remedy.
+        If a column is missing, has nulls or does not contain lists of integers, or if the lists in
+        the `mask` column have other lengths or only zeros. The message names the row, if any.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Arrow(Corpus):
 
 
 def read_all(paths: list[str], columns: list[str]) -> Any:
-    """Read columns from Parquet files, whose column types must match."""
+    """Read columns from several Parquet files, in which the columns must have the same types."""
     import pyarrow as pa
 
     tables = [read(path, columns) for path in paths]
@@ -101,7 +101,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
 
 
 def read(path: str, columns: list[str]) -> Any:
-    """Read columns from a Parquet file, ignoring columns that the file does not have."""
+    """Read columns from a Parquet file. Columns that are not in the file are ignored."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -109,7 +109,7 @@ def read(path: str, columns: list[str]) -> Any:
         there = pq.read_schema(path).names
         return pq.read_table(path, columns=[name for name in columns if name in there])
     except (pa.ArrowInvalid, OSError) as error:
-        # System errors, such as a missing file, have an errno and already name the file.
+        # Errors of the operating system have an errno, and already name the file.
         if getattr(error, "errno", None) is not None:
             raise
         remedy = "pass a Parquet file, or write this one again"
@@ -117,13 +117,13 @@ def read(path: str, columns: list[str]) -> Any:
 
 
 def columns_of(table: Any) -> str:
-    """Describe a table's columns and their types."""
+    """Describe the columns of a table and their types."""
     named = [f"{field.name!r} of {field.type}" for field in table.schema]
     return " and ".join(named) or "no such column"
 
 
 def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-    """Return a column's list lengths, and its values as one array per chunk."""
+    """Return the lengths of the lists in a column, and the values as one array per chunk."""
     import pyarrow as pa
 
     if column not in table.column_names:

@@ -1,4 +1,4 @@
-"""Splits each row's tokens among ranks for context parallelism."""
+"""Splits the tokens of each row among ranks, for context parallelism."""
 
 from __future__ import annotations
 
@@ -18,28 +18,29 @@ ALONG = ("input_ids", "labels", "position_ids", "document_ids")
 def split_context(
     batch: Mapping[str, Any], shard: Given, *, balanced: bool = False
 ) -> dict[str, Any]:
-    """Extract this rank's part of each row from a `Rows` batch.
+    """Extract this rank's part of each row from a batch made by `Rows`.
 
     Parameters
     ----------
     batch : dict
-        Arrays, or tensors on any device. Labels are already shifted, so parts need not overlap.
+        Arrays, or tensors on any device. Parts do not overlap, because labels are already shifted.
     shard : (rank, world_size), process group, or one-dimensional DeviceMesh
-        This rank's position among the ranks that share the batch, such as ``mesh["cp"]``.
+        This rank among the ranks that share the batch, such as ``mesh["cp"]``.
     balanced : bool
         If False, each rank gets consecutive tokens. If True, each row is split into 2n equal parts,
-        and rank r of n gets parts r and 2n - 1 - r, which equalizes the work under a causal mask.
+        and rank r of n gets parts r and 2n - 1 - r, so that all ranks have the same amount of work
+        with a causal mask.
 
     Returns
     -------
     dict
-        The batch, with all per-token arrays split. Other values, including `cu_seqlens` and
+        The batch with all per-token arrays split. Other values, such as `cu_seqlens` and
         `valid_tokens`, still describe the whole batch.
 
     Raises
     ------
     TypeError, ValueError
-        `shard` is invalid, or a row cannot be split into equal parts.
+        If `shard` is invalid, or if a row cannot be split into equal parts.
 
     Examples
     --------

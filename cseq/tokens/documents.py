@@ -1,4 +1,4 @@
-"""Document sources for `Rows`: the protocol and the base class for readers."""
+"""Sources of documents for `Rows`: the protocol, and the base class of readers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# The number of tokens to sample for a fingerprint.
+# The number of tokens that a fingerprint samples.
 PROBES = 64
 
 
 class Documents(Protocol):
-    """The protocol for `Rows` sources, which custom objects can implement.
+    """The protocol for sources of `Rows`, which custom classes can implement.
 
-    Worker processes receive pickled copies, while threads share one object. The optional method
-    ``mask(document, start, stop)`` returns 0 for each token that the loss should ignore.
+    Worker processes get pickled copies of a source, and worker threads share one object. There may
+    be a method ``mask(document, start, stop)``, which returns 0 for tokens that the loss ignores.
 
     Attributes
     ----------
     name : str
-        The name to use for the source in error messages.
+        The name of the source in error messages.
     lengths : array of int
         The number of tokens in each document, which may be 0. The array may be a memory map.
     fingerprint : int
-        A number that identifies the tokens and changes whenever they change.
+        A number that identifies the tokens, and must change if they change.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Documents(Protocol):
         """Return the number of documents."""
 
     def read(self, document: int, start: int, stop: int, /) -> NDArray[np.integer[Any]]:
-        """Return a document's tokens [start, stop)."""
+        """Return tokens [start, stop) of a document."""
 
 
 class Corpus:
-    """Documents stored back to back in the arrays `parts`. No document spans two arrays.
+    """Documents that are stored one after another in the arrays `parts`, each within one array.
 
-    A subclass's `__init__` sets `given`, the arguments for `again`, and calls `lay`.
+    In subclasses, `__init__` sets `given`, the arguments for `again`, and calls `lay`.
     """
 
-    # True if another process has already checked the files.
+    # Whether another process has already checked the files.
     is_copy = False
     given: dict[str, Any]
     name: str
@@ -63,7 +63,7 @@ class Corpus:
     def lay(
         self, name: str, lengths: Any, parts: Sequence[Any], masks: Sequence[Any] | None = None
     ) -> None:
-        """Set the document lengths, the token arrays and any masks."""
+        """Set the lengths of documents, the arrays of tokens, and the masks if there are any."""
         self.name, self.lengths = name, lengths
         self.parts, self.masks = [*parts], [*masks] if masks else [None] * len(parts)
         *firsts, self.tokens = np.cumsum([0, *map(len, parts)]).tolist()
@@ -80,17 +80,17 @@ class Corpus:
         return f"<{kind} {self.name}: {self.tokens:,} tokens in {len(self):,} documents>"
 
     def __reduce__(self) -> Any:
-        """Pickle the arguments that `again` needs to reopen the files."""
+        """Pickle only the arguments that `again` needs to open the files."""
         return again, (type(self), self.given, self.fingerprint)
 
     @cached_property
     def ends(self) -> DocumentEnds:
-        """The document boundaries."""
+        """The positions of documents in the corpus."""
         return DocumentEnds(self.lengths)
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of sampled tokens, the token count and the document count."""
+        """A hash of some tokens, the number of tokens and the number of documents."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
         owners = self.firsts.searchsorted(at, "right") - 1
         places = zip(owners.tolist(), (at - self.firsts[owners]).tolist(), strict=True)
@@ -98,7 +98,7 @@ class Corpus:
         return int(fingerprint(np.array([*probes, self.tokens, len(self)])))
 
     def read(self, document: int, start: int, stop: int) -> NDArray[np.integer[Any]]:
-        """Return a view of a document's tokens [start, stop)."""
+        """Return a view of tokens [start, stop) of a document."""
         size = int(self.lengths[document])
         if not 0 <= start <= stop <= size:
             raise IndexError(f"{self.name}: document {document} has no [{start}, {stop}) of {size}")
@@ -110,7 +110,7 @@ class Corpus:
 
 
 def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
-    """Reopen a corpus in another process. Raise ValueError if its tokens have changed."""
+    """Open a corpus in another process. Raise ValueError if its tokens have changed."""
     corpus = kind.__new__(kind)
     corpus.is_copy = True
     corpus.__init__(**given)  # type: ignore[misc]
@@ -123,7 +123,7 @@ def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
 
 
 class Given(Corpus):
-    """A corpus that reads each piece by calling a user-defined object."""
+    """A corpus that reads pieces from a user's object."""
 
     def __init__(self, documents: Documents) -> None:
         self.given, self.documents = {"documents": documents}, documents
@@ -141,7 +141,7 @@ class Given(Corpus):
     def read(
         self, document: int, start: int, stop: int, method: str = "read"
     ) -> NDArray[np.integer[Any]]:
-        """Read a piece by calling a method of the user-defined object."""
+        """Read a piece by calling a method of the user's object."""
         found = np.asarray(getattr(self.documents, method)(document, start, stop))
         if found.shape != (stop - start,):
             raise ValueError(
@@ -151,14 +151,14 @@ class Given(Corpus):
         return found
 
     def mask(self, document: int, start: int, stop: int) -> NDArray[Any] | None:
-        """Return a piece's loss mask, or None if the source has no masks."""
+        """Return the loss mask of a piece, or None if the source has no masks."""
         if not hasattr(self.documents, "mask"):
             return None
         return self.read(document, start, stop, "mask")
 
 
 def corpus_of(source: Any) -> Corpus:
-    """Return a source as a `Corpus`, wrapping the source if necessary."""
+    """Return a source as a `Corpus`, which wraps it if necessary."""
     if isinstance(source, Corpus):
         return source
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):
@@ -171,7 +171,7 @@ def corpus_of(source: Any) -> Corpus:
 
 
 def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int | None:
-    """Return the index of the first wrong value or None. `is_wrong` returns a mask for a range."""
+    """Return the index of the first wrong value, or None. `is_wrong` checks a range of values."""
     for start in range(0, number, CHUNK):
         wrong = is_wrong(start, min(start + CHUNK, number))
         if wrong.any():
@@ -189,6 +189,6 @@ def data_type(dtype: Any) -> np.dtype[Any]:
 
 
 def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError:
-    """Create an error for a damaged file, including the byte offset if it is known."""
+    """Create an error for a damaged file, with the offset of the damage if it is known."""
     at = "" if offset is None else f" at byte {offset}"
     return ValueError(f"{path}{at}: {what}; {remedy}")

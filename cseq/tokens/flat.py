@@ -1,4 +1,4 @@
-"""Documents in a flat token array, split by offsets or by an end token."""
+"""Documents in a flat array of tokens, split by offsets or by an end token."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 
 
 class Flat(Corpus):
-    """Documents in a flat token array, memory-mapped from an ``.npy`` file or a raw file.
+    """Documents in a flat array of tokens, which is a memory-mapped ``.npy`` file or raw file.
 
     Parameters
     ----------
     path : str or path
-        A one-dimensional ``.npy`` file, or a raw file, which requires `dtype`.
+        An ``.npy`` file with a one-dimensional array, or a raw file, which requires `dtype`.
     dtype : data type, optional
         The integer type of the tokens in a raw file.
     offsets : str, path or array of int, optional
-        The start of each document followed by the total number of tokens, as an array of shape
-        (documents + 1,) or as an ``.npy`` file that contains one.
+        The start of each document, followed by the total number of tokens. This is an array of
+        shape (documents + 1,), or an ``.npy`` file that contains such an array.
     end : int, optional
-        The token that ends each document, as its last token, an alternative to `offsets`. The
-        documents are found in a single pass, and their lengths are stored in a file.
+        The last token of every document. Pass this instead of `offsets` to search the file for
+        documents once. Their lengths are stored in a file.
     cache : str or path, optional
-        The folder for the lengths file. With `end`, it defaults to the folder that contains `path`.
-        If `offsets` is a path, each process computes the lengths unless `cache` is set.
+        The folder for the file of lengths. With `end`, it defaults to the folder that contains
+        `path`. If `offsets` is a path, each process computes the lengths unless `cache` is set.
     name : str, optional
-        Defaults to the file name without its extension.
+        Defaults to the name of the file without its extension.
 
     Raises
     ------
     TypeError, ValueError
-        The file is damaged or contradicts an argument. The message names the file and both values.
+        If the file is damaged or contradicts an argument.
 
     Examples
     --------
@@ -118,7 +118,7 @@ def npy(path: str) -> NDArray[Any]:
 
 
 def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
-    """Check document offsets."""
+    """Check the offsets of documents."""
     remedy = "pass where each document begins, and at last the number of tokens"
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 2:
         raise damaged(path, None, f"offsets={offsets!r}", remedy)
@@ -137,7 +137,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
 def kept(
     path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return document lengths from a file in a folder, creating the file if necessary."""
+    """Return the lengths of documents from a file in a folder, which is created if necessary."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 
@@ -153,7 +153,7 @@ def kept(
 
 
 def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
-    """Find all document boundaries. The last document may have no end token."""
+    """Find the boundaries of all documents. The last document may have no end token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
@@ -164,6 +164,6 @@ def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
 
 
 def lengths_between(bounds: NDArray[Any]) -> NDArray[Any]:
-    """Return document lengths, as uint32 if all of them are less than 2**32."""
+    """Return the lengths of documents, as uint32 if all of them are below 2**32."""
     lengths = np.diff(bounds)
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)

@@ -1,4 +1,4 @@
-"""Builds the rows of training batches from pieces of documents."""
+"""Builds the rows of batches from pieces of documents."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.tokens.documents import Corpus, Documents
 
-# The maximum row length, because `cu_seqlens` is int32.
+# The maximum length of a row, because `cu_seqlens` is int32.
 MOST_ROW = 2**30
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
 
 
 class Piece(NamedTuple):
-    """A document's tokens [start, stop).
+    """Tokens [start, stop) of a document.
 
     Attributes
     ----------
@@ -53,65 +53,65 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """An indexer of token rows with its own order, for use as `MPSequence`'s first argument.
+    """An indexer that makes rows of tokens and has an order. Pass it to `MPSequence`.
 
-    Every token occurs once per epoch, except that `concatenate` drops the last row if it is not
-    full. A row is a sequence of *pieces*, each from one document. Documents are split only if they
-    are longer than a row or, with `concatenate`, at the end of a row.
+    A row is a sequence of *pieces*, each of which comes from one document. Documents are split only
+    if they are longer than a row or, with 'concatenate', at the end of a row. Without `weights`,
+    every token occurs once per epoch, but 'concatenate' drops a last row that is not full.
 
     Parameters
     ----------
     sources : Documents or dict of str to Documents
-        `Megatron`, `Flat`, `Arrow` or custom `Documents`. Multiple sources form one corpus.
+        `Megatron`, `Flat`, `Arrow` or custom `Documents`. Several sources form one corpus.
     row : int
-        The number of tokens in a row, at least 2.
+        The number of tokens in a row (at least 2).
     weights : dict of str to number, or list of (int, dict), optional
-        Each source's share, as in `Mixture`. By default, an epoch contains every source in full.
+        The share of each source, as in `Mixture`. By default, an epoch contains all sources once.
     weights_of : 'tokens' or 'units'
-        The unit of the weights: 'tokens', or 'units' for rows.
+        What the weights measure: tokens, or units, which are rows.
     packing : 'best-fit' or 'concatenate'
-        The order to use: `Packed` or `Concatenated`.
+        Whether to use `Packed` or `Concatenated`.
     step : int, optional
-        The number of rows in an optimizer step, across all ranks and microbatches. If set,
-        `Balanced` gives all ranks equal work. Do not change `step` when the number of ranks
-        changes, because the order depends on `step`.
+        The number of rows in an optimizer step, over all ranks and microbatches. If set, `Balanced`
+        gives all ranks nearly equal work. The order depends on this number, so do not change it
+        when you change the number of ranks.
     balance : 'step', 'window' or 'epoch'
-        The range within which `Balanced` exchanges rows: one step, 16 steps, or the epoch.
+        Whether `Balanced` exchanges rows within a step, among 16 steps, or in the whole epoch.
     cache : str or path, optional
-        A local folder for the order's tables, which all processes on the machine then share.
+        A local folder for the tables of the order, which all processes on a machine then share.
     epoch_size : int, optional
-        The number of rows in an epoch of a mixture.
+        The number of rows in an epoch. Requires `weights`.
     flat : bool
-        If True, a batch's rows are joined into a single row of shape (1, rows * row).
+        Whether to join the rows of a batch into a single row of shape (1, rows * row).
     pad : int
         The padding token.
     dtype : 'int64' or 'int32'
-        The type of `input_ids`, `labels` and `position_ids`.
+        The data type of `input_ids`, `labels` and `position_ids`.
     keys : sequence of str
-        The entries of a batch, chosen from this list:
+        The entries of a batch:
 
         - ``input_ids``: shape (rows, row).
-        - ``labels``: the next token of the document, or -100 at a document's last token, where a
+        - ``labels``: the next token in the document, or -100 for the last token of a document, if a
           loss mask excludes the next token, and in padding.
-        - ``position_ids``: token positions that start at 0 in each piece and in padding.
-        - ``document_ids``: int32, the index of the piece within its row, or -1 in padding.
-        - ``cu_seqlens``: int32, shape (pieces + 1,): the start of each piece (or padding) in the
-          batch, then the end of the last. For varlen attention with the batch as one row.
+        - ``position_ids``: positions, which start at 0 in each piece and in padding.
+        - ``document_ids``: int32, the index of the piece in the row, or -1 in padding.
+        - ``cu_seqlens``: int32, shape (pieces + 1,): the start of each piece or padding in the
+          batch, and the end of the last one. For varlen attention over the batch as one row.
         - ``max_seqlen``: int, the length of the longest piece.
         - ``valid_tokens``: int, the number of labels that are not -100.
-        - ``source_tokens``: int64, shape (sources,): each source's token count, without padding.
+        - ``source_tokens``: int64, shape (sources,): the number of tokens from each source.
 
     Attributes
     ----------
     names : list of str
         The names of the sources.
     fingerprints : dict of str to int
-        Each source's fingerprint, which is saved in a state to reject sources with other tokens.
+        The fingerprints of the sources. States contain them to detect that tokens have changed.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is invalid, or no token can be predicted. The message names the remedy.
+        If an argument is invalid, or if there is no token that a loss can predict.
 
     Examples
     --------
@@ -190,7 +190,7 @@ class Rows:
         return order if step is None else Balanced(order, step, over=balance, cache=self._cache)
 
     def _check(self, corpora: list[Corpus]) -> None:
-        """Check that the tokens fit the data type and that at least one token can be predicted."""
+        """Check that tokens fit into the data type, and that at least one can be predicted."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
             raise TypeError(
                 f"dtype={self._dtype} with pad={self._pad}; pass 'int64' or 'int32', and a token "
@@ -218,24 +218,24 @@ class Rows:
         return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without lazily created attributes and file arrays."""
+        """Return the state without cached properties, which include arrays in files."""
         made = ("order", "_ends", "_arrays")
         return {name: value for name, value in vars(self).items() if name not in made}
 
     def locate(self, row: int, *, seed: int, epoch: int = 0) -> list[Piece]:
-        """Return a row's pieces in order.
+        """Return the pieces of a row.
 
         Parameters
         ----------
         row : int
-            The index of the row within the epoch, across all ranks.
+            The index of the row in the epoch, over all ranks.
         seed, epoch : int
-            The seed and the epoch, each in [0, 2**64).
+            The seed and the epoch, in [0, 2**64).
 
         Raises
         ------
         IndexError
-            `row` is out of range for the epoch.
+            If the epoch has no such row.
 
         Examples
         --------
@@ -254,7 +254,7 @@ class Rows:
         return [Piece(self.names[s], k, start, start + n) for s, k, start, n in columns]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that counts each source's tokens in the given units of an epoch."""
+        """Return a function that counts the tokens per source in the given units of an epoch."""
         known, reader = order.token_sums(seed), order.reader(seed)
 
         def sums(epoch: int, units: Ints) -> dict[str, int]:
@@ -268,18 +268,18 @@ class Rows:
         return sums
 
     def _by_source(self, pieces: Ints) -> Ints:
-        """Count the tokens from each source."""
+        """Count the tokens of each source."""
         sources, *_, counts = pieces
         return np.bincount(sources, counts, len(self.names)).astype(np.int64)
 
     def only(self, keys: Sequence[str]) -> Rows:
-        """Return a copy of these rows with different keys."""
+        """Return a copy of this indexer with other keys."""
         rows = object.__new__(type(self))
         vars(rows).update(vars(self), keys=tuple(keys))
         return rows
 
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
-        """Return a batch of the pieces at these positions. `cseq.parts` groups them into rows."""
+        """Make a batch of the pieces at these positions. `cseq.parts` divides them into rows."""
         sizes = parts()
         pieces, cuts = self._locate(indices, sizes)
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
@@ -310,9 +310,9 @@ class Rows:
         return parts, [mask for corpus in self._corpora for mask in corpus.masks]
 
     def _locate(self, indices: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-        """Find the pieces that start at these positions and end with their document or row.
+        """Find the pieces that start at the given positions.
 
-        Return each piece's source, document, start and length, and the result of `cut`.
+        Return the source, document, start and length of each piece, and the result of `cut`.
         """
         pieces = locate(self._ends, self._firsts, indices)
         return pieces, cut(pieces[3], sizes, self.row, not self.flat)
@@ -320,9 +320,9 @@ class Rows:
     def _find(
         self, indices: Ints, pieces: Ints, cuts: Ints
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
-        """Return the token arrays, their masks or None, and each piece's array and position.
+        """Return the arrays of tokens, the masks, and the array number and position of each piece.
 
-        With a user-defined source, each cut piece is read with the next token, which is a label.
+        If a piece of a user's source is cut, the next token is also read, because it is a label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)
