@@ -1,10 +1,10 @@
-"""What every test gets: a check that it leaves nothing behind, and scripts run on their own.
+"""Every test's fixtures: a check that it leaves nothing behind, and separate runs of scripts.
 
 A test fails that leaves a process, a thread, a file descriptor, a shared mapping or a name in
-`/dev/shm`. What ends by itself is waited for (a thread is joined, a process polled through its
-pidfd), `GRACE` seconds at most; the garbage collector runs before anything is called a leak.
-Processes, descriptors and mappings are read from `/proc`; without it, threads are checked, and on
-POSIX files without a name.
+`/dev/shm`. What ends by itself is awaited (a thread is joined, a process polled through its pidfd)
+for at most `GRACE` seconds; the garbage collector runs before anything counts as a leak. Processes,
+descriptors and mappings are read from `/proc`; without it, threads are checked, and on POSIX files
+without a name.
 """
 
 from __future__ import annotations
@@ -36,46 +36,51 @@ from witness import UNCOUNTED, Witness, descends, is_of
 with contextlib.suppress(ImportError):
     import hypothesis
 
-    # No test is judged by the clock, and the leak check may run around all examples of a test.
+    # The clock judges no test, and the leak check may cover all examples of a test.
     hypothesis.settings.register_profile(
         "cseq", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("cseq")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell's background process is started like this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GRACE = 10.0  # seconds in which what is about to end has to end
-HANG = 100.0  # seconds after which a script is asked where it hangs; below faulthandler_timeout
+# Seconds in which what is about to end must end.
+GRACE = 10.0
+# Seconds after which a script must show where it hangs; below faulthandler_timeout.
+HANG = 100.0
 
 PROC = Path("/proc/self")
-HAS_PROC = os.name == "posix" and (PROC / "maps").exists()  # Wine's programs see Linux's /proc
+# Wine's programs see Linux's /proc.
+HAS_PROC = os.name == "posix" and (PROC / "maps").exists()
 SHM = Path("/dev/shm")
 
-# What `pytest.mark.needs` can name, and whether this system has it.
+# The names for `pytest.mark.needs`, and whether this system has each one.
 HERE = {
     "POSIX": os.name == "posix",
     "Linux": sys.platform == "linux",
     "fork": hasattr(os, "fork"),
-    "quick processes": hasattr(os, "fork") or "CSEQ_TESTS_START" in os.environ,  # or patience
+    # Whoever sets the variable accepts slow processes.
+    "quick processes": hasattr(os, "fork") or "CSEQ_TESTS_START" in os.environ,
     "worker processes": True,
 }
 
-# What the log may say of workers on a machine that is busy.
+# The log of workers on a busy machine may contain this.
 SLOW_START = "nothing has come from the workers"
 
-# Processes inherit this: one whose parent is gone, and which init adopted, is still ours.
+# Processes inherit this, so a process whose parent is gone, and which init adopted, is still known.
 MARK = f"CSEQ_TESTS_{os.getpid()}"
 os.environ[MARK] = "1"
 
-# A mapping that processes share, of memory without a name or of a file without one (any more).
+# A mapping that processes share, of memory or of a file that has no name (any more).
 SHARED = re.compile(
     rb"^(\S+ ..[x-]s .*(?:/memfd:|/dev/zero|/dev/shm/|\(deleted\)).*)$", re.MULTILINE
 )
 
 
 class Census(NamedTuple):
-    """What this process holds, and which processes there are on the machine."""
+    """What this process holds, and the processes on the machine."""
 
     processes: frozenset[int]
     threads: frozenset[threading.Thread]
@@ -85,29 +90,29 @@ class Census(NamedTuple):
 
 
 class Leaks(NamedTuple):
-    """What is there after a test and was not before it."""
+    """Everything that exists after a test and did not before."""
 
     processes: list[int]
     threads: list[threading.Thread]
     others: list[str]
 
     def __bool__(self):
-        """Whether there is anything."""
         return any(self)
 
     def report(self):
-        """Name each thing that was left, one a line."""
+        """List each thing that was left, one a line."""
         lines = [f"process {pid}: {command_of(pid)}" for pid in self.processes]
         lines += [f"thread {thread!r}" for thread in self.threads]
         return "\n  ".join(["the test left behind:", *lines, *self.others])
 
 
 def take_census():
-    """Count everything; under a millisecond."""
+    """Count everything, in less than a millisecond."""
     threads = frozenset(
         thread
         for thread in threading.enumerate()
-        if not isinstance(thread, threading._DummyThread)  # a native thread that called Python
+        # A native thread that called Python is no thread of the test.
+        if not isinstance(thread, threading._DummyThread)
     )
     if not HAS_PROC:
         opened = frozenset(nameless() if os.name == "posix" else ())
@@ -116,39 +121,42 @@ def take_census():
 
 
 def pids():
-    """All processes that the machine shows."""
+    """Return the ids of all processes that the machine shows."""
     return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
 
 
 def descriptors():
-    """Open descriptors and what each stands for; a driver's devices are the driver's."""
+    """Return open descriptors and what each stands for; a driver's devices are the driver's."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the one that listed the folder
+        with contextlib.suppress(FileNotFoundError):
+            # The descriptor that listed the folder is gone.
             what = os.readlink(f"/proc/self/fd/{name}")
             if not what.startswith("/dev/nvidia"):
                 yield int(name), what
 
 
 def nameless():
-    """Open files without a name, as cseq's shared memory is on macOS. Torch leaves sockets."""
+    """Return open nameless files, like cseq's shared memory on macOS. Torch leaves sockets."""
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # the one that listed the folder
+        with contextlib.suppress(OSError):
+            # The descriptor that listed the folder is gone.
             found = os.fstat(int(name))
             if stat.S_ISREG(found.st_mode) and not found.st_nlink:
                 yield int(name), f"a file without a name, {found.st_size} bytes"
 
 
 def shared_mappings():
-    """Shared mappings of nameless memory: a slot of the arena, a ring, a torn-off file."""
+    """Return shared mappings of nameless memory: a slot of the arena, a ring, an unlinked file."""
     maps = (PROC / "maps").read_bytes()
     lines = SHARED.findall(maps)
-    if b" /dev/nvidia" in maps:  # a CUDA driver keeps page-locked memory, which is /dev/zero
+    if b" /dev/nvidia" in maps:
+        # A CUDA driver keeps page-locked memory, which is /dev/zero.
         lines = [line for line in lines if b" /dev/zero" not in line]
     return frozenset(line.decode() for line in lines)
 
 
 def shm_names():
-    """Names in /dev/shm, where a test has no business to leave any."""
+    """Return the names in /dev/shm, where a test must not leave any."""
     return frozenset(os.listdir(SHM) if SHM.is_dir() else ())
 
 
@@ -169,14 +177,14 @@ def leaks_since(before):
 
 
 def is_ours(pid):
-    """Whether a process is this one, descends from it, or bears its mark."""
+    """Return whether a process is this one, descends from it, or bears its mark."""
     return descends(pid, os.getpid(), MARK)
 
 
 def is_my_file(path):
-    """Whether a file still exists that a process of this test's has made; see `Witness`.
+    """Return whether a file exists that a process of this test made; see `Witness`.
 
-    A file whose maker nobody saw, and that nobody has open, is another program's.
+    A file that nobody has open, and whose maker nobody saw, is another program's.
     """
     if path.name.startswith(UNCOUNTED) or not path.exists():
         return False
@@ -185,7 +193,7 @@ def is_my_file(path):
 
 
 def command_of(pid):
-    """How a process was called; a zombie has nothing left but its state."""
+    """Return the command line of a process; a zombie has only its state."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return " ".join(word.decode(errors="replace") for word in words).strip()[:200] or "(zombie)"
@@ -193,7 +201,7 @@ def command_of(pid):
 
 
 def let_end(leaks, deadline):
-    """Wait until these processes and threads have ended, or the time is up."""
+    """Wait until these processes and threads have ended, or until the deadline."""
     for pid in leaks.processes:
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
@@ -206,38 +214,41 @@ def let_end(leaks, deadline):
 
 
 def join(thread, deadline):
-    """Wait until a thread has ended, or the time is up; one that is just being started, too."""
+    """Wait until a thread has ended, or until the deadline; it may still be starting."""
     while time.monotonic() < deadline:
         try:
             thread.join(max(0.0, deadline - time.monotonic()))
-        except RuntimeError:  # `threading` lists it, but does not let it be joined yet
+        except RuntimeError:
+            # `threading` lists it, but cannot join it yet.
             time.sleep(0.001)
         else:
             return
 
 
 def settled_leaks(before):
-    """Find what was left after the garbage is collected and all that ends has ended."""
+    """Return what is left after a garbage collection, and after all that ends has ended."""
     leaks = leaks_since(before)
     if not leaks:
         return leaks
-    gc.collect()  # only now: with torch in memory it takes longer than most tests
+    # This comes only now: with torch in memory, it takes longer than most tests.
+    gc.collect()
     leaks = leaks_since(before)
     if not leaks:
-        # The next collection goes through what is new since. What lives now and is garbage later
-        # holds what the next census counts as there before its test.
+        # The next collection visits only new objects. If a live object becomes garbage later, the
+        # next census counts what it holds as older than its test.
         gc.freeze()
     else:
         let_end(leaks, time.monotonic() + GRACE)
         if "cseq.runs" in sys.modules:
-            sys.modules["cseq.runs"].await_closings(GRACE)  # what was dropped, and closes
+            # Dropped objects close there.
+            sys.modules["cseq.runs"].await_closings(GRACE)
         gc.collect()
         leaks = leaks_since(before)
     return leaks
 
 
 def end_all(processes):
-    """Kill what a test left running, so that it disturbs no other."""
+    """Kill what a test left running, so that it disturbs no other test."""
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -250,7 +261,8 @@ def pytest_addoption(parser):
     parser.addoption("--cpu-times", help="append the CPU time of each test to this file")
 
 
-# Where `make test`, too, starts workers in each way: how that is done, and what users see first.
+# Tests that start workers by every method even in `make test`: of the methods themselves, and of
+# what users see first.
 EACH_WAY = {
     "test_launcher.py",
     "test_launcher_server.py",
@@ -263,7 +275,7 @@ EACH_WAY = {
 
 
 def starts_in_another_way(item):
-    """Say whether a case starts workers in a way that is not the quickest."""
+    """Return whether a case starts workers by a method that is not the quickest."""
     values = []
     for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
         values += value.values() if isinstance(value, dict) else [value]
@@ -277,12 +289,13 @@ def starts_in_another_way(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Mark what slow.txt names, and start methods that are left to `make check-nightly`."""
+    """Mark the tests in slow.txt, and start methods that are left to `make check-nightly`."""
     listed = Path(__file__).with_name("slow.txt")
     slow = set(listed.read_text(encoding="utf-8").split()) if listed.exists() else set()
     for item in items:
         path = Path(os.path.relpath(item.path, listed.parent))
-        name = item.nodeid.partition("::")[2].partition("[")[0]  # with its class, if it has one
+        # The name includes its class, if any.
+        name = item.nodeid.partition("::")[2].partition("[")[0]
         if f"tests/{path.as_posix()}::{name}" in slow:
             item.add_marker("slow")
         if starts_in_another_way(item) and not {path.name, name} & EACH_WAY:
@@ -290,27 +303,28 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """Skip a test that needs what is missing here; a `Kind` of processes needs worker processes."""
+    """Skip a test if what it needs is missing; a `Kind` of processes needs worker processes."""
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
     case = item.callspec.params if hasattr(item, "callspec") else {}
     if any(getattr(value, "processes", False) for value in case.values()):
         needed.add("worker processes")
     if missing := sorted(name for name in needed if not HERE[name]):
         pytest.skip(f"needs {' and '.join(missing)}")
-    if module := sys.modules.get("prepared"):  # before its fixtures count what there is
+    if module := sys.modules.get("prepared"):
+        # This comes before the test's fixtures count what exists.
         module.Prepared.replace_ended()
 
 
 def pytest_collection_finish():
-    """Leave what is there before the first test, torch's modules above all, out of collections."""
+    """Exclude all objects from before the first test, mainly torch's modules, from collections."""
     gc.collect()
     gc.freeze()
 
 
 def cpu_seconds():
-    """CPU time of this process, of all that it has started and that have ended, and of `Prepared`.
+    """Return the CPU time of this process, of all its children that have ended, and of `Prepared`.
 
-    A prepared interpreter ends with the last test, which has not used what the others have.
+    A prepared interpreter ends with the last test, which has not used the time of the others.
     """
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system
@@ -320,7 +334,7 @@ def cpu_seconds():
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item):
-    """Measure a test, if that is asked for; of several processes, each appends whole lines."""
+    """Measure a test if requested; of several processes, each appends whole lines."""
     file, before = item.config.getoption("cpu_times"), cpu_seconds()
     done = yield
     if file:
@@ -334,7 +348,7 @@ RAISED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Remember that a test raised: its traceback keeps alive what it was working with."""
+    """Remember that a test raised: its traceback keeps its objects alive."""
     if call.excinfo is not None:
         item.stash[RAISED] = True
     return (yield)
@@ -354,7 +368,7 @@ WITNESS: Witness | None = None
 
 @pytest.fixture(scope="session", autouse=True)
 def watched_names():
-    """Have a process look on who makes names in /dev/shm, where there is one."""
+    """Let a process watch who makes names in /dev/shm, where it exists."""
     global WITNESS
     if HAS_PROC and SHM.is_dir():
         WITNESS = Witness(SHM, MARK)
@@ -365,7 +379,7 @@ def watched_names():
 
 @pytest.fixture(scope="session", autouse=True)
 def tracker_started():
-    """Start what multiprocessing starts once in a process that spawns others, if tests will."""
+    """Start multiprocessing's tracker, once, in a process whose tests will spawn others."""
     if os.environ.get("CSEQ_TESTS_START") == "spawn" and os.name == "posix":
         from multiprocessing import resource_tracker
 
@@ -401,10 +415,9 @@ class RunScript(Protocol):
 def run_anew(tmp_path):
     """Return a function that runs a user's script, `run_anew(source, *args, **environment)`.
 
-    It runs in a new interpreter, in the test's temporary folder, warnings being errors, and
-    returns when everybody who holds its output is gone. One that hangs is made to show the
-    stacks of all its threads, and fails the test. What it is told of a busy machine is left out of
-    its standard error.
+    It runs in a new interpreter, in the test's temporary folder, with warnings as errors, and
+    returns when no process holds its output. A script that hangs must show the stacks of all its
+    threads, and fails the test. Messages about a busy machine are removed from its standard error.
     """
 
     def run(source, *args, **environment):
@@ -433,15 +446,15 @@ def run_anew(tmp_path):
 
 
 def at_ease(done):
-    """Leave out of a script's standard error what it is told of a busy machine."""
+    """Remove messages about a busy machine from a script's standard error."""
     done.stderr = "".join(complaints(done.stderr.splitlines(keepends=True)))
     return done
 
 
 def prepared_with(module):
-    """Give an interpreter that has imported a module, for scripts that would each import it anew.
+    """Yield an interpreter that has imported a module, for scripts that would each import it.
 
-    None where there is no such module, or no fork that such a process is sure to survive.
+    It is None without that module, or without a fork that such a process surely survives.
     """
     if find_spec(module) is None or not hasattr(os, "fork") or sys.platform == "darwin":
         yield None
@@ -455,29 +468,29 @@ def prepared_with(module):
 
 @pytest.fixture(scope="session")
 def with_numpy():
-    """An interpreter that has imported numpy."""
+    """Return an interpreter that has imported numpy."""
     yield from prepared_with("numpy")
 
 
 @pytest.fixture(scope="session")
 def with_torch():
-    """An interpreter that has imported torch."""
+    """Return an interpreter that has imported torch."""
     yield from prepared_with("torch")
 
 
 @pytest.fixture
 def run_script(tmp_path, run_anew, with_numpy):
-    """Return a function as `run_anew` is, for scripts whose interpreter may have numpy ready.
+    """Return a function like `run_anew`, for scripts whose interpreter may have imported numpy.
 
-    Each runs as `__main__` of a process of its own, in which numpy is imported and nothing else has
-    happened. What it starts anew (a spawned worker, a program) has nothing ready.
+    Each script runs as `__main__` of its own process, in which numpy is imported and nothing else
+    has happened. New processes that it starts (a spawned worker, a program) have imported nothing.
     """
     return run_anew if with_numpy is None else runner_of(with_numpy, tmp_path)
 
 
 @pytest.fixture
 def run_prepared(tmp_path, run_anew, with_torch):
-    """Return a function as `run_script` is, for scripts whose interpreter may have torch ready."""
+    """Return a function like `run_script`, for scripts whose interpreter may have torch ready."""
     return run_anew if with_torch is None else runner_of(with_torch, tmp_path)
 
 
@@ -489,9 +502,9 @@ class RunCommand(Protocol):
 
 @pytest.fixture
 def run_command(with_torch):
-    """Return a function that runs the command, in a folder: `cseq` with these arguments.
+    """Return a function that runs the command `cseq` with these arguments in a folder.
 
-    As `python -m cseq`, in a process that may have torch ready.
+    It runs as `python -m cseq`, in a process that may have imported torch.
     """
 
     def run(folder, *args, **environment):
@@ -508,7 +521,7 @@ def run_command(with_torch):
 
 
 def runner_of(prepared, folder):
-    """Return a function that runs scripts by a prepared interpreter, in a folder."""
+    """Return a function that runs scripts in a prepared interpreter, in a folder."""
 
     def run(source, *args, **environment):
         script = folder / "script.py"
@@ -521,18 +534,19 @@ def runner_of(prepared, folder):
 
 @pytest.fixture(scope="session")
 def debug_build():
-    """Build the package a second time, with fault points, and return the folder to import from.
+    """Build the package a second time, with fault points, and return the folder for imports.
 
-    It stays for the next run, which builds what has changed, if anything. Of test processes that
-    run at the same time, one builds and the others wait. These find nothing changed and write
-    nothing, since scripts of the first one may be importing the package by then.
+    It stays for the next run, which builds only changes. Of simultaneous test processes, one builds
+    and the others wait. These find no change and write nothing, as scripts of the first one may
+    already import the package.
     """
     spec = find_spec("cseq")
     root = Path(spec.origin).resolve().parents[1] if spec and spec.origin else Path()
     if not (root / "setup.py").exists():
         pytest.skip("tests run on an installed package, whose sources are not here")
     fcntl = pytest.importorskip("fcntl")
-    faulthandler.cancel_dump_traceback_later()  # the hang guard: a compiler may take longer
+    # The hang guard must wait, as a compiler may take longer.
+    faulthandler.cancel_dump_traceback_later()
     tree = root / "build" / f"faults-{sys.implementation.cache_tag}"
     tree.mkdir(parents=True, exist_ok=True)
     with open(tree / "lock", "w", encoding="ascii") as lock:
@@ -564,7 +578,7 @@ def debug_build():
 
 
 def copy_changed(source, target, stamp):
-    """Copy a file if the target is not the same; what is stamped as built is so no more then."""
+    """Copy a file if the target differs; a new file no longer counts as built."""
     if not os.path.exists(target) or not filecmp.cmp(source, target, shallow=False):
         stamp.unlink(missing_ok=True)
         shutil.copy2(source, target)
@@ -572,9 +586,10 @@ def copy_changed(source, target, stamp):
 
 @contextlib.contextmanager
 def killer_of(process):
-    """Give what kills a process; on Windows, with all that it has started by then.
+    """Return what kills a process; on Windows, with all that it has started by then.
 
-    There, threads read its output, and closing a pipe waits for them, and so for all who hold it.
+    There, threads read its output, and closing a pipe waits for them, and thus for every holder of
+    the pipe.
     """
     if os.name != "nt":
         yield process.kill
@@ -594,13 +609,13 @@ def killer_of(process):
 
 
 def stacks_of(process, kill):
-    """Make a script that hangs print where it does, and end it."""
-    process.send_signal(
-        signal.SIGTERM if os.name == "nt" else signal.SIGABRT
-    )  # faulthandler answers
+    """Make a script that hangs print its stacks, and end it."""
+    # faulthandler prints the stacks.
+    process.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGABRT)
     try:
         output, errors = process.communicate(timeout=GRACE)
-    except subprocess.TimeoutExpired as error:  # what it started hangs too and holds its output
+    except subprocess.TimeoutExpired as error:
+        # A process that it started hangs, too, and holds its output.
         kill()
         output, errors = as_text(error.output), as_text(error.stderr)
         if os.name == "nt":
@@ -609,13 +624,13 @@ def stacks_of(process, kill):
 
 
 def as_text(output):
-    """Decode what TimeoutExpired carries, which is bytes even of a process opened as text."""
+    """Decode the output of TimeoutExpired, which is bytes even for a process opened as text."""
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
 @pytest.fixture
 def arena():
-    """An arena, closed after the test."""
+    """Return an arena, closed after the test."""
     from cseq.memory.arena import Arena
 
     arena = Arena()
@@ -625,7 +640,7 @@ def arena():
 
 @pytest.fixture
 def writer(arena):
-    """A writer that has begun with slot 0 of `arena`."""
+    """Return a writer that has begun with slot 0 of `arena`."""
     from slots import writer_of
 
     writer = writer_of(arena)

@@ -2,8 +2,8 @@
 
     pytest -n 2 --cpu-times FILE && python tests/slow.py FILE
 
-Slow is a test function of which one case takes `CASE` seconds of CPU time, with all processes that
-it starts, or all cases together `ALL`.
+A test function is slow if one case takes `CASE` seconds of CPU time, including its processes, or if
+all cases together take `ALL`.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A pytest plugin: RETURNN's `MultiProcDataset` is ours, before any test imports it."""
+"""A pytest plugin that makes RETURNN's `MultiProcDataset` cseq's, before any test imports it."""
 
 from cseq.adapters.returnn import MultiProcDataset, install
 
@@ -6,5 +6,4 @@ install()
 
 
 def pytest_report_header():
-    """Say whose class is tested."""
     return f"MultiProcDataset: {MultiProcDataset.__module__}"

@@ -1,4 +1,4 @@
-"""Run RETURNN's own tests of `MultiProcDataset` with cseq's class in its place.
+"""Run RETURNN's own tests of `MultiProcDataset` with cseq's class instead.
 
     python tests/conformance/run_returnn.py [times]
 
@@ -30,13 +30,14 @@ def sources():
             tarfile.open(BUILD / f"{unpacked.name}.tar.gz") as archive,
         ):
             archive.extractall(folder, filter="data")
-            os.rename(os.path.join(folder, unpacked.name), unpacked)  # all of it, or nothing
+            # A rename leaves the whole folder, or nothing.
+            os.rename(os.path.join(folder, unpacked.name), unpacked)
     return unpacked
 
 
 def main():
-    """Run the tests as many times as the argument says."""
-    # Under RETURNN's settings, not under those of the folder around it.
+    """Run the tests the given number of times."""
+    # The settings are RETURNN's, not this folder's.
     options = ["-c", "../pyproject.toml", "-p", "returnn_plugin"]
     return run(f"RETURNN {VERSION}", sources() / "tests", [*options, *TESTS])
 

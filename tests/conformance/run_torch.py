@@ -1,4 +1,4 @@
-"""Run torch's own tests of `DataLoader` with cseq's class in its place.
+"""Run torch's own tests of `DataLoader` with cseq's class instead.
 
     python tests/conformance/run_torch.py [--class module:Class] [--tags must,own] [-k EXPR] [times]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from stand_in import ENTERED, STAND_IN
 from suite import BUILD, HERE, run, torchdata
 
-# torch's packages come without its tests; Debian's source package has the whole repository.
+# torch's packages lack its tests; Debian's source package has the whole repository.
 DEBIAN = HERE.parent / "platforms" / "debian.py"
 RELEASE = "trixie"
 SOURCE = "pytorch"
@@ -27,15 +27,16 @@ VERSION = "2.6.0"
 SHA256 = "c955067aa66c0d9d74bff7ddabd3f912ab81164e0b133bd12d1debad557215a3"
 TEST = "test_dataloader.py"
 
-# The class of .venv's torchdata, which still has DataLoader2, is older than these tests.
+# The class in .venv's torchdata, which still has DataLoader2, is older than these tests.
 TORCHDATA = "0.11.0"
 STATEFUL = ["test_state_dict.py", "test_sampler.py", "test_incremental_state.py"]
 
-SECONDS = 900  # that one test may take: test_proper_exit starts 24 programs
+# Seconds that one test may take: test_proper_exit starts 24 programs.
+SECONDS = 900
 
 
 def download(folder):
-    """Return torch's test file out of Debian's source package."""
+    """Return torch's test file from Debian's source package."""
     subprocess.run([sys.executable, DEBIAN, RELEASE, SOURCE, folder], check=True)
     with tarfile.open(next(folder.glob(f"{SOURCE}_*.orig.tar.*"))) as archive:
         for member in archive:
@@ -45,7 +46,7 @@ def download(folder):
 
 
 def torch_tests():
-    """Return a folder with torch's test file: the one TORCH_TESTS names, or one made once."""
+    """Return a folder with torch's test file: the one in TORCH_TESTS, or one made once."""
     folder = Path(os.environ.get("TORCH_TESTS", BUILD / f"torch-{VERSION}")).resolve()
     BUILD.mkdir(parents=True, exist_ok=True)
     if not (folder / TEST).is_file():
@@ -63,7 +64,7 @@ def torch_tests():
 
 
 def torchdata_package():
-    """Return a folder to import torchdata from, at the version of its tests."""
+    """Return a folder from which torchdata can be imported, in the version of its tests."""
     folder = BUILD / f"torchdata-package-{TORCHDATA}"
     if not folder.is_dir():
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -71,12 +72,13 @@ def torchdata_package():
             pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
             target = ["--no-deps", "--target", f"{scratch}/package", f"torchdata=={TORCHDATA}"]
             subprocess.run([*pip, *target], check=True)
-            os.rename(f"{scratch}/package", folder)  # all of it, or nothing
+            # A rename leaves the whole folder, or nothing.
+            os.rename(f"{scratch}/package", folder)
     return folder
 
 
 def main():
-    """Run the tests as many times as the arguments say."""
+    """Run the tests the given number of times."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("times", type=int, nargs="?", default=1, help="runs in a row")
     parser.add_argument("--stateful", action="store_true", help="torchdata's tests, not torch's")
@@ -97,7 +99,7 @@ def main():
         cls = asked.cls or f"{module}:DataLoader"
         folder, tests, paths = torch_tests(), [TEST], [HERE / "site"]
     name = "stateful" if asked.stateful else "torch"
-    # Under no settings at all: ours would make warnings errors.
+    # No settings apply: ours would turn warnings into errors.
     options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
     options += ["-p", "torch_plugin", "--disable-warnings"]
     options += ["--table", str(HERE / "torch_tests.txt")]
@@ -107,7 +109,8 @@ def main():
     variables = {
         STAND_IN: f"{library}={cls}",
         ENTERED: str(BUILD / f"{name}-entered.txt"),
-        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [*paths, *given])),  # it runs elsewhere
+        # The tests run elsewhere.
+        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, [*paths, *given])),
         "PYTORCH_TEST_WITH_SLOW": "1",
     }
     return run(f"{title} with {cls}", folder, [*options, *tests], asked.times, variables)

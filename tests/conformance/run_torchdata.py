@@ -1,9 +1,9 @@
-"""Run torchdata's own tests of DataLoader2 with cseq's reading service in the place of theirs.
+"""Run torchdata's own tests of DataLoader2 with cseq's reading service.
 
     python tests/conformance/run_torchdata.py [times]
 
-The tests are in torchdata's repository, of which the tag is cloned once, to build/conformance; or
-the variable TORCHDATA names a folder that has it already.
+The tests are in torchdata's repository, whose tag is cloned once, to build/conformance, unless the
+variable TORCHDATA names a folder that has it.
 """
 
 import os
@@ -13,12 +13,13 @@ from suite import run, torchdata
 
 TAG = "v0.9.0"
 TESTS = ["test_mprs.py", "test_dataloader2.py", "test_random.py"]
-SECONDS = 120  # that one test may take
+# Seconds that one test may take.
+SECONDS = 120
 
 
 def main():
-    """Run the tests as many times as the argument says."""
-    # Under no settings at all: ours would make warnings errors.
+    """Run the tests the given number of times."""
+    # No settings apply: ours would turn warnings into errors.
     options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
     tests = [f"dataloader2/{name}" for name in TESTS]
     folder = torchdata(TAG, "TORCHDATA") / "test"

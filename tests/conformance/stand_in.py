@@ -1,12 +1,13 @@
-"""Another class in the place of a library's loader, in each interpreter that a test starts.
+"""Replaces a library's loader class, in each interpreter that a test starts.
 
-`CSEQ_STAND_IN=library=module:Class` names the place and the class, and `CSEQ_ENTERED` a file that
-gets a line each time the library's own multiprocessing engine is entered. `site/sitecustomize.py`
-calls `install` when an interpreter starts; nothing happens in one that never imports the library.
+`CSEQ_STAND_IN=library=module:Class` names the place and the new class, and `CSEQ_ENTERED` a file
+that gets a line each time the library's own multiprocessing engine is entered.
+`site/sitecustomize.py` calls `install` when an interpreter starts; nothing happens in one that
+never imports the library.
 
-The class is put in place as soon as the library is imported. If the module of the class comes first
-(in the workers of its own engine, say) and imports the library in turn, the class does not exist at
-that moment; it is put in place when its module is complete.
+The class is installed when the library is imported. If the module of the class is imported first
+(for example in the workers of its own engine) and itself imports the library, the class does not
+exist yet; it is installed when its module is complete.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ STATEFUL = "torchdata.stateful_dataloader.stateful_dataloader"
 
 
 class Library(NamedTuple):
-    places: list[str]  # module:name of the class
-    engines: list[
-        str
-    ]  # module:name of what is called once for each iterator, or worker, of its own
+    # The class, as module:name.
+    places: list[str]
+    # What is called once for each iterator, or worker, of its own, as module:name.
+    engines: list[str]
 
 
 LIBRARIES = {
@@ -53,23 +54,22 @@ LIBRARIES = {
 
 
 def owner(path):
-    """Return the object that has an attribute, module:name.name, and the attribute's name."""
+    """Return the owner of an attribute module:name.name, and the attribute's name."""
     module, _, name = path.partition(":")
     *outer, name = name.split(".")
     return functools.reduce(getattr, outer, importlib.import_module(module)), name
 
 
 def count(path):
-    """Have each call of a function write a line to the file: the function, and the test."""
+    """Make each call of a function write a line to the file: the function, and the test."""
     where, name = owner(path)
     old = getattr(where, name)
 
     @functools.wraps(old)
     def counted(*args, **kwargs):
         test = os.environ.get("PYTEST_CURRENT_TEST", "no test").partition(" ")[0]
-        with open(
-            os.environ[ENTERED], "a"
-        ) as file:  # one write: lines of several processes do not mix
+        # One write, so that the lines of several processes do not mix.
+        with open(os.environ[ENTERED], "a") as file:
             file.write(f"{path} {test}\n")
         return old(*args, **kwargs)
 
@@ -77,7 +77,7 @@ def count(path):
 
 
 class Imported:
-    """A finder that calls `act` when one of some modules was executed; it finds nothing."""
+    """A finder that calls `act` after one of some modules was executed, and finds nothing."""
 
     def __init__(self, names, act):
         self.names = names
@@ -87,7 +87,8 @@ class Imported:
     def find_spec(self, name, path=None, target=None):
         if name not in self.names:
             return None
-        self.names.remove(name)  # so that the search that follows passes by
+        # The search that follows must skip this finder.
+        self.names.remove(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -103,7 +104,7 @@ class Imported:
 
 
 def install():
-    """Put the class in place as soon as it and the library are there."""
+    """Install the class as soon as it and the library exist."""
     if STAND_IN not in os.environ:
         return
     library, _, path = os.environ[STAND_IN].partition("=")
@@ -125,5 +126,5 @@ def install():
 
 
 def standing():
-    """Return the class that is in place here."""
+    """Return the class that is installed here."""
     return getattr(*owner(LIBRARIES[os.environ[STAND_IN].partition("=")[0]].places[0]))

@@ -1,4 +1,4 @@
-"""Running another project's tests, several times in a row, with cseq's class in their place."""
+"""Another project's tests, run several times with cseq's class."""
 
 import os
 import subprocess
@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BUILD = HERE.parents[1] / "build" / "conformance"  # where the tests are
+BUILD = HERE.parents[1] / "build" / "conformance"
 TORCHDATA = "https://github.com/pytorch/data.git"
 
 
 def torchdata(tag, variable):
-    """Return torchdata's repository at a tag: the folder a variable names, or a clone."""
+    """Return torchdata's repository at a tag: the folder in a variable, or a clone."""
     if variable in os.environ:
         return Path(os.environ[variable]).resolve()
     folder = BUILD / f"torchdata-{tag}"
@@ -24,7 +24,7 @@ def torchdata(tag, variable):
 
 
 def run(title, folder, arguments, times=None, variables=None):
-    """Run pytest in a folder, `times` (the first argument) in a row; 1 if a run failed."""
+    """Run pytest in a folder, `times` (the first argument) in a row; return 1 if a run failed."""
     if times is None:
         times = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     environment = os.environ | (variables or {})

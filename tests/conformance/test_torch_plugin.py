@@ -1,4 +1,4 @@
-"""The harness of run_torch.py: what it must refuse, with another test in the place of torch's."""
+"""The harness of run_torch.py: what it must refuse, with a test that stands for torch's."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.nightly
 
 HERE = Path(__file__).resolve().parent
 
-# A module of loaders: one without workers, one that gives batches in reverse, and torch's.
+# A module of loaders: one without workers, one with reversed batches, and torch's.
 LOADERS = """
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
@@ -53,7 +53,7 @@ ROW = "must passed test_it.py::test_order\n"
     ],
 )
 def test_what_is_wrong_is_said(tmp_path, loader, table, wrong):
-    """Another order, torch's own engine, and a table of other tests; else the status is 0."""
+    """Another order, torch's own engine, or another table is an error; else the status is 0."""
     for name, text in ("loaders.py", LOADERS), ("test_it.py", TEST), ("table.txt", table):
         (tmp_path / name).write_text(text)
     variables = {

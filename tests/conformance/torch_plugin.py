@@ -1,10 +1,10 @@
-"""pytest plugin: every outcome is compared with a table, and the exit status says the result.
+"""A pytest plugin that compares every outcome with a table, and sets the exit status.
 
-A line of the table: tag, outcomes that are right (`passed|skipped`), the test, and after a # the
-reason where `passed` is not the only one. A session is right if each test had such an outcome, if
-it ran every test of the table that has one of the tags (unless -k chose), and if nothing entered
-torch's own multiprocessing engine. Torch's and torchdata's own classes may enter it, of course, and
-so may a test whose reason begins with "enters".
+A line of the table: tag, right outcomes (`passed|skipped`), the test, and after a # the reason if
+`passed` is not the only outcome. A session is right if each test had such an outcome, if it ran
+every test of the table that has one of the tags (unless -k chose), and if nothing entered torch's
+own multiprocessing engine. Torch's and torchdata's own classes may enter it, of course, and so may
+a test whose reason begins with "enters".
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import pytest
 import stand_in
 
 TAGS = ("own", "must", "skew", "internal", "cuda")
+# A test with several reports has the worst one's outcome.
 RANK = (
     "passed",
     "skipped",
     "xfailed",
     "failed",
-)  # a test of several reports has the worst of theirs
+)
 
 
 class Row(NamedTuple):
@@ -57,7 +58,7 @@ def pytest_configure(config):
 
 
 class Judge:
-    """The outcomes of a session, and what the table says of them."""
+    """The outcomes of a session, and the table's expectations."""
 
     def __init__(self, config):
         self.config = config
@@ -73,7 +74,7 @@ class Judge:
         return self.table[name].tag if name in self.table else "new"
 
     def pytest_collection_modifyitems(self, items):
-        """Keep the tests with the tags, and those that the table does not have."""
+        """Keep the tests with the tags, and those that the table lacks."""
         left_out = [
             item for item in items if self.tag(brief(item.nodeid)) not in {*self.tags, "new"}
         ]
@@ -81,7 +82,7 @@ class Judge:
         self.config.hook.pytest_deselected(items=left_out)
 
     def pytest_collection_finish(self, session):
-        """Say which tests of the table are not there."""
+        """Report which tests of the table are missing."""
         there = {brief(item.nodeid) for item in session.items}
         files = {name.partition("::")[0] for name in there}
         if not self.config.option.keyword:
@@ -95,7 +96,7 @@ class Judge:
         self.outcomes[name] = max(self.outcomes.get(name, "passed"), outcome, key=RANK.index)
 
     def pytest_sessionfinish(self, session, exitstatus):
-        """Compare; a session that pytest itself could not finish stays what it is."""
+        """Compare; a session that pytest itself could not finish keeps its status."""
         for name, outcome in self.outcomes.items():
             if name not in self.table:
                 self.wrong.append(f"{name}: {outcome}, and not in the table")

@@ -1,4 +1,4 @@
-"""pytest plugin: torchdata's own tests run with cseq's reading service in the place of theirs."""
+"""A pytest plugin that runs torchdata's own tests with cseq's reading service."""
 
 import torchdata.dataloader2
 from torchdata.dataloader2 import reading_service

@@ -1,7 +1,7 @@
 """Combines and reports what `make check-coverage` has measured, in the current folder.
 
-Each process writes a file of its own. That of a process that was killed meanwhile is incomplete and
-left out: it has no tables, or lines of the core without the plugin that knows such lines.
+Each process writes its own file. A killed process's file is incomplete and left out: it lacks
+tables, or has lines of the core without the plugin that knows such lines.
 """
 
 import io
@@ -12,7 +12,7 @@ from coverage.exceptions import DataError
 
 
 def is_whole(file):
-    """Whether a process has written its file to the end."""
+    """Return whether a process has written its file to the end."""
     data = coverage.CoverageData(str(file))
     try:
         data.read()

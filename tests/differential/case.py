@@ -1,7 +1,7 @@
-"""A case: options of a loader and what a trainer does with it, as a dict of plain values.
+"""A case: options of a loader and a trainer's steps with it, as a dict of plain values.
 
-An option that is not there has its default: a case that still shows a difference after an option
-was removed is a smaller one.
+A missing option has its default, so a case is smaller if it still shows a difference after an
+option was removed.
 """
 
 import multiprocessing
@@ -24,7 +24,8 @@ DEFAULTS = {
     "length": 6,
     "item": "tuple",
     "draws": [],
-    "kinds": ["torch", "numpy", "random"],  # what a collate function draws from, without draws
+    # Sources of a collate function's draws, where samples draw nothing.
+    "kinds": ["torch", "numpy", "random"],
     "info": False,
     "sampler": None,
     "key": "int",
@@ -76,18 +77,19 @@ ITEMS = [
     *["named", "nested", "ragged", "none", "empty", "half", "mixed"],
 ]
 LAYOUTS = ["channels last", "transposed", "large"]
-FRESH = ("spawn", "forkserver")  # workers that begin as new interpreters: seconds each
+# Workers that begin as new interpreters, which takes seconds each.
+FRESH = ("spawn", "forkserver")
 
 
 class Case(dict):
-    """The options that are not as in `DEFAULTS`."""
+    """The options that differ from `DEFAULTS`."""
 
     def __getattr__(self, name):
         return self.get(name, DEFAULTS[name])
 
     @property
     def is_unordered(self):
-        """Whether the order of batches is a matter of time, at the latest behind some step."""
+        """Return whether the order of batches depends on time, at the latest after some step."""
         numbers = [int(step.split()[1]) for step in self.steps if step.startswith("num_workers")]
         return not self.in_order and max(self.num_workers, *numbers, 0) > 1
 
@@ -97,18 +99,18 @@ class Case(dict):
 
     @property
     def falls_back(self):
-        """Whether no iterator but torch's own can serve it."""
+        """Return whether only torch's own iterator can serve it."""
         return self.dataset == "pipe" or self.context
 
     def fails(self, where):
         return bool(self.error) and self.error["where"] == where
 
 
-# -- making one
+# -- making a case
 
 
 def generate(rng, methods=True):
-    """Return a random case; methods: also by spawn and forkserver, which take seconds."""
+    """Return a random case; `methods` allows spawn and forkserver, which take seconds."""
     case = {
         "seed": rng.randrange(1000),
         "length": rng.choice([0, 1, 2, 3, 5, 7, 8, 11, 12, 16]),
@@ -183,7 +185,8 @@ def generate(rng, methods=True):
         case["steps"] = [f"resume {rng.randrange(5)}"]
     if case.get("method") in FRESH:
         case |= {"num_workers": min(case["num_workers"], 2), "steps": case["steps"][-2:]}
-    if rng.random() < 0.04:  # often one that the constructor, or `iter`, refuses
+    # Often, the constructor or `iter` refuses these.
+    if rng.random() < 0.04:
         odd = {
             "batch_size": None,
             "drop_last": True,
@@ -201,10 +204,11 @@ def generate(rng, methods=True):
 
 
 def settle(options):
-    """Leave out what is at its default, means nothing here, or would depend on the clock."""
+    """Remove options that are at their default, have no meaning here, or depend on the clock."""
     case = Case(options)
     resume = [step for step in case.steps if step.startswith("resume")]
-    if resume:  # what was drawn, or counted, before it is drawn anew: only the samples go on
+    if resume:
+        # Draws and counts before the resume are repeated, so only the samples continue.
         for name in ("draws", "info", "error", "init", "in_order"):
             case.pop(name, None)
         if case.collate in ("count", "draw"):
@@ -221,7 +225,8 @@ def settle(options):
         for name in ("item", "draws", "info"):
             case.pop(name, None)
     if case.fails("iter") and (not case.streams or case.persistent_workers):
-        case.pop("error")  # torch's worker dies of it when it is persistent
+        # This kills a persistent worker of torch's.
+        case.pop("error")
     if case.fails("sampler") and case.sampler not in (
         "own",
         "eager",
@@ -234,24 +239,25 @@ def settle(options):
     if case.layout and case.collate != "same":
         case["collate"] = "same" if resume else "draw"
     if case.fails("init") or case.fails("iter"):
-        # torch's worker answers its first task with this error, and later ones with one of its own.
+        # torch's worker answers its first task with this error, and later ones with its own.
         case["stop"] = True
         case.pop("persistent_workers", None)
     if case.fails("sampler") and case.num_workers > 0:
-        case.pop("draws", None)  # the lost batch: see `observe.alike`
+        # A batch is lost: see `observe.alike`.
+        case.pop("draws", None)
         case.pop("stop", None)
     plain = ("map", "bulk", *(name for name in STREAMS if name != "pipe"))
     if case.init == "dataset" and case.dataset not in plain:
         case.pop("init")
     if case.is_unordered:
-        # Which worker makes a batch, and which one comes first, is a matter of time.
+        # Which worker makes a batch, and which one comes first, depends on time.
         for name in ("draws", "info", "error", "collate", "layout", "init"):
             case.pop(name, None)
         steps = [step for step in case.steps if step in ("epoch", "len", "draw", "generator")]
         case["steps"] = steps or ["epoch"]
     left = case.stop or any(step.startswith(("break", "two")) for step in case.steps)
     if left and case.streams and case.persistent_workers and case.num_workers > 1:
-        # Torch asks the others for one more when it hears that a worker has ended: if in time.
+        # When torch hears that a worker has ended, it asks the others for one more, if in time.
         for name in ("draws", "info", "collate", "layout", "init"):
             case.pop(name, None)
         case["steps"] = [step for step in case.steps if not step.startswith("collate")]
@@ -271,7 +277,7 @@ def settle(options):
 
 
 def smaller(case):
-    """Yield cases with an option, or a step, less, or with smaller numbers."""
+    """Yield cases with an option or a step less, or with smaller numbers."""
     for name in sorted(case):
         yield settle({each: value for each, value in case.items() if each != name})
     for place in range(len(case.steps) if len(case.steps) > 1 else 0):
@@ -294,7 +300,7 @@ def smaller(case):
         yield settle({**case, "collate": "same"})
 
 
-# -- the loader of one
+# -- a case's loader
 
 
 def dataset(case):

@@ -1,6 +1,6 @@
-"""The loader whose workers are threads, and the cases in which it does what torch's processes do.
+"""The loader whose workers are threads, and the cases in which it matches torch's processes.
 
-A data set is shared then, and so are the generators.
+Threads share the data set and the generators.
 """
 
 import json
@@ -19,13 +19,13 @@ class Loader(cseq.adapters.torch.DataLoader):
 
 
 def in_processes(events):
-    """Return events without what says how many processes there are, and that these are none."""
+    """Return events without the number of processes, and without the fact that there are none."""
     text = json.dumps([event for event in events if MANY not in str(event)])
     return json.loads(text.replace("DataLoader worker thread", "DataLoader worker process"))
 
 
 def settled(options):
-    """Return a case without what threads cannot have.
+    """Return a case without the options that threads lack.
 
     - How processes are started (`method`, `context`).
     - What a call leaves in the data set or a collate function (`calls`, `init` of "dataset"): they
@@ -40,7 +40,8 @@ def settled(options):
     case["kinds"] = []
     if case.init in ("dataset", "seed", "draw"):
         case.pop("init")
-    if case.fails("collate"):  # at a number of calls
+    # It fails at a given number of calls.
+    if case.fails("collate"):
         case.pop("error")
     if case.collate == "count":
         case.pop("collate")

@@ -1,6 +1,6 @@
 """Torch's DataLoader with one fault each that another engine may have; all must be found.
 
-`MUTANTS` has for each a case that shows it; `run_differential.py --mutants` looks for others.
+`MUTANTS` has a case for each that shows it; `run_differential.py --mutants` searches for others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import DataLoader, _DatasetKind, _MultiProcessi
 
 
 class NoBaseSeed(DataLoader):
-    """Draws no base seed: the trainer's generator is where it was."""
+    """Draws no base seed: the trainer's generator does not move."""
 
     def _get_iterator(self):
         generator = self.generator or torch.default_generator
@@ -24,8 +24,6 @@ class NoBaseSeed(DataLoader):
 
 
 class FartherAhead(DataLoader):
-    """Takes more from the sampler than torch does."""
-
     def _get_iterator(self):
         given = self.prefetch_factor
         if given is not None:
@@ -37,7 +35,7 @@ class FartherAhead(DataLoader):
 
 
 class WrongLen(DataLoader):
-    """Counts a last short batch in spite of drop_last, for an IterableDataset."""
+    """Counts a last short batch despite drop_last, for an IterableDataset."""
 
     def __len__(self):
         iterable = self._dataset_kind == _DatasetKind.Iterable and self.batch_size
@@ -45,7 +43,7 @@ class WrongLen(DataLoader):
 
 
 class Changed(DataLoader):
-    """Has an iterator with something changed, if there are workers."""
+    """Has an iterator with a change, if there are workers."""
 
     iterator: type
 
@@ -98,7 +96,7 @@ class ErrorOfAnotherType(Changed):
 
 
 class Narrowed(Changed):
-    """Gives float32 for float64."""
+    """Returns float32 for float64."""
 
     class iterator(_MultiProcessingDataLoaderIter):
         def _next_data(self):
@@ -111,7 +109,7 @@ class Narrowed(Changed):
 
 
 class MemoryReused(Changed):
-    """Gives each batch in the memory of the one before, if it has the same shape."""
+    """Returns each batch in the memory of the previous one, if it has the same shape."""
 
     class iterator(_MultiProcessingDataLoaderIter):
         memory = None
@@ -126,7 +124,7 @@ class MemoryReused(Changed):
 
 
 class WrittenOut(Changed):
-    """Gives each tensor in the order of its dimensions."""
+    """Returns each tensor in the order of its dimensions."""
 
     class iterator(_MultiProcessingDataLoaderIter):
         def _next_data(self):
@@ -135,7 +133,7 @@ class WrittenOut(Changed):
 
 
 class LeafOverwritten(Changed):
-    """Writes a batch over what is left of the one before the last."""
+    """Writes a batch over the rest of the one before the last."""
 
     class iterator(_MultiProcessingDataLoaderIter):
         older: tuple[Any, ...] = ()
@@ -149,7 +147,7 @@ class LeafOverwritten(Changed):
 
 
 class BeginsAnew(Changed):
-    """Begins anew after the end."""
+    """Starts again after the end."""
 
     class iterator(_MultiProcessingDataLoaderIter):
         ended = False
@@ -167,7 +165,7 @@ class BeginsAnew(Changed):
 
 
 class Resuming(DataLoader):
-    """Has a state that is right: how many batches there were."""
+    """Has a correct state: the number of batches."""
 
     latest: Any = None
     skip = 0
@@ -187,7 +185,7 @@ class Resuming(DataLoader):
 
 
 class GoesOnLater(Resuming):
-    """Leaves out a batch at a resume."""
+    """Skips a batch at a resume."""
 
     def load_state_dict(self, state):
         self.skip = state["yielded"][0] + 1
@@ -201,7 +199,7 @@ class BeginsAgain(Resuming):
 
 
 class ChangesState(Resuming):
-    """Goes on to change a state that was given to it."""
+    """Later changes a state that was given to it."""
 
     def load_state_dict(self, state):
         super().load_state_dict(state)

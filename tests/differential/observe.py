@@ -1,6 +1,6 @@
-"""What a trainer sees of a loader, as a list of events that can be compared.
+"""A trainer's view of a loader, as a list of events that can be compared.
 
-A loader runs in a process of its own: it may hang or crash, and leaves its state there.
+A loader runs in its own process, where it may hang or crash, and where its state stays.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ import numpy as np
 import parts
 import torch
 
-SECONDS = 90  # that a case may take before it counts as hanging
-MOST = 60  # batches of one epoch: a loader without an end has an end here
+# A case that takes longer counts as hanging.
+SECONDS = 90
+# The most batches of one epoch, which end a loader without an end.
+MOST = 60
 
-# What is raised for samples of unequal size: in a worker of torch the second, if the first one is
-# large enough for all of them to fit in the memory that is made for the batch.
+# The errors for samples of unequal size; a torch worker raises the second one if the first sample
+# is large enough for all of them to fit in the batch's memory.
 UNEQUAL = ("stack expects each tensor to be equal size", "Trying to resize storage that is not")
 
 Event = list[Any]
@@ -41,11 +43,12 @@ Event = list[Any]
 
 
 def plain(value):
-    """Return what a value is, in plain values: its type, its dtype and shape, and all its bits."""
+    """Return a value in plain values: its type, its dtype and shape, and all its bits."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor):
         bits = ""
-        if value.numel():  # or its strides may be those of numpy's arrays: zero
+        if value.numel():
+            # Without elements, strides may be numpy's: zero.
             bits = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()
         about = [name, str(value.dtype), list(value.shape), value.requires_grad]
         if value.numel() > 1000:
@@ -73,7 +76,6 @@ def plain(value):
 
 
 def bare(text):
-    """Return a text without the addresses of objects."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -87,7 +89,7 @@ def tensors(value):
 
 
 def fill(tensor):
-    """Write to all memory of a tensor; torch refuses to where elements are in several places."""
+    """Write to all of a tensor's memory; torch refuses if elements are in several places."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel():
         tensor.as_strided((1 + sum((size - 1) * step for size, step in steps),), (1,)).fill_(0)
@@ -98,7 +100,7 @@ def shown(value):
 
 
 def failure(error):
-    """Return what is asked of an error: type, first line of the text, and the worker it is from.
+    """Return an error's type, the first line of its text, and its worker.
 
     torch's text begins "Caught X in DataLoader worker process w." and ends with the original text,
     in a traceback; others may keep the text, and have that line in a note, or the worker in the
@@ -117,9 +119,8 @@ def failure(error):
         name = re.match(r"Caught (\S+)", text).group(1)
         said = re.findall(rf"^(?:[\w.]+\.)?{re.escape(name)}(?:: (.*))?$", text, re.MULTILINE)
         text = said[-1] if said else text
-    first = re.sub(
-        r"\w+Iter(ator)?\b", "Iter", text.split("\n")[0]
-    )  # the name of an iterator's class
+    # The name of an iterator's class does not matter.
+    first = re.sub(r"\w+Iter(ator)?\b", "Iter", text.split("\n")[0])
     if first.startswith(UNEQUAL):
         first = UNEQUAL[0]
     return [
@@ -143,7 +144,7 @@ def generators(loader):
 
 
 class Trainer:
-    """Does the steps of a case, and writes down what it sees."""
+    """Does the steps of a case, and records what it sees."""
 
     def __init__(self, case, cls):
         self.case = case
@@ -151,9 +152,11 @@ class Trainer:
         self.events: list[Event] = []
         self.warned: list[tuple[str, str]] = []
         self.loader: Any = None
-        self.begun = 0  # iterators
-        self.kept: list[tuple[Any, Any]] = []  # batches of this step, as they were and as they are
-        self.leaves: list[tuple[Any, Any]] = []  # of all batches, the smallest tensor of each
+        self.begun = 0
+        # Batches of this step, as they were and as they are.
+        self.kept: list[tuple[Any, Any]] = []
+        # The smallest tensor of each batch.
+        self.leaves: list[tuple[Any, Any]] = []
 
     def see(self, name, *values):
         for category, message in self.warned:
@@ -164,13 +167,13 @@ class Trainer:
         self.events.append([name, *values])
 
     def warn(self, message, category, *_):
-        """Note a warning, unless it is of a worker thread: in a process it is not seen."""
+        """Record a warning, except a worker thread's: a process's would not be seen."""
         if not threading.current_thread().name.startswith("cseq-w"):
             self.warned.append((category.__name__, str(message)))
 
     @contextlib.contextmanager
     def seeing(self, name):
-        """Write an error down as an event."""
+        """Record an error as an event."""
         try:
             yield
         except StopIteration:
@@ -179,7 +182,6 @@ class Trainer:
             self.see(f"{name}: error", *failure(error))
 
     def run(self):
-        """Make the loader, do the steps, and return the events."""
         torch.manual_seed(self.case.seed)
         np.random.seed(self.case.seed)  # noqa: NPY002
         random.seed(self.case.seed)
@@ -195,7 +197,8 @@ class Trainer:
                         getattr(self, name)(value)
                     self.drop()
                     gc.collect()
-                    if name != "resume":  # a new loader draws for itself
+                    if name != "resume":
+                        # A new loader has its own draws.
                         self.see(f"after {step}", generators(self.loader))
                 self.see("leaves", all(plain(leaf) == was for was, leaf in self.leaves))
                 self.see("attributes", plain(attributes(self.loader)))
@@ -203,7 +206,7 @@ class Trainer:
         return self.events
 
     def batch(self, iterator, name):
-        """Take a batch; false if there is none."""
+        """Take a batch; return False if there is none."""
         try:
             batch = next(iterator)
         except StopIteration:
@@ -222,9 +225,9 @@ class Trainer:
         return True
 
     def drop(self):
-        """Look at a step's batches again: they must have stayed, and can be written."""
+        """Inspect a step's batches again: they must be unchanged and writable."""
         self.see("kept", all(plain(batch) == was for was, batch in self.kept))
-        # A sample of torch's may be the memory of the data set in a worker that stays.
+        # In a persistent worker, a sample of torch's may be the data set's memory.
         made = self.case.batch_size is not None and self.case.collate is None
         if made or not self.case.persistent_workers:
             for _, batch in self.kept:
@@ -233,17 +236,17 @@ class Trainer:
         self.kept.clear()
 
     def taken(self):
-        """Return how many keys were taken from a sampler of ours."""
+        """Return the number of keys taken from our sampler."""
         samplers = (self.loader.batch_sampler, self.loader.sampler)
         return [sampler.taken for sampler in samplers if isinstance(sampler, parts.Sampler)]
 
     def asks(self):
-        """Whether a sampler that has a state was asked for it more often than twice an epoch."""
+        """Return whether a sampler with a state was asked for it more than twice an epoch."""
         samplers = (self.loader.batch_sampler, self.loader.sampler)
         return any(getattr(each, "asked", 0) > 2 * self.begun + 1 for each in samplers)
 
     def take(self, iterator, name, most=MOST):
-        """Take batches; false if they have come to an end."""
+        """Take batches; return False at their end."""
         return all(self.batch(iterator, f"{name} {number}") for number in range(most))
 
     def begin(self):
@@ -254,7 +257,7 @@ class Trainer:
             self.see("len of iter", len(iterator))
         return iterator
 
-    # the steps
+    # -- the steps
 
     def epoch(self, value):
         iterator = self.begin()
@@ -263,7 +266,7 @@ class Trainer:
             self.batch(iterator, "again")
 
     def forever(self, value):
-        """Epochs of which each begins at once where the last one ended."""
+        """Run epochs without a pause in between."""
         for _ in range(int(value)):
             self.begun += 1
             self.take(iter(self.loader), "batch")
@@ -272,7 +275,7 @@ class Trainer:
         self.take(self.begin(), "batch", int(value))
 
     def two(self, value):
-        """Two iterators in turn, of which the second one is dropped first."""
+        """Alternate between two iterators; the second one is dropped first."""
         first, second = self.begin(), self.begin()
         self.see("two", first is second)
         for number in range(int(value)):
@@ -282,9 +285,10 @@ class Trainer:
         self.take(first, "first")
 
     def resume(self, value):
-        """The rest of an epoch: if there are states, of a new loader, while the old one goes on.
+        """Take the rest of an epoch, from a new loader if there are states, while the old one
+        continues.
 
-        A state that is kept stays as it is. It is empty where torch's own iterator is used.
+        A kept state does not change. It is empty if torch's own iterator is used.
         """
         iterator = self.begin()
         if not self.take(iterator, "batch", int(value)):
@@ -303,12 +307,12 @@ class Trainer:
             stays = stays and pickle.dumps(state) == was
         else:
             rest = self.rest(iterator)
-        self.warned.clear()  # of one loader more
+        # The warnings are of one more loader.
+        self.warned.clear()
         self.see("rest", rest)
         self.see("state stays", stays)
 
     def rest(self, iterator, most=MOST):
-        """Return the next batches."""
         found = []
         for _ in range(most):
             try:
@@ -343,7 +347,7 @@ setattr(Trainer, "break", Trainer.break_)
 
 
 def attributes(loader):
-    """Return those attributes of a loader that torch's class has, objects by their type."""
+    """Return the attributes that torch's class has, objects by their type."""
     own = torch.utils.data.DataLoader(range(1))
     there = {
         name: value
@@ -366,17 +370,18 @@ def attributes(loader):
     return dict(sorted(there.items()))
 
 
-# -- in a process of its own
+# -- in a separate process
 
 
 class Observation:
-    """A trainer that runs in a process of its own, from now on; `events` waits for its end."""
+    """A trainer that runs in its own process; `events` waits for the end."""
 
     def __init__(self, case, path):
         self.result = tempfile.TemporaryFile()
         self.stderr = tempfile.TemporaryFile()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside other threads
+            # A fork beside other threads causes a warning.
+            warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -386,12 +391,15 @@ class Observation:
             except BaseException:
                 traceback.print_exc(file=open(2, "w", closefd=False))
             finally:
-                os._exit(1)  # reached only without a result
+                # This is reached only without a result.
+                os._exit(1)
 
     def child(self, case, path):
-        gc.freeze()  # or each collection walks all of torch
-        torch.set_num_threads(1)  # OpenMP would wait for threads that were not forked
-        # Not dump_traceback_later: it would wait for pytest's thread of that name, not forked.
+        # Without this, each collection would visit all of torch.
+        gc.freeze()
+        # OpenMP would wait for threads that the fork lacks.
+        torch.set_num_threads(1)
+        # dump_traceback_later would wait for pytest's thread of that name, which the fork lacks.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         faulthandler.enable(2)
         faulthandler.register(signal.SIGALRM, file=2, all_threads=True, chain=True)
@@ -405,7 +413,8 @@ class Observation:
     def events(self):
         _, status = os.waitpid(self.pid, 0)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what it has left
+            # Its remaining processes end, too.
+            os.killpg(self.pid, signal.SIGKILL)
         with self.result, self.stderr:
             if status == 0:
                 return json.loads(read(self.result))
@@ -427,9 +436,9 @@ def observe(case, *paths):
 
 
 def alike(case, events):
-    """Return the events in a form that two loaders which keep the contract have in common."""
+    """Return the events in a form that all correct loaders share."""
     if case.is_unordered:
-        # Batches that are ready come first: every epoch is sorted.
+        # Ready batches come first, so every epoch is sorted.
         batches = sorted(
             (event[1:2] for event in events if event[0].startswith("batch ")), key=repr
         )
@@ -438,9 +447,9 @@ def alike(case, events):
 
 
 def lacks_fetcher(torchs, other):
-    """Whether torch raises UnboundLocalError where others raise again what `init` has raised.
+    """Return whether torch raises UnboundLocalError where others raise the error of `init` again.
 
-    Its worker raises that once, and then uses the fetcher that was not made.
+    Its worker raises that error once, and then uses the fetcher that was not made.
     """
     return (
         torchs[0] == other[0]
@@ -454,8 +463,8 @@ def difference(case, first, second):
     """Return the first two events that differ, or None."""
     first, second = alike(case, first), alike(case, second)
     if case.fails("sampler") and case.num_workers > 0:
-        # Where a sampler fails, torch loses the batch, or exception, received in that call; others
-        # may give it.
+        # If a sampler fails, torch loses the batch or exception received in that call; others may
+        # return it.
         mine, theirs = (
             [event[1:2] for event in events if re.match(r"(batch|first|second) \d+$", event[0])]
             for events in (first, second)

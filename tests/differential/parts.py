@@ -1,7 +1,7 @@
-"""What loaders are made of here: data sets, samplers, collate functions, all of them picklable.
+"""Parts of the loaders: data sets, samplers and collate functions, all of them picklable.
 
-Everything depends on its arguments and on the three global generators alone: two loaders that keep
-the same contract give the same.
+Everything depends only on its arguments and on the three global generators, so two correct loaders
+give the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Pair(NamedTuple):
 
 
 def drawn(generators):
-    """Draw a number from each of the named global generators."""
     draw = {
         "torch": lambda: torch.rand(()).item(),
         "numpy": np.random.random,
@@ -40,7 +39,7 @@ def drawn(generators):
 
 
 class Items:
-    """Samples of a kind, with what was drawn for them, and where they were made."""
+    """Samples of a kind, with their draws, and the place where they were made."""
 
     def __init__(self, kind="tuple", draws=(), info=False, error=None):
         self.kind = kind
@@ -93,7 +92,7 @@ class Items:
 
 
 def number_of(key):
-    """Return the number of the sample that a key names."""
+    """Return the number of a key's sample."""
     if isinstance(key, str):
         return int(key.removeprefix("key "))
     return int(key[0]) if isinstance(key, tuple) else int(key)
@@ -109,7 +108,8 @@ class Map(Dataset):
         return self.length
 
     def __getitem__(self, key):
-        if isinstance(key, list):  # bulk loading: the sampler gives batches, batch_size is None
+        if isinstance(key, list):
+            # In bulk loading, the sampler gives batches, and batch_size is None.
             return [self[each] for each in key]
         number = number_of(key)
         if not 0 <= number < self.length:
@@ -118,14 +118,14 @@ class Map(Dataset):
 
 
 class Bulk(Map):
-    """Gives several samples at once, each with the type of the collection of keys."""
+    """Returns several samples at once, each with the type of the keys' collection."""
 
     def __getitems__(self, keys):
         return [(self[key], type(keys).__name__) for key in keys]
 
 
 class Stream(IterableDataset):
-    """Samples of which the workers have unequal shares; a generator, which an error ends."""
+    """Samples in unequal shares for the workers; a generator, which an error ends."""
 
     def __init__(self, length, items):
         self.length = length
@@ -146,14 +146,14 @@ class Stream(IterableDataset):
 
 
 class Counted(Stream):
-    """A stream that knows its length, or says so: what it says is one less."""
+    """A stream with a length, which is one too small."""
 
     def __len__(self):
         return max(0, self.length - 1)
 
 
 class Steps(Stream):
-    """A stream whose iterator goes on behind an error, and draws when it is made."""
+    """A stream whose iterator continues after an error, and draws when it is made."""
 
     def __iter__(self):
         return Step(self.items, self.numbers(), drawn(self.items.draws))
@@ -175,7 +175,7 @@ class Step:
 
 
 class Stateful(Stream):
-    """A stream whose iterator has a state: a list that it goes on to change."""
+    """A stream whose iterator's state is a list that it later changes."""
 
     def __iter__(self):
         return Place(self.items, self.numbers())
@@ -202,21 +202,22 @@ class Place:
 
 
 def pipe(length, items):
-    """Return a datapipe, which has torch's own iterator in any loader."""
+    """Return a datapipe, for which any loader uses torch's own iterator."""
     from torch.utils.data.datapipes.iter import IterableWrapper
 
     return IterableWrapper([items.item(number) for number in range(length)])
 
 
 class Sampler:
-    """Keys of a kind, counted as they are taken; `eager` draws their order in `__iter__` itself."""
+    """Keys of a kind, counted when taken; `eager` draws their order in `__iter__` itself."""
 
     def __init__(self, length, key="int", eager=False, error=None, group=""):
         self.length = length
         self.key = key
         self.eager = eager
         self.error = error or {}
-        self.group = group  # the kind of the batches; none: single keys
+        # The kind of the batches, or none for single keys.
+        self.group = group
         self.taken = 0
 
     def __len__(self):
@@ -245,7 +246,7 @@ class Sampler:
 
 
 class StatefulSampler(Sampler):
-    """Its state is its order, drawn with the first key, and a list of what it has given."""
+    """Its state is its order, drawn with the first key, and a list of the keys it gave."""
 
     asked = 0
     goes_on = False
@@ -268,11 +269,11 @@ class StatefulSampler(Sampler):
 
 
 class Context(type(multiprocessing.get_context("fork"))):
-    """A context that is none of multiprocessing's own."""
+    """A context other than multiprocessing's."""
 
 
 def keyed(kind, number):
-    """Return the key of a kind that names a sample."""
+    """Return a sample's key, of a given kind."""
     return {
         "int": lambda: number,
         "str": lambda: f"key {number}",
@@ -285,7 +286,7 @@ def keyed(kind, number):
 
 
 def grouped(kind, keys):
-    """Return the keys of a batch as a collection of a kind."""
+    """Return a batch's keys as a collection of a given kind."""
     return {
         "list": list,
         "tuple": tuple,
@@ -325,7 +326,7 @@ class Collate:
 
 
 def laid(layout, batch):
-    """Return a batch with each tensor in a layout; large: with more beside each."""
+    """Return a batch with each tensor in a layout; `large` adds more to each."""
     if isinstance(batch, (tuple, list)):
         return [laid(layout, each) for each in batch]
     if isinstance(batch, dict):
@@ -343,7 +344,7 @@ def laid(layout, batch):
 
 
 class Init:
-    """A worker_init_fn: draws, seeds anew, sets the data set's kind, or fails in one worker."""
+    """A worker_init_fn: draws, seeds again, sets the data set's kind, or fails in one worker."""
 
     def __init__(self, kind, error=None):
         self.kind = kind

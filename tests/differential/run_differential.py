@@ -1,12 +1,12 @@
-"""Two loader classes, given the same random cases: a trainer must see the same, bit for bit.
+"""Compares two loader classes on random cases: a trainer must see the same, bit for bit.
 
     python tests/differential/run_differential.py [--cases 200] [--seed 0] [--class A] [--against B]
     python tests/differential/run_differential.py --case '{"num_workers": 2}'
     python tests/differential/run_differential.py --mutants [--cases 200]
 
-The second one compares one case and prints what is seen; the third one looks for a case that shows
-each mutant. A class is module:Class. A case that shows a difference is made smaller, as far as it
-still shows one, and printed as a command. The exit status is 1 if there was a difference.
+The second form compares one case and prints what is seen; the third form searches for a case that
+shows each mutant. A class is module:Class. A case with a difference is reduced as far as it still
+shows one, and printed as a command. The exit status is 1 if there was a difference.
 """
 
 import argparse
@@ -27,7 +27,7 @@ DEFAULT = "cseq.adapters.torch:DataLoader"
 
 
 def compare(case, first, second):
-    """Return the first two events that differ, or None; a batch may be lost by the first alone."""
+    """Return the first two events that differ, or None; only the first loader may lose a batch."""
     return difference(case, *seen(case, first, second))
 
 
@@ -38,12 +38,12 @@ def seen(case, first, second):
 
 
 def prepared(options, second):
-    """Return a case as it can be compared."""
+    """Return a case in a comparable form."""
     return in_threads.settled(options) if second == in_threads.PATH else settle(options)
 
 
 def shrink(case, first, second, seconds=120):
-    """Return the smallest case that still shows a difference, of those found in the time."""
+    """Return the smallest case found in the time that still shows a difference."""
     end = time.monotonic() + seconds
     tried = {json.dumps(case, sort_keys=True)}
     found = True
@@ -63,14 +63,14 @@ def shrink(case, first, second, seconds=120):
 
 
 def command(case, first, second):
-    """Return a line for the shell that compares a case again."""
+    """Return a shell command that compares a case again."""
     script = os.path.relpath(__file__)
     text = shlex.quote(json.dumps(case))
     return f"python {script} --class {second} --against {first} --case {text}"
 
 
 def report(case, first, second, *, small=True):
-    """Print a difference, of the smallest case that shows one."""
+    """Print a difference, with the smallest case that shows one."""
     if small:
         case = shrink(case, first, second)
     print(f"  {command(case, first, second)}")
@@ -89,7 +89,7 @@ def cases(seed, number, *, methods):
 
 
 def search(seed, number, first, second, *, methods, failures):
-    """Compare cases of a seed, and return how many differ; stop after some that do."""
+    """Compare cases of a seed, and return the number of differences; stop after some."""
     began, differ = time.monotonic(), 0
     for each in range(number):
         case = prepared(cases(seed, each, methods=methods), second)
@@ -110,7 +110,7 @@ def search(seed, number, first, second, *, methods, failures):
 
 
 def hunt(seed, number):
-    """Look for a case that shows each mutant; 1 if one was not found."""
+    """Search for a case that shows each mutant; return 1 if one was not found."""
     missed = 0
     for name in MUTANTS:
         path = f"mutants:{name}"
@@ -128,7 +128,6 @@ def hunt(seed, number):
 
 
 def main():
-    """Do what the arguments say."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)

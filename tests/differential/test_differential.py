@@ -1,4 +1,4 @@
-"""The differential test itself: what it finds, and what it passes over."""
+"""The differential test itself: what it finds, and what it ignores."""
 
 import os
 import random
@@ -107,7 +107,8 @@ def test_name_of_the_iterator_is_free():
 
 
 def test_addresses_are_no_difference():
-    case = Case(dataset="stream", sampler="own")  # an error that shows the sampler
+    # This error shows the sampler.
+    case = Case(dataset="stream", sampler="own")
     assert compare(case, OWN, OWN) is None
 
 
@@ -138,4 +139,5 @@ def test_batch_that_torch_loses_may_be_given():
 def test_every_option_is_made():
     made = [generate(random.Random(number)) for number in range(2000)]
     named = {name for case in made for name in case}
-    assert named == set(DEFAULTS) - {"kinds"}  # see in_threads.py
+    # See in_threads.py.
+    assert named == set(DEFAULTS) - {"kinds"}

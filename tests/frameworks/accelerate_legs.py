@@ -1,8 +1,8 @@
-"""Settings of accelerate, chosen at random: a resumed run beside the uninterrupted one.
+"""Random settings of accelerate: a resumed run, compared with the uninterrupted one.
 
-``accelerate_legs.py rest FIRST COUNT`` compares the batches, with their draws, of both.
-``accelerate_legs.py save|load FOLDER FIRST COUNT`` saves a state in each of some epochs on so many
-ranks, and goes on from it on as many as it is run with then.
+``accelerate_legs.py rest FIRST COUNT`` compares the batches of both, including draws.
+``accelerate_legs.py save|load FOLDER FIRST COUNT`` saves a state in each of some epochs, and
+continues from it on the current number of ranks.
 """
 
 import json
@@ -27,7 +27,7 @@ EPOCHS = 4
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Samples that know their number and a draw."""
+    """Samples with their number and a draw."""
 
     def __init__(self, length):
         self.length = length
@@ -40,7 +40,7 @@ class Augmented(torch.utils.data.Dataset):
 
 
 def prepared(length, config, **options):
-    """Make a loader and have accelerate prepare it."""
+    """Make a loader, prepared by accelerate."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True, **config)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     is_order, data = options.pop("order", False), Augmented(length)
@@ -55,7 +55,7 @@ def prepared(length, config, **options):
 
 
 def gathered(value):
-    """Return what all ranks have."""
+    """Return the items of all ranks."""
     found = [value]
     if dist.is_initialized():
         found = [None] * dist.get_world_size()
@@ -64,10 +64,10 @@ def gathered(value):
 
 
 def rest(seed):
-    """Return what is wrong with the rest of a run, if anything is.
+    """Return the faults in the rest of a run.
 
-    Two things are accelerate's: a dispatcher pads with the first batch that it has seen, and with
-    `split_batches` it makes one batch again. Neither is chosen.
+    Two faults are accelerate's own, and are avoided: a dispatcher pads with its first batch, and
+    with `split_batches` it makes one batch again.
     """
     chosen = random.Random(seed)
     dispatch = chosen.random() < 0.3
@@ -105,7 +105,7 @@ def rest(seed):
     if None in states:
         return None
     loader = prepared(length, config, **options)
-    # Ranks that seed themselves have draws of their own.
+    # Ranks that seed themselves have their own draws.
     loader.load_state_dict(state if options["order"] and not dispatch else states[0])
     torch.set_rng_state(generator)
     found = []
@@ -117,7 +117,7 @@ def rest(seed):
 
 
 def worlds(mode, folder, seed):
-    """Save a state and what was seen before it, or go on from it on another number of ranks."""
+    """Save a state and the batches before it, or continue from it on another number of ranks."""
     chosen = random.Random(seed)
     length, taken, size = chosen.randint(30, 200), chosen.randint(1, 2), 12
     config = {
@@ -150,7 +150,7 @@ def worlds(mode, folder, seed):
 
 
 def main(mode, *arguments):
-    """Print what is wrong, as JSON, on rank 0."""
+    """Print the faults as JSON, on rank 0."""
     *folder, first, count = arguments
     seeds = range(int(first), int(first) + int(count))
     if mode == "rest":
@@ -159,7 +159,8 @@ def main(mode, *arguments):
         wrong = [text for seed in seeds if (text := worlds(mode, *folder, seed))]
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(wrong))
-    if dist.is_initialized():  # otherwise gloo's threads may abort the process at its end
+    if dist.is_initialized():
+        # Otherwise gloo's threads may abort the process at its end.
         dist.destroy_process_group()
 
 

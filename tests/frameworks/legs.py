@@ -1,6 +1,6 @@
-"""Runs that are killed, and resumed from a checkpoint, beside the uninterrupted one.
+"""Runs that are killed and resume from a checkpoint, compared with the uninterrupted one.
 
-Each run is a forked process, or one for each rank: what is imported once serves all.
+Each run is a forked process, or one for each rank, so imports happen once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Samples that know their number and some draws."""
+    """Samples with their number and some draws."""
 
     def __init__(self, length):
         self.length = length
@@ -39,7 +39,7 @@ class Augmented(torch.utils.data.Dataset):
 
 
 class Collator:
-    """Masks at random, and counts the samples that all processes have made."""
+    """Masks at random, and counts the samples made by all processes."""
 
     def __init__(self):
         self.made = multiprocessing.get_context("fork").Value("l", 0)
@@ -53,13 +53,13 @@ class Collator:
 
 
 class Net(torch.nn.Module):
-    """Takes down what it is called with, and its losses.
+    """Records its calls and its losses.
 
     Parameters
     ----------
     dropout : float
     kill_at : int, optional
-        The batch of the training at which rank 0 kills itself.
+        The training batch at which rank 0 kills itself.
     """
 
     def __init__(self, dropout=0.0, kill_at=None):
@@ -81,7 +81,7 @@ class Net(torch.nn.Module):
 
 
 def on_ranks(ranks, function, *args):
-    """Call a function in a forked process for each rank; None: one of them was killed."""
+    """Call a function in a forked process for each rank; return None if one of them was killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -107,7 +107,8 @@ def on_ranks(ranks, function, *args):
             sys.stdout.flush()
             os._exit(status)
     codes = []
-    for pid in pids:  # the first one is that which kills itself
+    # The first process is the one that kills itself.
+    for pid in pids:
         if any(codes):
             os.kill(pid, signal.SIGKILL)
         codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -119,15 +120,15 @@ def on_ranks(ranks, function, *args):
 
 
 def count(*batches):
-    """Return how many samples there are."""
+    """Return the number of samples."""
     return sum(len(x) for x, _ in batches)
 
 
 def wrong_with(whole, rest, taken, spare=0):
-    """Return what differs on each rank between a run and the rest of one, behind a checkpoint.
+    """Return each rank's differences between a run and the rest of one after a checkpoint.
 
-    `taken`: batches before that. Both have, for each rank, what a network has seen, how many
-    samples were made, and how many of these it should have had, but for the `spare` ones.
+    `taken` batches came before. For each rank, both have what a network has seen, the number of
+    samples made, and the number it should have, except for the `spare` ones.
     """
     wrong = []
     for rank, ((theirs, *_), (ours, made, had)) in enumerate(zip(whole, rest, strict=True)):
@@ -142,9 +143,9 @@ def wrong_with(whole, rest, taken, spare=0):
 
 
 def main(leg):
-    """Run ``SCRIPT RANKS FIRST COUNT``: print what is wrong with so many legs, as JSON.
+    """Run ``SCRIPT RANKS FIRST COUNT``: print the faults of COUNT legs as JSON.
 
-    `leg` takes a generator and the number of ranks, and returns its setting, and what is wrong.
+    `leg` takes a generator and the number of ranks, and returns its setting and its faults.
     """
     ranks, first, count = map(int, sys.argv[1:])
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Settings of Lightning, chosen at random: a run that is killed and resumed; see `legs`."""
+"""Random settings of Lightning: a run that is killed and resumes; see `legs`."""
 
 import warnings
 from pathlib import Path
@@ -17,7 +17,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": 
 
 
 class Module(lightning.LightningModule):
-    """Has the training loaders, with these options, and the validation loaders."""
+    """Has the training loaders with the given options, and the validation loaders."""
 
     def __init__(self, net, samples, options, held_out, own):
         super().__init__()
@@ -52,7 +52,7 @@ class Module(lightning.LightningModule):
 
 
 def train(samples, loaders, saver, options, resume, kill_at):
-    """Train; return what `legs.wrong_with` needs: the batches of the training count."""
+    """Train; return the data of `legs.wrong_with`, in which the training's batches count."""
     warnings.simplefilter("ignore")
     lightning.seed_everything(3, verbose=False)
     module = Module(net := legs.Net(0.0, kill_at), samples, *loaders)
@@ -71,9 +71,9 @@ def train(samples, loaders, saver, options, resume, kill_at):
 
 
 def leg(chosen, ranks):
-    """Train, be killed, and resume from one of the checkpoints.
+    """Train, die, and resume from one of the checkpoints.
 
-    None is chosen that lies between two steps of the optimiser: it has no gradients.
+    Checkpoints between two steps of the optimiser are avoided, as they lack gradients.
     """
     samples, batch = chosen.randint(30, 70), chosen.choice((4, 8))
     workers = chosen.choice((0, 2))
@@ -132,7 +132,7 @@ def leg(chosen, ranks):
     assert rest is not None
     if len(whole[0][0][True]) != EPOCHS * length:
         return setting, [f"{len(whole[0][0][True])} batches, not {EPOCHS * length}"]
-    # What Lightning has prefetched for an epoch that is left early, or before it loads a state.
+    # Lightning has prefetched this for an abandoned epoch, or before it loads a state.
     epochs = EPOCHS if "limit_train_batches" in options else int(more == 0)
     return setting, legs.wrong_with(whole, rest, taken, 2 * workers * batch * epochs)
 

@@ -1,24 +1,14 @@
-"""Train with a recipe of how-to/dataloader-frameworks.md, and write down the events as JSON.
+"""Train with a recipe of how-to/dataloader-frameworks.md, and write the events as JSON.
 
 ``loader_runs.py MODULE FOLDER RUNS`` calls ``MODULE.train(**options)`` for each of RUNS, a list of
 dicts:
 
-``options``
-    Of `train`.
-``loader`` : 'torch', 'torchdata' or 'cseq'
-    Whose class the recipe's loaders are of; the recipe's own, if it is left out.
-``arguments``
-    Of those loaders, in place of the recipe's.
-``plain``
-    Whether to leave out `SaveState`.
-``installed``
-    Whether to call `cseq.adapters.torch.install` for this run.
-``rng``
-    `cseq.adapters.torch.defaults.rng` for this run.
-``where``
-    The name of a folder in FOLDER that it runs in; the same one for a run and its resume.
-``killed``
-    The batch of the training at which the process kills itself.
+``options`` Of `train`. ``loader`` : 'torch', 'torchdata' or 'cseq' Whose class the recipe's loaders
+are of; the recipe's own, if it is left out. ``arguments`` Of those loaders, instead of the
+recipe's. ``plain`` Whether to leave out `SaveState`. ``installed`` Whether to call
+`cseq.adapters.torch.install` for this run. ``rng`` `cseq.adapters.torch.defaults.rng` for this run.
+``where`` The name of a folder in FOLDER that it runs in; the same one for a run and its resume.
+``killed`` The batch of the training at which the process kills itself.
 
 Each rank writes ``rank0.json``, ``rank1.json`` into FOLDER: a list of dicts, see `main`.
 """
@@ -45,15 +35,14 @@ from cseq.adapters.torch.iterator import LoaderIterator
 
 import samples
 
-CHANGED = {"DataLoader", "SaveState"}  # what a run may change in a recipe
-GRACE = 10.0  # seconds in which worker processes have to end
+# Names that a run may change in a recipe.
+CHANGED = {"DataLoader", "SaveState"}
+# Seconds in which worker processes must end.
+GRACE = 10.0
 
 
 def batches_of_nets(training, held_out, losses, run):
-    """Take down what `samples.Net` is called with, while it trains and while it does not.
-
-    And the losses of both.
-    """
+    """Record the calls and the losses of `samples.Net`, in training and otherwise."""
     forward = samples.Net.forward
 
     def recording(self, x, labels):
@@ -68,7 +57,7 @@ def batches_of_nets(training, held_out, losses, run):
 
 
 def iterators_of_torch(counts):
-    """Count the iterators of torch's own that have workers."""
+    """Count torch's own iterators with workers."""
     init = names.Workers.__init__
 
     def counted(self, loader):
@@ -79,10 +68,7 @@ def iterators_of_torch(counts):
 
 
 def batches_of_workers(counts):
-    """Count the batches that come from cseq's workers, which are other processes.
-
-    And how often persistent workers are ended by the framework.
-    """
+    """Count the batches from cseq's workers, and how often a framework ends persistent ones."""
     take = LoaderIterator.__next__
     shut = LoaderIterator._shutdown_workers
 
@@ -101,7 +87,7 @@ def batches_of_workers(counts):
 
 
 class Lines(logging.Handler):
-    """Collects what cseq logs as a warning or worse."""
+    """Collects cseq's log records from warnings up."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
@@ -112,7 +98,7 @@ class Lines(logging.Handler):
 
 
 def children():
-    """Name the processes that this one has started and that are there."""
+    """Return the live child processes."""
     found = []
     for task in Path("/proc/self/task").glob("*/children"):
         for pid in task.read_text().split():
@@ -122,7 +108,7 @@ def children():
 
 
 def left_behind(before):
-    """Name the processes that are there and were not before, when what ends has ended."""
+    """Return the new processes that stay when others have ended."""
     gc.collect()
     cseq.runs.await_closings(GRACE)
     deadline = time.monotonic() + GRACE
@@ -136,7 +122,7 @@ def left_behind(before):
 
 
 def loader_class(kind, arguments):
-    """Return what a recipe is to call in place of its loader's class."""
+    """Return the replacement of a recipe's loader class."""
     chosen = {"torch": data.DataLoader, "cseq": cseq.DataLoader}.get(kind)
     if kind == "torchdata":
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -153,7 +139,7 @@ def loader_class(kind, arguments):
 
 
 def main(module, folder, runs):
-    """Train, and write."""
+    """Train, and write the events."""
     if "composer" in module:
         import vision  # noqa: F401 - Composer needs a torchvision
     recipe = importlib.import_module(module)
@@ -190,9 +176,10 @@ def main(module, folder, runs):
                 "training": training.copy(),
                 "held_out": held_out.copy(),
                 "losses": losses.copy(),
-                "by_torch": counts["torch"],  # iterators with workers
-                "by_cseq": counts["cseq"],  # batches from workers
-                "ended": counts["ended"],  # iterators with persistent workers
+                "by_torch": counts["torch"],
+                # Batches from workers; what follows counts iterators with persistent workers.
+                "by_cseq": counts["cseq"],
+                "ended": counts["ended"],
                 "log": log.lines.copy(),
                 "left": left_behind(before),
             }

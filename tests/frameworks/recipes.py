@@ -1,4 +1,4 @@
-"""Where the recipes of the pages are, and what their networks were trained with."""
+"""The folder of the pages' recipes, and the batches that train their networks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "frameworks"
 
 SAMPLES, BATCH, EPOCHS = 103, 8, 3
-LENGTH = -(-SAMPLES // BATCH)  # batches in an epoch
+# Batches in an epoch.
+LENGTH = -(-SAMPLES // BATCH)
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -26,25 +27,25 @@ CSEQ_RUN = ("-m", "cseq", "run")
 
 
 class Interrupted(Exception):
-    """Ends a training at a step, as an accident would."""
+    """Ends a training at a step, like an accident."""
 
 
 class Record(list[list[int]]):
-    """The samples of each batch that a network was trained with; interrupts after some."""
+    """The samples of each training batch; interrupts after some."""
 
     def __init__(self, stop_after=None):
         super().__init__()
         self.stop_after = stop_after
 
     def add(self, x):
-        """Take down a batch; its first column has the samples' numbers."""
+        """Record a batch, whose first column has the samples' numbers."""
         if len(self) == self.stop_after:
             raise Interrupted
         self.append([int(number) for number in x[:, 0]])
 
 
 def stream(*epochs, rank=0, world_size=1, **options):
-    """Return the samples of each batch of these epochs, as cseq's test mode has them."""
+    """Return the samples of each batch of these epochs, from cseq's test mode."""
     import data
 
     shard = (rank, world_size) if world_size > 1 else None
@@ -57,7 +58,7 @@ def stream(*epochs, rank=0, world_size=1, **options):
 
 
 def record_torch(monkeypatch, record, held_out=None):
-    """Take down what `net.Net` is called with while it trains, and while it does not."""
+    """Record the calls of `net.Net`, in training and otherwise."""
     import net
 
     forward = net.Net.forward
@@ -73,9 +74,9 @@ def record_torch(monkeypatch, record, held_out=None):
 
 
 def run(command, folder, recipes, *, killed=False):
-    """Run a script in a folder, the recipes importable, the network the loopback alone.
+    """Run a script in a folder with importable recipes, and only loopback as network.
 
-    `killed`: it has to end by its own death.
+    With `killed`, it must kill itself.
     """
     env = {
         **os.environ,
@@ -101,7 +102,7 @@ def run(command, folder, recipes, *, killed=False):
 
 
 def on_two_ranks(module, arguments, folder, recipes, launcher=TORCHRUN):
-    """Run a recipe's `train` in a group of two, and return what each rank was trained with."""
+    """Run a recipe's `train` in a group of two; return each rank's training batches."""
     script = str(Path(__file__).with_name("two_ranks.py"))
     results = [folder / f"rank{rank}.json" for rank in range(2)]
     for path in results:
@@ -111,9 +112,9 @@ def on_two_ranks(module, arguments, folder, recipes, launcher=TORCHRUN):
 
 
 def loader_runs(module, runs, folder, recipes, launcher=(), ranks=1):
-    """Train with a recipe of `cseq.DataLoader` in processes of their own; see loader_runs.py.
+    """Train with a recipe of `cseq.DataLoader` in separate processes; see loader_runs.py.
 
-    Return what each rank has written.
+    Return the output of each rank.
     """
     script = str(Path(__file__).with_name("loader_runs.py"))
     results = [folder / f"rank{rank}.json" for rank in range(ranks)]
@@ -128,10 +129,11 @@ def loader_runs(module, runs, folder, recipes, launcher=(), ranks=1):
 
 
 def recorded(monkeypatch, recipe, stop_after=None, **options):
-    """Call a recipe's `train`, to its end or to an interruption; return what it trained with."""
+    """Call a recipe's `train` to its end or an interruption; return its training batches."""
     record = Record(stop_after)
     with monkeypatch.context() as patch:
-        if hasattr(recipe, "update"):  # JAX's
+        if hasattr(recipe, "update"):
+            # This is JAX's recipe.
             record_update(patch, recipe, record)
         else:
             record_torch(patch, record)
@@ -144,7 +146,7 @@ def recorded(monkeypatch, recipe, stop_after=None, **options):
 
 
 def record_update(monkeypatch, recipe, record):
-    """Take down what a recipe's `update` is called with."""
+    """Record the calls of a recipe's `update`."""
     update = recipe.update
 
     def recording(net, optimizer, x, y):
@@ -155,22 +157,22 @@ def record_update(monkeypatch, recipe, record):
 
 
 class Read:
-    """A manager for a monitor; keeps what the monitor reads, and says what it has to log."""
+    """A manager for a monitor; keeps the monitor's readings, and returns what it must log."""
 
     def __init__(self, manager=None):
         self.manager = manager
         self.readings: list[Any] = []
 
     def stats(self):
-        """Read, and take down."""
+        """Record the reading."""
         self.readings.append(self.manager.stats())
         return self.readings[-1]
 
     def figures(self):
-        """Return those of each window."""
+        """Return the figures of each window."""
         return [now.since(before).as_dict() for before, now in pairwise(self.readings)]
 
 
 def figures_of(logged):
-    """Pick cseq's out of what a framework has logged."""
+    """Select cseq's figures from a framework's log."""
     return {name: value for name, value in logged.items() if name.startswith("cseq/")}

@@ -1,6 +1,6 @@
 """Composer trains on cseq's batches, and its checkpoints hold cseq's state.
 
-In a process of its own, since Composer imports torchvision, for which `vision` stands in there.
+It runs in its own process, as Composer imports torchvision, which `vision` replaces there.
 """
 
 import json
@@ -40,7 +40,7 @@ for options in json.loads(sys.argv[1]):
 
 
 def test_its_epochs_and_its_resumes(recipes, folder):
-    """Three epochs are ours; interrupted in mid-epoch and after one, training goes on exactly."""
+    """Three epochs are cseq's; interrupted in mid-epoch and after one, training resumes exactly."""
     expected = stream(0, 1, 2)
     runs, batches = [{}], [expected]
     for taken, interval in [(5, "5ba"), (20, "20ba"), (LENGTH, f"{LENGTH}ba"), (LENGTH, "1ep")]:
@@ -90,5 +90,5 @@ print("all is well")
 
 
 def test_its_loggers_have_figures(recipes, folder):
-    """Every fifth batch, what stats() says of the batches since, under that batch's timestamp."""
+    """Every fifth batch has the figures of stats() since the last, with that batch's timestamp."""
     assert run(["-c", MONITORED], folder, recipes).endswith("all is well\n")

@@ -1,7 +1,7 @@
-"""The frameworks train on `cseq.DataLoader`'s batches as on those of torch's own loader.
+"""The frameworks train on `cseq.DataLoader`'s batches as on torch's own loader's.
 
-Each recipe of how-to/dataloader-frameworks.md runs with both: what the network gets is compared
-bit for bit, augmentation included. Processes of their own, since both kinds of loaders fork.
+Each recipe of how-to/dataloader-frameworks.md runs with both, and the network's input is compared
+bit for bit, including augmentation. Each run is a process, since both kinds of loaders fork.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     Runs: TypeAlias = Callable[..., list[list[dict[str, Any]]]]
 
 
-LEGS = 5  # settings of a framework and a number of ranks
+# Settings of each framework and number of ranks.
+LEGS = 5
 
 
 def needs(*modules):
-    """Skip a test where one of these modules is not installed."""
+    """Skip a test if one of these modules is not installed."""
     missing = [name for name in modules if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
@@ -41,7 +42,7 @@ def runs(recipes, folder):
 
 
 def with_both(options, **run):
-    """Return a run with torch's loader, and the same one with cseq's."""
+    """Return a run with torch's loader, and the same run with cseq's."""
     return [
         {**run, "options": options, "loader": loader, "where": loader}
         for loader in ("torch", "cseq")
@@ -49,9 +50,9 @@ def with_both(options, **run):
 
 
 def check_served(run, *, ahead=0):
-    """Check that all batches came from cseq's workers, and that nothing is wrong with that.
+    """Check that all batches came from cseq's workers, and without faults.
 
-    `ahead`: batches that the framework took, and did not give to the network.
+    `ahead` allows batches that the framework took without giving them to the network.
     """
     assert run["by_torch"] == 0
     assert run["by_cseq"] == len(run["training"]) + len(run["held_out"]) + ahead
@@ -60,7 +61,7 @@ def check_served(run, *, ahead=0):
 
 
 def check_same(theirs, ours, **options):
-    """Check that a run had the batches that torch's loader has given in another one."""
+    """Check that a run had the batches of another run with torch's loader."""
     assert theirs["by_torch"] > 0
     assert theirs["by_cseq"] == 0
     check_served(ours, **options)
@@ -70,14 +71,14 @@ def check_same(theirs, ours, **options):
 
 
 def numbers(run):
-    """Return which samples each batch of a training had."""
+    """Return the samples of each training batch."""
     return [[int(row[0]) for row in x] for x, _ in run["training"]]
 
 
 def check_whole(*ranks):
-    """Check that a training had all samples in each epoch, and that no two had the same draws.
+    """Check that each epoch of a training had all samples, and no equal draws.
 
-    Ranks get a few samples twice, so that all have as many batches.
+    Ranks get a few samples twice, so that all have equally many batches.
     """
     length = -(-LENGTH // len(ranks))
     for run in ranks:
@@ -92,10 +93,10 @@ def check_whole(*ranks):
 
 
 def check_killed(runs, module, stops, ranks=1, **run):
-    """Check that a run which was killed goes on as the uninterrupted one, to the last bit.
+    """Check that a killed run continues like the uninterrupted one, to the last bit.
 
-    `stops`: batches that were trained with, and where that checkpoint is. `run` has `launcher`, the
-    options of the recipe, and the name of its argument for that.
+    `stops` has numbers of training batches and their checkpoints. `run` has `launcher`, the
+    recipe's options, and the name of its argument for a checkpoint.
     """
     launcher, options, resume = run.pop("launcher", ()), run.pop("options", {}), run.pop("resume")
     whole = {**run, "options": options, "where": "whole"}
@@ -104,7 +105,8 @@ def check_killed(runs, module, stops, ranks=1, **run):
     assert runs(module, [killed], launcher=launcher, ranks=ranks) == []
     found = runs(module, [whole, *rests], launcher=launcher, ranks=ranks)
     for first, *others in found:
-        check_served({**first, "left": []})  # Lightning has started another rank, which stays
+        # Lightning has started another rank, which stays.
+        check_served({**first, "left": []})
         for taken, rest in zip(stops, others, strict=True):
             check_served(rest)
             assert rest["training"] == first["training"][taken:]
@@ -118,7 +120,7 @@ def check_killed(runs, module, stops, ranks=1, **run):
 
 
 def check_legs(name, folder, recipes, ranks, *, first):
-    """Check that settings chosen at random are exact: a run that is killed, and resumed."""
+    """Check that random settings are exact: a run that is killed, and resumes."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / name)
     output = run_script([script, *map(str, (ranks, first, LEGS))], folder, recipes)
     assert json.loads(output.splitlines()[-1]) == {}
@@ -129,7 +131,7 @@ def check_legs(name, folder, recipes, ranks, *, first):
 
 @needs("accelerate")
 def test_accelerate(runs):
-    """The unchanged script, run by `cseq run`; a resume is what torch's is."""
+    """`cseq run` runs the unchanged script; a resume is the same as torch's."""
     trainings = [{}, {"options": {"resume": "1-5"}}]
     [theirs] = runs("loader_accelerate", trainings)
     [ours] = runs("loader_accelerate", trainings, launcher=CSEQ_RUN)
@@ -141,7 +143,7 @@ def test_accelerate(runs):
 
 @needs("accelerate")
 def test_accelerate_on_two_ranks(runs):
-    """Each rank has what it has with torch's; also where rank 0 gets the batches of all."""
+    """Each rank has the same as with torch's loader, even if rank 0 gets the batches of all."""
     trainings = [
         {},
         {"options": {"resume": "1-5"}},
@@ -165,7 +167,7 @@ def test_accelerate_on_two_ranks(runs):
 @needs("accelerate", "torchdata")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_accelerates_own_states(runs, ranks):
-    """With `use_stateful_dataloader` and ours in torchdata's place, a resume is exact."""
+    """With `use_stateful_dataloader`, and cseq's class for torchdata's, a resume is exact."""
     trainings = [{}, {"options": {"resume": "1-5"}}]
     launcher = TORCHRUN if ranks > 1 else ()
     found = runs("loader_accelerate_state", trainings, launcher=launcher, ranks=ranks)
@@ -178,14 +180,14 @@ def test_accelerates_own_states(runs, ranks):
 
 @needs("accelerate", "torchdata")
 def test_accelerates_settings(folder, recipes):
-    """A resumed run has the batches, and draws, of the uninterrupted one in each of 60 settings."""
+    """In each of 60 settings, a resumed run has the uninterrupted one's batches and draws."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
     assert json.loads(run_script([*TORCHRUN, script, "rest", "0", "60"], folder, recipes)) == []
 
 
 @needs("accelerate", "torchdata")
 def test_accelerate_on_other_ranks(folder, recipes):
-    """The state of two ranks goes on with three, and no sample is lost."""
+    """Three ranks continue from the state of two, and no sample is lost."""
     script = str(recipes.parents[1] / "tests" / "frameworks" / "accelerate_legs.py")
     arguments = [str(folder), "0", "40"]
     run_script([*TORCHRUN, script, "save", *arguments], folder, recipes)
@@ -199,7 +201,7 @@ def test_accelerate_on_other_ranks(folder, recipes):
     [("loader_accelerate", 1), ("loader_accelerate", 2), ("loader_accelerate_state", 1)],
 )
 def test_accelerate_killed(runs, module, ranks):
-    """`skip_first_batches` is exact with `rng="batch"`, as a state is; no batch is made again."""
+    """With `rng="batch"`, `skip_first_batches` is as exact as a state, and repeats no batch."""
     run = {"launcher": TORCHRUN if ranks > 1 else (), "resume": "resume", "rng": "batch"}
     taken = -(-LENGTH // ranks) + 5
     check_killed(runs, module, {taken: "1-5"}, ranks, installed=True, **run)
@@ -210,7 +212,7 @@ def test_accelerate_killed(runs, module, ranks):
 
 @needs("transformers")
 def test_the_trainer(runs):
-    """Training, evaluation, a resume that skips batches, one that does not, persistent workers."""
+    """There are training, evaluation, resumes with and without skips, and persistent workers."""
     trainings = [
         {"eval_strategy": "epoch"},
         {"resume": "checkpoints/checkpoint-20"},
@@ -227,7 +229,8 @@ def test_the_trainer(runs):
     )
     theirs, ours = found[::2], found[1::2]
     for other, mine, options in zip(theirs, ours, trainings, strict=True):
-        check_same(other, mine, ahead="ignore_data_skip" in options)  # it stops in mid-epoch
+        # The run stops in mid-epoch.
+        check_same(other, mine, ahead="ignore_data_skip" in options)
     check_whole(ours[0])
     assert len(ours[0]["held_out"]) == EPOCHS * LENGTH
     assert numbers(ours[1]) == numbers(ours[0])[20:]
@@ -235,7 +238,7 @@ def test_the_trainer(runs):
 
 @needs("transformers")
 def test_the_trainer_on_two_ranks(runs):
-    """An unchanged script, which torchrun starts by `cseq run`."""
+    """torchrun starts an unchanged script through `cseq run`."""
     trainings = [{}, {"options": {"resume": "checkpoints/checkpoint-10"}}]
     theirs = runs("loader_transformers", trainings, launcher=TORCHRUN, ranks=2)
     ours = runs("loader_transformers", trainings, launcher=(*TORCHRUN, *CSEQ_RUN), ranks=2)
@@ -249,7 +252,7 @@ def test_the_trainer_on_two_ranks(runs):
 @needs("transformers")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_trainer_killed(runs, ranks):
-    """With `rng="batch"` a resume is exact in mid-epoch and between epochs, with evaluations."""
+    """With `rng="batch"`, a resume is exact in mid-epoch and between epochs, with evaluations."""
     length = -(-LENGTH // ranks)
     stops = {taken: f"checkpoints/checkpoint-{taken}" for taken in (length, length + 3)}
     check_killed(
@@ -268,13 +271,13 @@ def test_the_trainer_killed(runs, ranks):
 @needs("transformers")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_trainers_settings(folder, recipes, ranks):
-    """A resume is exact with dropout and random masks, and any sampler, with `SeedEpochs`."""
+    """With `SeedEpochs`, a resume is exact with dropout, random masks and any sampler."""
     check_legs("trainer_legs.py", folder, recipes, ranks, first=125)
 
 
 # ── Lightning ──────────────────────────────────────────────────────────────────────────────
 
-# What Lightning calls itself: no progress bar, whose thread would be there.
+# Lightning's own options, without a progress bar and its thread.
 QUIET = {"logger": False, "enable_progress_bar": False}
 DDP = {**QUIET, "strategy": "ddp", "devices": 2}
 
@@ -282,20 +285,21 @@ DDP = {**QUIET, "strategy": "ddp", "devices": 2}
 @needs("lightning")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_lightning(runs, persistent):
-    """Training, and validation with a loader that Lightning asks for in a hook."""
+    """Training has a loader, and validation has one that Lightning requests in a hook."""
     arguments = {"rng": "worker", "persistent_workers": persistent}
     both = with_both(QUIET, arguments=arguments, plain=True)
     [[theirs, ours]] = runs("loader_lightning", both)
     check_same(theirs, ours)
     check_whole(ours)
     assert ours["ended"] == (2 if persistent else 0)
-    assert len(ours["held_out"]) == 2 + EPOCHS * LENGTH  # a look at two batches comes first
+    # A check of two batches comes first.
+    assert len(ours["held_out"]) == 2 + EPOCHS * LENGTH
 
 
 @needs("lightning")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_lightning_resumed(runs, persistent):
-    """Its checkpoints have our state: a resume is exact, also in the epochs that follow."""
+    """Its checkpoints have cseq's state: a resume is exact, even in the following epochs."""
     resumed = {**QUIET, "ckpt_path": "checkpoints/step=20.ckpt"}
     run = {"arguments": {"persistent_workers": persistent}}
     [[whole, rest]] = runs(
@@ -309,7 +313,7 @@ def test_lightning_resumed(runs, persistent):
 
 @needs("lightning")
 def test_lightning_resumed_with_torchs_seeds(runs):
-    """The samples are those of the rest; what is drawn begins anew, as the page says."""
+    """The rest has the same samples; draws start again, as the page says."""
     run = {"arguments": {"rng": "worker"}}
     resumed = {**QUIET, "ckpt_path": "checkpoints/step=20.ckpt"}
     [[whole, rest]] = runs(
@@ -324,7 +328,7 @@ def test_lightning_resumed_with_torchs_seeds(runs):
 @needs("lightning")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_lightning_killed(runs, ranks):
-    """`SaveState` makes validation exact, and a checkpoint with the last batch of an epoch."""
+    """`SaveState` makes validation exact, as well as a checkpoint at an epoch's last batch."""
     length = -(-LENGTH // ranks)
     stops = {taken: f"checkpoints/step={taken}.ckpt" for taken in (length, length + 3)}
     check_killed(
@@ -340,13 +344,13 @@ def test_lightning_killed(runs, ranks):
 @needs("lightning")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_lightnings_settings(folder, recipes, ranks):
-    """A resume is exact from each kind of checkpoint, with limits, and two validation loaders."""
+    """A resume is exact from each kind of checkpoint, with limits and two validation loaders."""
     check_legs("lightning_legs.py", folder, recipes, ranks, first=0)
 
 
 @needs("lightning")
 def test_lightning_on_two_ranks(runs):
-    """Lightning makes the loader again, with a DistributedSampler; resumes are exact there, too."""
+    """Lightning remakes the loader with a DistributedSampler; resumes are exact there, too."""
     resumed = {"options": {**DDP, "ckpt_path": "checkpoints/step=10.ckpt"}}
     both = with_both(DDP, arguments={"rng": "worker"}, plain=True)
     trainings = [*both, {"options": DDP}, resumed]
@@ -365,7 +369,7 @@ def test_lightning_on_two_ranks(runs):
 @needs("lightning")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_fabric(runs, ranks):
-    """`setup_dataloaders` takes the loader, and a checkpoint that has it makes resumes exact."""
+    """`setup_dataloaders` takes the loader, and a checkpoint with it makes resumes exact."""
     options = {"strategy": "ddp", "devices": 2} if ranks > 1 else {}
     step = 20 if ranks == 1 else 10
     resumed = {"options": {**options, "resume": f"checkpoints/{step}.ckpt"}}
@@ -385,9 +389,9 @@ def test_fabric(runs, ranks):
 @needs("composer")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_composer(runs, persistent):
-    """It takes a loader that was not begun, ends persistent workers, and a resume is as torch's.
+    """It takes a fresh loader and ends persistent workers; a resume is the same as torch's.
 
-    It makes the batches of a resumed epoch again, and one of each epoch before: so workers that
+    It makes the batches of a resumed epoch again, and one of each earlier epoch, so workers that
     are not persistent have the same seeds.
     """
     arguments = {"persistent_workers": persistent}

@@ -1,4 +1,4 @@
-"""Keras trains on cseq's batches, with torch's and JAX's backends: its epochs, its resumes."""
+"""Keras trains on cseq's batches with the backends of torch and JAX: its epochs, its resumes."""
 
 import json
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from recipes import LENGTH, run, stream
 
 if find_spec("keras") is None:
     pytest.skip("keras is not installed", allow_module_level=True)
-# A process for each backend, since Keras chooses it when it is imported.
+# Each backend has a process, since Keras chooses it at its import.
 DRIVER = """
 import json, sys
 import keras
@@ -36,7 +36,7 @@ for options in json.loads(sys.argv[1]):
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_its_epochs_and_its_resumes(backend, recipes, folder, monkeypatch):
-    """Three epochs are ours; interrupted in mid-epoch and after one, training goes on exactly."""
+    """Three epochs are cseq's; interrupted in mid-epoch and after one, training resumes exactly."""
     pytest.importorskip(backend)
     monkeypatch.setenv("KERAS_BACKEND", backend)
     expected = stream(0, 1, 2)

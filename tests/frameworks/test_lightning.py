@@ -17,7 +17,7 @@ pytest.importorskip("lightning")
 
 
 def fit(monkeypatch, stop_after=None, **options):
-    """Run the recipe; return what it trained with and what it held out."""
+    """Run the recipe; return its training batches and its held-out ones."""
     import with_lightning
 
     record, held_out = Record(stop_after), Record()
@@ -33,7 +33,7 @@ def fit(monkeypatch, stop_after=None, **options):
 
 
 def test_its_epochs_are_ours(monkeypatch):
-    """Three epochs train on ours 0, 1 and 2; a look (two batches) and three epochs are held out."""
+    """Three epochs train on epochs 0 to 2; a check of two batches and three epochs are held out."""
     record, held_out = fit(monkeypatch)
     order = stream(0, shuffle=False)
     assert record == stream(0, 1, 2)
@@ -42,7 +42,7 @@ def test_its_epochs_are_ours(monkeypatch):
 
 @pytest.mark.parametrize("taken", [5, 15, LENGTH, 2 * LENGTH])
 def test_a_resume_gives_the_rest(monkeypatch, taken):
-    """Interrupted after a checkpoint in mid-epoch or with an epoch's last batch, it goes on."""
+    """It continues from a checkpoint in mid-epoch, or with an epoch's last batch."""
     every = taken if taken % LENGTH == 0 else 5
     first, _ = fit(monkeypatch, stop_after=taken + 2, every=every)
     assert first == stream(0, 1, 2)[: taken + 2]
@@ -51,7 +51,7 @@ def test_a_resume_gives_the_rest(monkeypatch, taken):
 
 
 def test_a_limit_ends_epochs_early(monkeypatch):
-    """`limit_train_batches` trains on the beginning of each of our epochs, also after a resume."""
+    """`limit_train_batches` trains on the beginning of each epoch, even after a resume."""
     limits = {"limit_train_batches": 7, "limit_val_batches": 2, "num_sanity_val_steps": 0}
     record, held_out = fit(monkeypatch, every=3, **limits)
     expected = [batch for epoch in range(EPOCHS) for batch in stream(epoch)[:7]]
@@ -63,18 +63,19 @@ def test_a_limit_ends_epochs_early(monkeypatch):
 
 
 def test_two_ranks(recipes, folder):
-    """With `strategy="ddp"` each rank trains on its own shard, at first and after a resume."""
+    """With `strategy="ddp"`, each rank trains on its own shard, before and after a resume."""
     ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
     arguments = {"strategy": "ddp", "devices": 2, "every": 1, "logger": False}
     assert on_two_ranks("with_lightning", arguments, folder, recipes, launcher=()) == ranks
-    for taken in (9, 14):  # in mid-epoch, and after two epochs of seven batches each
+    # These are in mid-epoch, and after two epochs of seven batches each.
+    for taken in (9, 14):
         arguments["ckpt_path"] = f"checkpoints/step={taken}.ckpt"
         rest = on_two_ranks("with_lightning", arguments, folder, recipes, launcher=())
         assert rest == [rank[taken:] for rank in ranks]
 
 
 def test_the_monitor_logs_beside_the_loss(monkeypatch):
-    """Every fifth batch, what stats() says of the batches since, at the step of the loss there."""
+    """Every fifth batch has the figures of stats() since the last ones, at the step of its loss."""
     import lightning
     import with_lightning
     from lightning.pytorch.loggers import CSVLogger
@@ -101,7 +102,8 @@ def test_the_monitor_logs_beside_the_loss(monkeypatch):
         read.manager = batches(shard="auto")
         return read.manager
 
-    steps = [step - 1 for step in range(5, EPOCHS * LENGTH + 1, 5)]  # Lightning's are from 0
+    # Lightning counts steps from 0.
+    steps = [step - 1 for step in range(5, EPOCHS * LENGTH + 1, 5)]
     for manager in (None, read):
         logged.clear()
         trainer = lightning.Trainer(
@@ -116,13 +118,14 @@ def test_the_monitor_logs_beside_the_loss(monkeypatch):
         figures = [(step, found) for step, metrics in logged if (found := figures_of(metrics))]
         assert [step for step, _ in figures] == steps
         assert [step for step, metrics in logged if "training_loss" in metrics] == steps
-        with pytest.raises(UserWarning, match="was not started"):  # it is finished
+        # The manager has finished.
+        with pytest.raises(UserWarning, match="was not started"):
             next(iter(read.manager))
     assert [found for _, found in figures] == read.figures()
 
 
 def test_a_loader_that_does_not_count(folder):
-    """What has no figures is refused, and so is a manager in place of a function."""
+    """An object without figures is refused, and so is a manager instead of a function."""
     from cseq.adapters.lightning import DataModule, Monitor
 
     with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a manager"):

@@ -11,15 +11,16 @@ from recipes import LENGTH, figures_of, on_two_ranks, recorded, stream
 
 
 class Stop(NamedTuple):
-    """Batches before an interruption, those in the checkpoint, and what a recipe is told."""
+    """Batches before an interruption, those in the checkpoint, and the options of both runs."""
 
     after: int
     taken: int
-    options: dict[str, Any]  # of both runs
+    options: dict[str, Any]
     resume: Any
 
 
-AT = (10, LENGTH + 5, LENGTH)  # in mid-epoch, in the next one, between them
+# In mid-epoch, in the next one, and between them.
+AT = (10, LENGTH + 5, LENGTH)
 STOPS = {
     "accelerate": [
         Stop(taken + 2, taken, {}, f"checkpoints/{path}")
@@ -37,7 +38,7 @@ LIBRARIES = {"jax": ("flax", "orbax")}
 
 
 def recipe_of(name):
-    """Import a framework's recipe; skip where there is no such framework."""
+    """Import a framework's recipe; skip if the framework is missing."""
     for library in LIBRARIES.get(name, (name,)):
         if find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
@@ -46,13 +47,13 @@ def recipe_of(name):
 
 @pytest.mark.parametrize("name", STOPS)
 def test_its_epochs_are_ours(monkeypatch, name):
-    """Three epochs train on ours 0, 1 and 2."""
+    """Three epochs train on cseq's epochs 0, 1 and 2."""
     assert recorded(monkeypatch, recipe_of(name)) == stream(0, 1, 2)
 
 
 @pytest.mark.parametrize(("name", "stop"), [(name, stop) for name in STOPS for stop in STOPS[name]])
 def test_a_resume_gives_the_rest(monkeypatch, name, stop):
-    """Interrupted after a checkpoint in mid-epoch or at an epoch's end, it goes on."""
+    """It continues from a checkpoint in mid-epoch or at an epoch's end."""
     recipe, expected = recipe_of(name), stream(0, 1, 2)
     first = recorded(monkeypatch, recipe, stop_after=stop.after, **stop.options)
     assert first == expected[: stop.after]
@@ -68,7 +69,7 @@ def test_a_resume_gives_the_rest(monkeypatch, name, stop):
     ],
 )
 def test_two_ranks(name, resumes, recipes, folder):
-    """Each rank trains on its own shard, at first and after a resume."""
+    """Each rank trains on its own shard, before and after a resume."""
     if name != "ddp":
         recipe_of(name)
     ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]

@@ -1,11 +1,11 @@
-"""The recipes run as a user runs them: each file of the pages as a script, to its end."""
+"""The recipes as a user runs them: each file of the pages as a script, to its end."""
 
 from importlib.util import find_spec
 
 import pytest
 from recipes import CSEQ_RUN, TORCHRUN, run
 
-# The script, the library that it needs, and what runs it. Composer needs a torchvision that fits.
+# The script, its library, and its launcher. Composer needs a torchvision that fits.
 SCRIPTS = [
     ("loader_accelerate", "accelerate", CSEQ_RUN),
     ("loader_accelerate", "accelerate", (*TORCHRUN, *CSEQ_RUN)),
@@ -30,7 +30,7 @@ SCRIPTS = [
 
 @pytest.mark.parametrize(("name", "library", "launcher"), SCRIPTS)
 def test_script(name, library, launcher, recipes, folder, monkeypatch):
-    """It ends well, its resume included."""
+    """It succeeds, and so does its resume."""
     if find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
     monkeypatch.setenv("KERAS_BACKEND", "torch")

@@ -37,13 +37,13 @@ TOKENIZER = {"version": "1.0", "added_tokens": [], "model": WORDLEVEL, **dict.fr
 
 
 class Runner:
-    """Runs legs of `titan_legs`, each in a folder of its own."""
+    """Runs legs of `titan_legs`, each in its own folder."""
 
     def __init__(self, folder, path):
         self.folder, self.path, self.ended = folder, path, {}
 
     def run(self, name, behind=None, **leg):
-        """Run a leg once, `behind` another in its checkpoints; return what the ranks got."""
+        """Run a leg once, after another one in its checkpoints; return the ranks' batches."""
         if name not in self.ended:
             folder = self.folder / name
             shutil.copytree(self.folder / (behind or "data"), folder)
@@ -57,11 +57,11 @@ class Runner:
         return self.ended[name]
 
     def whole(self):
-        """Two ranks, to the end."""
+        """Run two ranks to the end."""
         return self.run("whole", config="validated")
 
     def resumed(self, **leg):
-        """Two ranks are killed in step 8; the leg goes on from their checkpoint of step 6."""
+        """Two ranks are killed in step 8; the leg continues from their checkpoint of step 6."""
         assert self.run("killed", kill_at=SAVED + 2) is None
         return self.run(json.dumps(leg), "killed", **leg)
 
@@ -86,7 +86,7 @@ def runner(tmp_path_factory, recipes):
 
 
 def steps_of(run):
-    """Return the rows of each step, of all ranks: triples of tokens, positions, labels."""
+    """Return the rows of each step from all ranks: triples of tokens, positions, labels."""
     steps = {}
     for rank in run:
         for batch in rank["batches"]:
@@ -95,7 +95,7 @@ def steps_of(run):
 
 
 def is_whole(run):
-    """Tell whether all ranks had as many batches, of as many rows, and have no worker left."""
+    """Return whether all ranks had equally many batches and rows, and have no worker left."""
     counts = {len(rank["batches"]) for rank in run}
     sizes = {len(batch["rows"][0]) for rank in run for batch in rank["batches"]}
     return len(counts) == len(sizes) == 1 and not any(rank["left"] for rank in run)
@@ -109,14 +109,14 @@ def test_finite_data_end_on_all_ranks_at_once(runner):
 
 
 def test_no_row_runs_into_another(runner):
-    """Each row begins at position 0, from which masks are made; others go on by 1, or are 0."""
+    """Each row begins at position 0, from which masks are made; others increase by 1, or are 0."""
     for _, positions, _ in itertools.chain(*steps_of(runner.whole()).values()):
         assert positions[0] == 0
         assert all(b in (0, a + 1) for a, b in itertools.pairwise(positions))
 
 
 def test_the_validator_reads_all(runner):
-    """With steps=-1, it goes through its rows to their end, again and again, on all ranks."""
+    """With steps=-1, it reads its rows to the end, repeatedly, on all ranks."""
     first, *others = [rank["validation"] for rank in runner.whole()]
     steps = len(steps_of(runner.whole()))
     assert [step for step, _ in first] == [1, *range(8, steps + 1, 8)]
@@ -124,7 +124,7 @@ def test_the_validator_reads_all(runner):
 
 
 def test_the_same_ranks_go_on_with_the_same_losses(runner):
-    """Resumed with other workers, two ranks get the rest of their rows, and the same losses."""
+    """After a resume with other workers, two ranks get their remaining rows and equal losses."""
     same = runner.resumed(workers=2)
     for before, after in zip(runner.whole(), same, strict=True):
         assert after["batches"] == [b for b in before["batches"] if b["step"] > SAVED]
@@ -133,7 +133,7 @@ def test_the_same_ranks_go_on_with_the_same_losses(runner):
 
 @pytest.mark.parametrize(("ranks", "rows", "workers"), [(1, 2, 0), (3, 1, 1)])
 def test_other_ranks_go_on_with_the_next_rows(runner, ranks, rows, workers):
-    """One rank and three, of halved batches, share the rest of the rows: all that fill a step."""
+    """One rank and three, with halved batches, share the remaining rows that fill a step."""
     steps = steps_of(runner.whole())
     rest = [row for step, found in steps.items() if step > SAVED for row in found]
     other = runner.resumed(ranks=ranks, rows=rows, workers=workers)

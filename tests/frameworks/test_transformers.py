@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 
 def test_its_epochs_are_ours(monkeypatch):
-    """Three epochs train on ours 0, 1 and 2, with an evaluation after each."""
+    """Three epochs train on cseq's epochs 0, 1 and 2, with an evaluation after each."""
     import with_transformers
 
     record, held_out = Record(), Record()
@@ -30,7 +30,7 @@ def test_its_epochs_are_ours(monkeypatch):
 @pytest.mark.parametrize("options", [{}, {"restore_callback_states_from_checkpoint": True}])
 @pytest.mark.parametrize("taken", [5, 20, LENGTH])
 def test_a_resume_gives_the_rest(monkeypatch, taken, options):
-    """Interrupted after a checkpoint in mid-epoch or at an epoch's end, it goes on."""
+    """It continues from a checkpoint in mid-epoch or at an epoch's end."""
     import with_transformers
 
     save = {"save_steps": taken} if taken % LENGTH else {"save_strategy": "epoch"}
@@ -43,7 +43,7 @@ def test_a_resume_gives_the_rest(monkeypatch, taken, options):
 
 
 def test_accumulated_gradients(monkeypatch):
-    """Batches read ahead for a step with several are not lost by a resume between steps."""
+    """A resume between steps of several batches loses no batch that was read ahead."""
     import with_transformers
 
     options = {"gradient_accumulation_steps": 4, "save_steps": 2}
@@ -54,18 +54,19 @@ def test_accumulated_gradients(monkeypatch):
 
 
 def test_two_ranks(recipes, folder):
-    """Each rank trains on its own shard, at first and after a resume."""
+    """Each rank trains on its own shard, before and after a resume."""
     ranks = [stream(0, 1, 2, rank=rank, world_size=2) for rank in range(2)]
     arguments = {"save_steps": 1}
     assert on_two_ranks("with_transformers", arguments, folder, recipes) == ranks
-    for taken in (9, 14):  # in mid-epoch, and after two epochs of seven batches each
+    # These are in mid-epoch, and after two epochs of seven batches each.
+    for taken in (9, 14):
         arguments["resume"] = f"checkpoints/checkpoint-{taken}"
         rest = on_two_ranks("with_transformers", arguments, folder, recipes)
         assert rest == [rank[taken:] for rank in ranks]
 
 
 def test_the_monitor_logs_beside_the_loss(folder):
-    """Every fifth step, what stats() says of the steps since; the loss of the step stays."""
+    """Every fifth step has the figures of stats() since the last ones; the step's loss stays."""
     import with_transformers
     from transformers import TrainerCallback, TrainingArguments
 
@@ -109,7 +110,7 @@ def test_the_monitor_logs_beside_the_loss(folder):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_the_monitor_of_a_trainer_with_its_own_loaders(folder, persistent):
-    """The loader that the Trainer makes, and accelerate wraps, counts once cseq is installed."""
+    """The Trainer's own loader, wrapped by accelerate, counts once cseq is installed."""
     from transformers import Trainer, TrainingArguments
 
     from cseq.adapters.torch import installed
@@ -139,7 +140,7 @@ def test_the_monitor_of_a_trainer_with_its_own_loaders(folder, persistent):
 
 
 def test_what_does_not_fit_together_is_refused(folder):
-    """A monitor without a Trainer, batches skipped twice, a checkpoint without a state."""
+    """A monitor lacks a Trainer, batches are skipped twice, or a checkpoint lacks a state."""
     import with_transformers
     from transformers import Trainer, TrainingArguments
 

@@ -1,8 +1,8 @@
-"""torchtitan's own trainer on the CPU, its ranks connected by gloo.
+"""torchtitan's own trainer on the CPU, with ranks connected by gloo.
 
-``titan_legs.py LEG`` runs a config of the module `configs` in the present folder, from the newest
-checkpoint there. It prints what each rank was trained with; null: rank 0 has killed itself. LEG
-and what is printed are JSON.
+``titan_legs.py LEG`` runs a config of the module `configs` in the current folder, from its newest
+checkpoint. It prints each rank's training batches, or null if rank 0 has killed itself. LEG and the
+output are JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODULE, ROW, STEPS = "configs", 64, 100
 
 
 def replace_cuda():
-    """Let torchtitan, which asks for CUDA alone, train on the CPU: before the rest is imported."""
+    """Let torchtitan, which requires CUDA, train on the CPU; this precedes its other imports."""
     from torchtitan.tools import utils
 
     utils.device_type, utils.device_module = "cpu", torch.cpu
@@ -49,7 +49,7 @@ def replace_cuda():
 
 
 def attend(q, k, v, *, block_mask=None, **options):
-    """Do what flex attention does, which has no backward on the CPU."""
+    """Replace flex attention, which has no backward on the CPU."""
     mask = None
     if block_mask is not None:
         sizes = block_mask.shape[0], None, q.shape[-2], k.shape[-2]
@@ -62,7 +62,7 @@ def attend(q, k, v, *, block_mask=None, **options):
 
 
 class Leg(NamedTuple):
-    """A run: its ranks, rows of each in a batch, and the step in which rank 0 kills itself."""
+    """A run: its ranks, each one's rows in a batch, and the step in which rank 0 kills itself."""
 
     ranks: int = 2
     rows: int = 2
@@ -72,7 +72,7 @@ class Leg(NamedTuple):
 
 
 def arguments(leg):
-    """Return what a user types behind `torchrun -m torchtitan.train`."""
+    """Return the arguments after `torchrun -m torchtitan.train`."""
     if IS_NEW:
         sizes = {
             "max_context_length": ROW,
@@ -91,7 +91,7 @@ def arguments(leg):
 
 
 def train(leg):
-    """Run torchtitan's `main`, and return what this rank was trained with."""
+    """Run torchtitan's `main`; return this rank's training batches."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -1,4 +1,4 @@
-"""Settings of the Trainer, chosen at random: a run that is killed and resumed; see `legs`.
+"""Random settings of the Trainer: a run that is killed and resumes; see `legs`.
 
 The network has dropout, and the collator masks at random.
 """
@@ -27,7 +27,7 @@ SAMPLERS: list[tuple[dict[str, Any], bool]] = [
 
 
 def train(samples, seeds, options, resume, kill_at):
-    """Train; return what `legs.wrong_with` needs: all batches count."""
+    """Train; return the data of `legs.wrong_with`, in which all batches count."""
     args = TrainingArguments(
         "checkpoints",
         num_train_epochs=EPOCHS,
@@ -55,12 +55,12 @@ def train(samples, seeds, options, resume, kill_at):
 
 
 def leg(chosen, ranks):
-    """Train, be killed, and resume.
+    """Train, die, and resume.
 
-    With `dispatch_batches` on several ranks, accelerate skips as many batches of all ranks as it
-    should of each. That is not chosen. Nor is a checkpoint that is saved before the evaluation at
-    the end of an epoch: the Trainer does not evaluate again, so dropout has other draws. Nor are
-    evaluations in groups by length, for which the Trainer takes samples, and their draws.
+    Three settings are avoided. With `dispatch_batches` on several ranks, accelerate skips as many
+    batches of all ranks as it should of each. After a checkpoint before the evaluation of an epoch,
+    the Trainer does not evaluate again, so dropout has other draws. For evaluations in groups by
+    length, the Trainer takes samples, and their draws.
     """
     sampler, seeds = chosen.choice(SAMPLERS[: len(SAMPLERS) - (ranks > 1)])
     is_divided = "split_batches" in sampler.get("accelerator_config", {})
@@ -80,7 +80,7 @@ def leg(chosen, ranks):
     together = batch if is_divided else batch * ranks
     length = samples // together if drop_last else -(-samples // together)
     steps = -(-length // accumulate)
-    # A third of the checkpoints are those with the last batch of an epoch.
+    # A third of the checkpoints come with the last batch of an epoch.
     step = chosen.randint(1, EPOCHS * steps - 1)
     if chosen.random() < 1 / 3:
         step = steps * chosen.randint(1, EPOCHS - 1)

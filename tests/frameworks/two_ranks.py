@@ -1,4 +1,4 @@
-"""Run a recipe in a process group, and write what each rank's network was trained with.
+"""Run a recipe in a process group, and write each rank's training batches.
 
 ``two_ranks.py MODULE ARGUMENTS`` calls ``MODULE.train(**ARGUMENTS)`` and writes ``rank0.json``,
 ``rank1.json``.

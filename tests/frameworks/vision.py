@@ -1,5 +1,5 @@
-"""Stands in for torchvision, which Composer imports, which the recipes use nothing of, and which
-would have to be built for the torch that is there. What Composer imports of it is made up.
+"""Replaces torchvision, which Composer imports, which the recipes do not use, and which would have
+to be built for the installed torch. What Composer imports of it is invented.
 """
 
 from __future__ import annotations

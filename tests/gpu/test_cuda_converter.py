@@ -1,7 +1,7 @@
-"""Stage 2 on a real CUDA device: streams, page-locked memory, and memory of another process.
+"""Stage 2 on a real CUDA device: streams, page-locked memory, and another process's memory.
 
-Every test is a script of its own, so that CUDA is never initialised in the tests' own process:
-it keeps descriptors and mappings that would be taken for leaks, and cannot be used after a fork.
+Every test is a separate script, so that CUDA is never initialised in the tests' process: it keeps
+descriptors and mappings that would count as leaks, and cannot be used after a fork.
 """
 
 import textwrap
@@ -55,7 +55,7 @@ def check(run_anew):
 
 
 def test_finding_out_does_not_initialise_cuda(check):
-    """Looking for CUDA does not initialise it; a device that is not there is an error."""
+    """Looking for CUDA does not initialise it; a missing device is an error."""
     check(
         """
         assert resolve(parse("cuda", None)).device == "cuda:0"
@@ -74,7 +74,7 @@ def test_finding_out_does_not_initialise_cuda(check):
 
 
 def test_values(check):
-    """A batch on the device is bit for bit what it is on the CPU, whatever it lies on."""
+    """A batch on the device equals the batch on the CPU, bit for bit, in any memory."""
     check(
         """
         rng = np.random.default_rng(0)
@@ -155,7 +155,7 @@ def test_the_consumer_waits_on_the_device(check):
 
 
 def test_memory_is_kept_until_it_was_copied(check):
-    """Page-locked memory is copied from where it lies, and kept until then."""
+    """Page-locked memory is copied in place, and kept until then."""
     check(
         """
         cuda = CudaConverter(resolve(parse("cuda", "float32")))
@@ -179,7 +179,7 @@ def test_memory_is_kept_until_it_was_copied(check):
 
 
 def test_dropped_memory_is_not_written_too_early(check):
-    """A batch that the user drops is not overwritten while the user's kernels still read it."""
+    """A dropped batch is not overwritten while the user's kernels still read it."""
     check(
         """
         cuda = CudaConverter(resolve(parse("cuda", "float32")))
@@ -197,7 +197,7 @@ def test_dropped_memory_is_not_written_too_early(check):
 
 
 def test_page_locking(check):
-    """Mapped memory is copied from where it lies while it is registered."""
+    """Mapped memory is copied in place while it is registered."""
     check(
         """
         from cseq._memory import Mapping, commit
@@ -277,7 +277,7 @@ receiver = Receiver(resolve(parse("cuda", "float32")))
 
 @pytest.fixture
 def between(check):
-    """Run a consumer, which has a producer in another process."""
+    """Run a consumer with a producer in another process."""
     return lambda source: check(CONSUMER + textwrap.dedent(source))
 
 
@@ -302,10 +302,10 @@ def test_from_another_process(between):
 
 
 def test_a_converter_dies_while_its_batch_is_copied(between):
-    """A batch that was opened before its converter died, and is copied after that, is intact.
+    """A batch that was opened before its converter died, and is copied later, is intact.
 
-    CUDA does not promise this; its driver keeps what another process has mapped. A batch that was
-    not opened is lost.
+    CUDA does not promise this; its driver keeps memory that another process has mapped. A batch
+    that was not opened is lost.
     """
     between(
         """
@@ -330,7 +330,7 @@ def test_a_converter_dies_while_its_batch_is_copied(between):
 
 
 def test_a_cancelled_batch_is_let_go(between):
-    """A batch that the loop will not see gives its memory back to the converter's process."""
+    """A batch that the loop will not see returns its memory to the converter's process."""
     between(
         """
         for value in range(5):

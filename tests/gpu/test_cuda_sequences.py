@@ -1,6 +1,6 @@
-"""Whole managers on a real CUDA device: conversion in threads and in processes.
+"""Managers on a real CUDA device: conversion in threads and in processes.
 
-Every test is a script of its own, so that CUDA is never initialised in the tests' own process.
+Every test is a separate script, so that CUDA is never initialised in the tests' process.
 """
 
 import textwrap
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this needs a CUDA device, and there is none"
 )
 
-# What to make, and where it converts.
+# The manager, and the place of its conversion.
 POOLS = {
     "threads": ("MTSequence", None),
     "processes, converted in threads": ("MPSequence", True),
@@ -70,7 +70,7 @@ def check(request, run_anew):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", None])
 def test_as_in_test_mode(check, dtype):
-    """Batches on the device are those of test mode, on the device and on the CPU, in order."""
+    """Batches on the device equal test mode's, on the device and on the CPU, in order."""
     check(
         f"""
         manager = make(dtype={dtype!r})
@@ -90,7 +90,7 @@ def test_as_in_test_mode(check, dtype):
 
 
 def test_while_the_device_is_busy(check):
-    """Batches are right although the consumer's stream is far behind, and drops them early."""
+    """Batches are right even if the consumer's stream is far behind, and drops them early."""
     check(
         """
         stream = torch.cuda.Stream()
@@ -110,7 +110,7 @@ def test_while_the_device_is_busy(check):
 
 @pytest.mark.parametrize(("cycles", "is_fed"), [(200_000_000, True), (1000, False)])
 def test_whether_the_gpu_runs_dry(check, cycles, is_fed):
-    """A loop that waits for batches while its GPU still computes is not short of workers."""
+    """A loop that waits for batches while its GPU still computes does not lack workers."""
     check(
         f"""
         import time
@@ -138,7 +138,7 @@ def test_whether_the_gpu_runs_dry(check, cycles, is_fed):
 
 
 def test_leaving_early(check):
-    """Leaving a loop costs nothing of the next epoch, and the device's memory does not grow."""
+    """Leaving a loop does not harm the next epoch, and the device's memory does not grow."""
     check(
         """
         manager = make()
@@ -162,7 +162,7 @@ def test_leaving_early(check):
 
 
 def test_all_memory_comes_back(check):
-    """When the manager is finished and the batches are dropped, no memory is left in use."""
+    """When the manager has finished and the batches are dropped, no memory is in use."""
     check(
         """
         manager = make()
@@ -183,7 +183,7 @@ def test_all_memory_comes_back(check):
 
 
 def test_a_killed_converter_loses_nothing(check):
-    """Converters killed while their batches wait: the stream is that of test mode, all the same."""
+    """Converters are killed while their batches wait; the stream still equals test mode's."""
     check(
         """
         import signal

@@ -17,17 +17,18 @@ import cseq
 
 PACKAGE = Path(cseq.__file__).resolve().parent
 
-# A line of the map: `├── sampler.py   what it is`; a line below a folder is further to the right.
+# A line of the map: `├── sampler.py   what it is`; lines below a folder are further right.
 BRANCH = re.compile(r"^(?P<indent>[│ ]*)[├└]── (?P<entry>\S+)  +\S", re.MULTILINE)
 CYTHON_IMPORT = re.compile(
     r"^\s*(?:from +(?P<base>[\w.]+) +c?import +\(?(?P<names>[\w, ]*)|c?import +(?P<module>[\w.]+))",
     re.MULTILINE,
 )
-CYTHON_RUNTIME = ("_cython_", "cython_runtime")  # modules without a file, made by Cython's code
+# Modules without a file, made by Cython's code.
+CYTHON_RUNTIME = ("_cython_", "cython_runtime")
 
 
 def module_of(path):
-    """Name the module in a file: `engine/__init__.py` holds `cseq.engine`."""
+    """Return the module in a file: `engine/__init__.py` holds `cseq.engine`."""
     parts = [part for part in path.with_suffix("").parts if part != "__init__"]
     return ".".join(["cseq", *parts])
 
@@ -55,14 +56,14 @@ MAP = modules_on_the_map()
 
 
 def place_of(module):
-    """Say how far down the map a module stands; one that is not drawn stands with its folder."""
+    """Return a module's position on the map; one that is not drawn has its folder's."""
     if module == "cseq":
         return -1
     return MAP.index(module) if module in MAP else place_of(module.rpartition(".")[0])
 
 
 def imports_of(module):
-    """Find the modules of cseq that a module imports, anywhere in it and for types too."""
+    """Return the modules of cseq that a module imports, at any place, even for types."""
     path = MODULES[module]
     texts = [
         one.read_text(encoding="utf-8") for one in (path, path.with_suffix(".pxd")) if one.exists()
@@ -73,7 +74,7 @@ def imports_of(module):
 
 
 def cython_imports(text):
-    """Find import and cimport lines by their look."""
+    """Find import and cimport lines by a pattern."""
     found = set()
     for match in CYTHON_IMPORT.finditer(text):
         names = (match["names"] or "").replace(" ", "").split(",")
@@ -96,13 +97,13 @@ def python_imports(text):
 
 
 def as_modules(base, names):
-    """Resolve `from base import names`: each is a module of ours, or something in `base`."""
+    """Resolve `from base import names`: each is a module of cseq, or an object in `base`."""
     full = {f"{base}.{name}" for name in names}
     return {name if name in MODULES else base for name in full}
 
 
 def docstring_of(module):
-    """Read a module's docstring without importing the module."""
+    """Return a module's docstring without an import."""
     text = MODULES[module].read_text(encoding="utf-8")
     if MODULES[module].suffix == ".pyx":
         return text[text.index('"""') + 3 :].partition('"""')[0]
@@ -110,7 +111,7 @@ def docstring_of(module):
 
 
 def test_the_map_shows_every_module():
-    """Every module at the top of the package is on the map, once, and what is on it exists."""
+    """Every top-level module is on the map once, and everything on the map exists."""
     at_the_top = {module for module in MODULES if module.count(".") == 1}
     assert at_the_top <= set(MAP) <= set(MODULES)
     assert len(MAP) == len(set(MAP))
@@ -136,12 +137,12 @@ def test_each_adapter_is_listed():
 
 
 def test_no_import_cycles():
-    """No module imports, through whatever others, itself."""
+    """No module imports itself, directly or through others."""
     graphlib.TopologicalSorter({module: imports_of(module) for module in MODULES}).prepare()
 
 
 def test_a_module_says_what_it_is():
-    """A module's docstring begins with one line of 80 characters at most."""
+    """A module's docstring begins with one line of at most 80 characters."""
     docstrings = {module: docstring_of(module).splitlines() for module in MODULES}
     assert [
         name for name, lines in docstrings.items() if not 0 < len("".join(lines[:1])) <= 80
@@ -150,7 +151,7 @@ def test_a_module_says_what_it_is():
 
 
 def test_the_table_of_what_makes_what_visible():
-    """docs/inside/ring.md has each name that the sources mark with ``SYNC:``, and no other."""
+    """docs/inside/ring.md has exactly the names that the sources mark with ``SYNC:``."""
     docs = PACKAGE.parent / "docs" / "inside" / "ring.md"
     if not docs.exists():
         pytest.skip("the package is installed without its docs")
@@ -167,7 +168,7 @@ def test_the_table_of_what_makes_what_visible():
     assert {row.split("|")[1].strip() for row in rows} == {*marks}
 
 
-# Names with an underscore that tests may use, and why.
+# Names with an underscore that tests may use, and the reasons.
 ALLOWED = {
     **dict.fromkeys(
         ["_exit", "_current_frames", "_is_gil_enabled", "_base_executable", "_run_module_as_main"],
@@ -177,25 +178,25 @@ ALLOWED = {
     **dict.fromkeys(["_DummyThread", "_is_owned"], "threading's"),
     **dict.fromkeys(["_replace", "_fields", "_asdict"], "named tuples': public"),
     **dict.fromkeys(["_repr_html_", "_sleep"], "notebooks' protocol; torch.cuda's"),
-    # A reading service's interface, and what torchdata calls it by.
+    # A reading service's interface, under torchdata's names.
     **dict.fromkeys(["_pause", "_resume", "_limit", "_is_paused", "_end_datapipe"], "torchdata's"),
     "_restore_checkpoint_beginning_of_epoch": "torchdata's",
     **dict.fromkeys(["_worker_processes", "_dispatch_process"], "torchdata's"),
     **dict.fromkeys(["_C", "_from_dlpack"], "torch's"),
     "_shutdown_workers": "torch's, which Lightning and Composer call",
 }
-# The modules of the core, of which tests test each.
+# The modules of the core, each with its own tests.
 CORE = {path.stem for path in PACKAGE.rglob("_*.pyx")}
-# What nothing public shows: which tickets were posted, and that an iterator has been asked.
+# Nothing public shows which tickets were posted, or that an iterator was asked.
 REACHING = {("test_protocols.py", "_run"), ("streams.py", "_run"), ("stress.py", "_run")}
 REACHING |= {("streaming.py", "_run"), ("test_keys.py", "_run")}
 REACHING |= {("resizing.py", "_run")}
-REACHING |= {("test_cuda_converter.py", "_lane")}  # that of a receiver in another's fixture
-REACHING |= {("conftest.py", "_handle")}  # of subprocess.Popen, on Windows
+REACHING |= {("test_cuda_converter.py", "_lane")}
+REACHING |= {("conftest.py", "_handle")}
 
 
 def private_names(source):
-    """Find the private names of other objects that a test uses, in its scripts, too."""
+    """Return the private names of other objects that a test uses, even in its scripts."""
     tree = ast.parse(source)
     own = {
         node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
@@ -209,28 +210,30 @@ def private_names(source):
             names = [word.value for word in node.args if isinstance(word, ast.Constant)]
             yield from (name for name in names if isinstance(name, str) and name not in own)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
-            with contextlib.suppress(SyntaxError):  # no script
+            with contextlib.suppress(SyntaxError):
+                # The string is no script.
                 yield from private_names(textwrap.dedent(node.value))
 
 
 def called(function):
-    """Return the last part of what is called."""
+    """Return the last part of the called name."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def is_own(value):
-    """Whether the object is the one whose class is being written."""
+    """Return whether the object is the one whose class is being defined."""
     words = [value.func] if isinstance(value, ast.Call) else [value]
     return all(isinstance(word, ast.Name) and word.id in ("self", "cls", "super") for word in words)
 
 
 def test_tests_use_no_private_names():
-    """Tests reach into no module's insides: `cseq.testing` and public names show what they need."""
+    """Tests use no private parts of modules: `cseq.testing` and public names suffice."""
+    # cseq's classes have the private names of torch's loader, too.
     found = {
         (path.name, name)
         for path in set(Path(__file__).parents[1].rglob("*.py")) - {Path(__file__)}
-        if path.parent.name not in {"differential", "conformance"}  # of torch's loader,
-        and not path.name.startswith("test_torch_")  # whose own names cseq's has, too
+        if path.parent.name not in {"differential", "conformance"}
+        and not path.name.startswith("test_torch_")
         for name in private_names(path.read_text(encoding="utf-8"))
         if re.match(r"_[A-Za-z]", name) and name not in {*CORE, *ALLOWED}
     }
@@ -246,7 +249,7 @@ PUBLIC = {
     "cseq.tokens",
     *(f"cseq.adapters.{library}" for library in ("returnn", "torch", "torchdata")),
 }
-# Inside, and reached all the same: private names of torch, and who may connect.
+# Private names that are used nevertheless: of torch, and for who may connect.
 INSIDE = {
     "cseq.adapters.torch.names",
     "cseq.adapters.torchdata.relay",
@@ -254,7 +257,7 @@ INSIDE = {
 
 
 def test_contract_tests_import_public_modules_alone():
-    """What tests/contract demands does not depend on how cseq is built."""
+    """The requirements in tests/contract do not depend on how cseq is built."""
     imported = {
         module
         for path in (Path(__file__).parents[1] / "contract").rglob("*.py")
@@ -264,14 +267,14 @@ def test_contract_tests_import_public_modules_alone():
 
 
 def test_every_header_is_compiled_for_other_systems():
-    """The file that `make check-headers` compiles includes every C header of the core."""
+    """`make check-headers` compiles a file that includes every C header of the core."""
     text = (Path(__file__).parents[1] / "c" / "headers.c").read_text(encoding="utf-8")
     headers = {path.name for path in (PACKAGE / "include").glob("*.h")}
     assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers
 
 
 def test_what_scripts_name_exists():
-    """Each file that makefiles and scripts name is there; each header that C of tests includes."""
+    """Each file that makefiles and scripts name exists, as does each header of the C tests."""
     root = PACKAGE.parent
     tests = root / "tests"
     named = re.compile(r"(?<![\w/.])(?:tests|cseq|benchmarks)/[\w./-]+\.(?:py|sh|h|c|pml|txt)\b")
@@ -285,7 +288,7 @@ def test_what_scripts_name_exists():
 
 
 def test_slow_tests_exist():
-    """Each test that slow.txt names is there; the rest leaves no module of tests out."""
+    """Each test in slow.txt exists; the others leave out no module of tests."""
     slow, files = (Path(__file__).parents[1] / "slow.txt").read_text(encoding="utf-8").split(), {}
     for name in slow:
         file, _, test = name.partition("::")
@@ -298,7 +301,7 @@ def test_slow_tests_exist():
 
 
 def named_tests(body, inside=""):
-    """Name the tests of a module or a class, those of classes with these."""
+    """Return the tests of a module or a class; a class's tests have its name."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from named_tests(node.body, f"{inside}{node.name}::")
@@ -313,10 +316,12 @@ def test_all_is_sorted_and_complete():
         for name, value in vars(cseq).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    public.discard("annotations")  # from __future__
+    # It comes from __future__.
+    public.discard("annotations")
     assert list(cseq.__all__) == sorted(set(cseq.__all__))
     assert public <= set(cseq.__all__)
-    assert all(hasattr(cseq, name) for name in cseq.__all__)  # most are imported when asked for
+    # Most are imported on request.
+    assert all(hasattr(cseq, name) for name in cseq.__all__)
     optional = {"DataLoader", "StatefulDataLoader", "RayFleet", "packed", "progress", "__version__"}
     assert {*dir(cseq)} - {*cseq.__all__} <= optional
 
@@ -324,9 +329,9 @@ def test_all_is_sorted_and_complete():
 ORDERS = ("cseq_feistel",)
 APART = ("sampler", "place", "shard", "checkpoint", "_source")
 
-# Lines that there were when each was last set. A change may add to them within the head-room. One
-# that needs more sets its line to what there is then, and says why. At a release, all of them are
-# set to what `python tests/lint/test_layout.py` prints, if that is less; so are the words of the
+# The lines when each entry was last set. A change may add to them within the head-room. A change
+# that needs more sets its entry to the new number, and says why. At a release, all entries are set
+# to the output of `python tests/lint/test_layout.py`, if that is less; so are the words of the
 # pages, in test_site.py.
 HEADROOM = 1.02
 BUDGET = {
@@ -359,7 +364,7 @@ LOOKS = {
 
 
 def lines_there():
-    """Count the lines that have a budget."""
+    """Return the lines of each part that has a budget."""
     found = {
         path: path.read_text(encoding="utf-8").count("\n")
         for folder in (PACKAGE, Path(__file__).parents[1])
@@ -369,7 +374,8 @@ def lines_there():
     }
     ours = {path: lines for path, lines in found.items() if path.is_relative_to(PACKAGE)}
     adapters = sum(found[path] for path in ours if "adapters" in path.relative_to(PACKAGE).parts)
-    inside = {path: path.relative_to(PACKAGE).parts for path in ours}  # not the checkout's folder
+    # The checkout's folder does not count.
+    inside = {path: path.relative_to(PACKAGE).parts for path in ours}
     fleet = {path for path in ours if "fleet" in inside[path]}
     tokens = {path for path in ours if "tokens" in inside[path]}
     store = {path for path in ours if "store" in inside[path]}
@@ -414,7 +420,7 @@ def test_the_house_stays_within_its_budget():
 
 
 def test_import_needs_numpy_alone(run_anew):
-    """`import cseq` imports nothing from outside the standard library but numpy."""
+    """Outside of the standard library, `import cseq` imports only numpy."""
     script = """
 import sys, numpy
 before = set(sys.modules)
@@ -429,7 +435,7 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 
 @pytest.mark.parametrize("module", ["cseq.engine.worker"])
 def test_workers_import_nothing_slow(run_anew, module):
-    """What worker processes import, beside numpy, has no part that makes their start longer."""
+    """Apart from numpy, workers import nothing that delays their start."""
     script = f"""
 import sys, numpy
 before = set(sys.modules)
@@ -473,7 +479,7 @@ def test_a_loader_imports_what_a_first_batch_needs(run_anew):
     not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has its GIL"
 )
 def test_import_leaves_the_gil_off(run_anew):
-    """In a free-threaded Python, `import cseq` does not bring the GIL back."""
+    """In a free-threaded Python, `import cseq` does not re-enable the GIL."""
     done = run_anew("import cseq, sys\nprint(sys._is_gil_enabled())")
     assert done.stdout == "False\n", done.stderr
 

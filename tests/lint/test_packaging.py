@@ -1,4 +1,4 @@
-"""How cseq is named, built and installed, and what is said where that cannot work."""
+"""How cseq is named, built and installed, and the messages where that fails."""
 
 import os
 import re
@@ -29,7 +29,7 @@ needs_build_tools = pytest.mark.skipif(
 
 
 def texts():
-    """Every text of the project that may name the distribution."""
+    """Return every text of the project that may name the distribution."""
     top = [path for path in ROOT.iterdir() if path.name.endswith(TEXTS)]
     folders = [ROOT / name for name in ("cseq", "docs", "tests", "examples", "benchmarks")]
     below = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -39,7 +39,7 @@ def texts():
 
 @needs_sources
 def test_what_is_to_be_installed_has_the_name_of_this_distribution():
-    """The project is cseq-loader; on the package index, cseq is the name of another one."""
+    """The project is cseq-loader; on the package index, cseq is another project."""
     assert re.search(r'^name = "cseq-loader"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     wrong = re.compile(r"\bcseq" + r"\[\w|pip install '?cseq" + r"\b(?!-loader)")
     warning = re.compile(r"(?<=Do not type `)[^`]+|`[^`]+`(?= installs another project)")
@@ -54,7 +54,7 @@ def test_what_is_to_be_installed_has_the_name_of_this_distribution():
 @needs_sources
 @needs_build_tools
 def test_the_description_has_whole_addresses(sources):
-    """A package index shows README.md without the repository: each link has a page or a file."""
+    """A package index shows README.md without the repository, so each link is a whole address."""
     project = (sources / "pyproject.toml").read_text(encoding="utf-8")
     urls = dict(re.findall(r'^(\w+) = "(.+?)/?"$', project, re.MULTILINE))
     site, source = f"{urls['Documentation']}/stable/", f"{urls['Source']}/blob/main/"
@@ -74,7 +74,7 @@ def test_the_description_has_whole_addresses(sources):
 @needs_sources
 @needs_build_tools
 def test_the_version_has_one_place(sources):
-    """What is built has the version that `cseq.__version__` says, which pyproject.toml does not."""
+    """`cseq.__version__` gives the version of a build; pyproject.toml does not."""
     done = setup(sources, "--version")
     assert done.stdout.split()[-1:] == [cseq.__version__], done.stderr
     project = (sources / "pyproject.toml").read_text(encoding="utf-8").partition("\n[tool")[0]
@@ -116,7 +116,7 @@ CHANGES = """# Changelog
     ],
 )
 def test_a_release_is_of_its_tag(tmp_path, version, date, tag, readme, said):
-    """Another tag than the version, no dated section, or an old first command is refused."""
+    """A tag unlike the version, a missing dated section, or an old first command is refused."""
     for folder in ("cseq", ".ci"):
         (tmp_path / folder).mkdir()
     (tmp_path / "cseq" / "__init__.py").write_text(f'"""cseq."""\n\n__version__ = "{version}"\n')
@@ -137,7 +137,7 @@ def test_a_release_is_of_its_tag(tmp_path, version, date, tag, readme, said):
 
 @pytest.mark.skipif(not RELEASE.exists(), reason="not a checkout")
 def test_the_changelog_is_about_this_version():
-    """The newest section of CHANGELOG.md is that of `cseq.__version__`, and has its four parts."""
+    """The newest section of CHANGELOG.md is `cseq.__version__`'s, and has its four parts."""
     newest = re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[
         0
     ]
@@ -151,7 +151,7 @@ def test_the_changelog_is_about_this_version():
 
 @needs_sources
 def test_addresses_are_those_of_the_project():
-    """Files that name the repository or the site give the addresses of pyproject.toml."""
+    """Files that name the repository or the site use the addresses of pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     homes = re.findall(r'^(?:Homepage|Documentation) = "(.+?)/?"$', project, re.MULTILINE)
     ours = re.compile(
@@ -166,9 +166,9 @@ def test_addresses_are_those_of_the_project():
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Copy what is needed to build, without what was built; no test of these compiles it.
+    """Copy the sources without builds; none of these tests compiles them.
 
-    What Cython has made of the sources comes along: it is made again where it is older than these.
+    Cython's output comes along, as it is made again if it is older than its source.
     """
     folder = tmp_path_factory.mktemp("sources")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
@@ -209,7 +209,7 @@ def setup(folder, *args, **environment):
     ids=["CC", "PATH"],
 )
 def test_a_missing_compiler_is_named_in_one_sentence(sources, environment, compiler):
-    """Without a C compiler, building ends with what to install, and with no traceback."""
+    """Without a C compiler, a build ends with what to install, and without a traceback."""
     done = setup(sources, "--quiet", "build_ext", "--inplace", **environment)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
@@ -255,7 +255,7 @@ PLATFORMS = [
 @pytest.mark.skipif(find_spec("cibuildwheel") is None, reason="no cibuildwheel (`make lint`)")
 @pytest.mark.parametrize(("system", "machine", "names"), PLATFORMS)
 def test_which_wheels_are_published(system, machine, names):
-    """On each system, cibuildwheel selects the Pythons of the classifiers, and no other one."""
+    """On each system, cibuildwheel selects exactly the Pythons of the classifiers."""
     ask = ["-m", "cibuildwheel", "--print-build-identifiers", "--platform", system]
     done = subprocess.run(
         [sys.executable, *ask, "--archs", machine, str(ROOT)],
@@ -280,10 +280,11 @@ def test_the_oldest_and_the_newest_python_are_tested():
 
 
 def refusal(folder):
-    """Import cseq from a folder, and return the last line of the traceback."""
+    """Import cseq from a folder; return the last line of the traceback."""
     libraries = str(Path(np.__file__).resolve().parents[1])
     done = subprocess.run(
-        [sys.executable, "-S", "-c", "import cseq"],  # without what an editable install finds
+        # An editable install must not be found.
+        [sys.executable, "-S", "-c", "import cseq"],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), libraries])},
         capture_output=True,
@@ -296,7 +297,7 @@ def refusal(folder):
 
 @needs_sources
 def test_sources_that_are_not_built_say_what_to_do(sources):
-    """`import cseq` in a source tree without the core ends with the remedy."""
+    """In a source tree without the core, `import cseq` ends with the remedy."""
     last = refusal(sources)
     assert last.startswith("ImportError: cseq's compiled core is not built for this Python")
     assert str(sources / "cseq") in last
@@ -305,7 +306,7 @@ def test_sources_that_are_not_built_say_what_to_do(sources):
 
 @needs_sources
 def test_files_of_another_project_in_the_folder_are_refused(tmp_path):
-    """The project that an index calls cseq installs into the same folder: the error says so."""
+    """An index's cseq is another project that installs into the same folder; the error says so."""
     shutil.copytree(PACKAGE, tmp_path / "cseq", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "cseq" / "cli.py").write_text("def main(): ...\n", encoding="utf-8")
     last = refusal(tmp_path)

@@ -1,4 +1,4 @@
-"""What the package index and the site need of the README, the pages and docs/conf.py."""
+"""What the package index and the site need from the README, the pages and docs/conf.py."""
 
 import ast
 import json
@@ -29,25 +29,25 @@ def prose_of(path):
 
 
 def links_of(path):
-    """Find where a page's links and pictures lead."""
+    """Return the targets of a page's links and pictures."""
     return [match[1] or match[2] for match in LINK.finditer(prose_of(path))]
 
 
 def urls():
-    """Read the project's addresses."""
+    """Return the project's addresses."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = project.partition("[project.urls]\n")[2].partition("\n[")[0]
     return dict(re.findall(r'^(\w+) = "(.+)"$', table, re.MULTILINE))
 
 
 def sections_of(path):
-    """Name the sections of a page as links do."""
+    """Return the sections of a page as links name them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"\W+", "-", heading.lower()).strip("-") for heading in headings}
 
 
 def test_the_readme_links_to_files_beside_it():
-    """It has 150 lines at most. Its links work in a clone and before there is a site."""
+    """It has at most 150 lines. Its links work in a clone, and before a site exists."""
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     links = [link.partition("#") for link in links_of(ROOT / "README.md")]
     assert len(lines) <= 150
@@ -56,17 +56,18 @@ def test_the_readme_links_to_files_beside_it():
     assert [s for path, _, s in links if s and s not in sections_of(ROOT / path)] == []
 
 
-WORDS = 43_492  # when they were last counted; test_layout.py has the rule
+# The number at the last count; test_layout.py has the rule.
+WORDS = 43_492
 
 
 def test_the_pages_are_short():
-    """They have hardly more words, as `wc -w` counts them: a new page is paid for by another."""
+    """By `wc -w`, they have hardly more words: a new page replaces another one's text."""
     words = sum(len(page.read_text(encoding="utf-8").split()) for page in PAGES)
     assert words <= WORDS * 1.02
 
 
 def test_code_fits_its_column():
-    """Code has 90 columns at most: beside both bars, a page of 1280 pixels shows 96."""
+    """Code has at most 90 columns: beside both bars, a page of 1280 pixels shows 96."""
     pages = [*PAGES, ROOT / "README.md", *(ROOT / "examples").glob("*/*.py")]
     wide = {}
     for path in (path for path in pages if "inside" not in path.parts):
@@ -80,14 +81,14 @@ def test_code_fits_its_column():
 
 
 def test_the_figures_are_those_of_the_results():
-    """`python benchmarks/tables.py` puts the figures of results/latest.json into these pages."""
+    """`python benchmarks/tables.py` writes the figures of results/latest.json into these pages."""
     found = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))["pages"]()
     assert len(found) > 3
     assert [path.name for path, text in found.items() if path.read_text("utf-8") != text] == []
 
 
 def test_each_promise_has_its_test():
-    """Each line of the list in reliability.md names tests that are there."""
+    """Each line of the list in reliability.md names tests that exist."""
     page = (DOCS / "inside" / "reliability.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| .*? \| (`test.*) \|$", page, re.MULTILINE)
     files = [*(ROOT / "tests").rglob("test_*.py")]
@@ -107,11 +108,12 @@ def test_the_api_has_each_public_name():
 
 
 def test_the_messages_on_the_page_of_errors_are_in_the_sources():
-    """Each message that errors.md quotes is a text of cseq, so that a search for it succeeds."""
+    """Each message in errors.md is a text of cseq, so that a search for it succeeds."""
     package = Path(cseq.__file__).parent
     code = "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.py")))
     code += "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.p[yx][xi]")))
-    code = re.sub(r"\"\s*\n\s*f?\"", "", code)  # a text on several lines is one text
+    # A text on several lines is one text.
+    code = re.sub(r"\"\s*\n\s*f?\"", "", code)
     page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([`*].*?) \| .* \| .* \|$", page.partition("## Find")[2], re.MULTILINE)
     quoted = [text for row in rows for text in re.findall("`([^`]+)`", row)]
@@ -133,7 +135,7 @@ def test_the_versions_of_the_site(tmp_path):
 
 
 def test_the_configuration_asks_no_network():
-    """No inventory of another site is loaded, and the switcher's file is not asked for."""
+    """No other site's inventory is loaded, and no request is made for the switcher's file."""
     tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
     values = {
         target.id: node.value
@@ -150,7 +152,7 @@ def test_the_configuration_asks_no_network():
 
 
 def test_an_address_that_moved_leads_to_a_page():
-    """The old page is gone, and the new one is there, with the section."""
+    """The old page is gone, and the new one exists, with the section."""
     tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
     (moved,) = (
         ast.literal_eval(node.value)
@@ -165,7 +167,7 @@ def test_an_address_that_moved_leads_to_a_page():
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node")
 def test_the_search_finds_the_right_page_first():
-    """docs/search.js asks the built site what newcomers have typed."""
+    """docs/search.js sends newcomers' queries to the built site."""
     index = ROOT / "build" / "docs" / "searchindex.js"
     if not index.exists() or any(p.stat().st_mtime > index.stat().st_mtime for p in PAGES):
         pytest.skip("`make docs`: there is no site of these pages")

@@ -1,4 +1,4 @@
-"""What type checkers accept and refuse of a user's script: exactly the lines that are marked."""
+"""Type checkers refuse exactly the marked lines of a user's script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from checkout import import_path
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "tests/typing").glob("*.py"))
-# What lies between Python and C: each file of it is as typed as cseq is in all.
+# The layer between Python and C: each of its files is as typed as cseq as a whole.
 SEAM = r"cseq\.(_[a-z]|encoding|engine|memory|order\._|measure\._trace|indexing\.producer)"
 MOST_ANY = 0.05
 
@@ -22,7 +22,7 @@ every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: scr
 
 
 def refused_in(script: Path) -> set[int]:
-    """Return the lines that are marked; skip where the script needs torch and there is none."""
+    """Return the lines that are marked; skip a script of torch if torch is missing."""
     text = script.read_text(encoding="utf-8")
     if "\nimport torch\n" in text and find_spec("torch") is None:
         pytest.skip("needs torch")
@@ -32,7 +32,7 @@ def refused_in(script: Path) -> set[int]:
 
 
 def lines_of(command: list[str], folder: Path, pattern: str) -> set[int]:
-    """Run a checker and find the lines that it calls errors."""
+    """Run a checker; return the lines with errors."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     found = {int(line) for line in re.findall(pattern, done.stdout)}
     assert found, done.stdout + done.stderr
@@ -40,7 +40,7 @@ def lines_of(command: list[str], folder: Path, pattern: str) -> set[int]:
 
 
 def needs(module: str) -> pytest.MarkDecorator:
-    """Skip where a checker is not installed: `make lint` installs both."""
+    """Skip if a checker is not installed: `make lint` installs both."""
     return pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}")
 
 
@@ -58,7 +58,7 @@ def test_mypy(tmp_path: Path, script: Path) -> None:
 @needs("basedpyright")
 @every_script
 def test_pyright(tmp_path: Path, script: Path) -> None:
-    """Pyright in its strict mode, from the package that brings its own Node.js."""
+    """Pyright in its strict mode, from the package with its own Node.js."""
     config = {
         "typeCheckingMode": "strict",
         "include": [str(script)],
@@ -74,7 +74,7 @@ def test_pyright(tmp_path: Path, script: Path) -> None:
 @needs("mypy")
 @needs("torch")
 def test_types_of_expressions(tmp_path):
-    """Mypy finds no error; at most one in 20 expressions is `Any`, in each seam file too."""
+    """mypy finds no error, and at most one in 20 expressions is `Any`, even in each seam file."""
     command = [sys.executable, "-m", "mypy", "cseq", "--any-exprs-report", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ import cseq
 PACKAGE = Path(cseq.__file__).resolve().parent
 TRAILING = "trailing comments"
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# For tools and for the table of docs/inside/ring.md: no English.
+# These are for tools and for the table of docs/inside/ring.md.
 DIRECTIVE = re.compile(r"(#|//|/\*)\s*(type:|noqa|pragma|fmt:|cython:|distutils:|mypy:|SYNC: |:)")
 PATTERNS = {
     "so many/long/much": r"\bso (many|long|much)\b",
@@ -37,14 +37,14 @@ def python_english(text):
 
 
 def header_english(text):
-    """Yield the same of a C header, of its comments alone."""
+    """Yield the same for a C header, from its comments only."""
     for match in COMMENT.finditer(text):
         before = text[text.rfind("\n", 0, match.start()) + 1 : match.start()]
         yield text.count("\n", 0, match.start()) + 1, f"{match[0]}\n", True, before.strip() != ""
 
 
 def joined(pieces):
-    """Join the comments of lines that follow each other, as a sentence may go over them."""
+    """Join the comments of consecutive lines, as a sentence may span them."""
     last = None
     for line, text, comment, _ in pieces:
         if comment and last and last[2] and line == last[0] + last[1].count("\n"):
@@ -79,12 +79,12 @@ def offenders():
 
 
 def test_the_english_is_plain():
-    """No comment stands behind code, and no phrase is there that shows a translation."""
+    """No comment stands behind code, and no phrase reads as translated."""
     assert offenders() == {}
 
 
 def test_what_is_searched_for_is_found():
-    """Comments before and behind code, strings, headers and phrases over two lines are seen."""
+    """Comments before and behind code, strings, headers and phrases over two lines are found."""
     python = list(python_english('# as long\n# so\n# many\nx = "# no"  # those of\n'))
     assert [piece[0] for piece in python] == [1, 2, 3, 4, 4]
     assert [trailing for *_, trailing in python] == [False, False, False, False, True]

@@ -1,4 +1,4 @@
-"""The benchmarks run, as far as they need no other loader; what they measure is not judged."""
+"""The benchmarks run if they need no other loader; their results are not judged."""
 
 import json
 import os
@@ -12,13 +12,14 @@ from checkout import import_path
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 GROUPS = {path.stem for path in (FOLDER / "cases").glob("[!_]*.py")}
+# These lack a contender that needs nothing.
 GROUPS_OF_PEERS = {
     "adapters",
     "dataloader",
     "keys",
     "picture",
     "threads",
-}  # without a contender that needs nothing
+}
 
 pytestmark = pytest.mark.needs("Linux")
 
@@ -34,7 +35,7 @@ def run(*args):
     )
 
 
-# Of cases that are one declaration with several numbers: enough that each number is there once.
+# For cases that are one declaration with several numbers, one of each number is enough.
 SELECTED = {
     "advice": ("causes",),
     "small": ("small_processes_touched", "small_threads", "large_buffer", "test_mode"),
@@ -76,7 +77,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_a_rehearsal_of_the_gpu_says_that_it_is_one(run_prepared, tmp_path):
-    """With the CPU as the device, a case for a GPU gives numbers, and says where from."""
+    """With the CPU as the device, a GPU's case gives numbers, and says where they come from."""
     pytest.importorskip("torch", reason="the device is torch's")
     done = run_prepared(
         GPU_PROGRAM,

@@ -1,4 +1,4 @@
-"""The data formats of the benchmark: what cseq delivers from each of them is right.
+"""The data formats of the benchmark: cseq delivers each of them correctly.
 
 Formats whose libraries are not installed are skipped; `make check-formats` has them all.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.needs("Linux")
 
 
 def missing(script):
-    """Name the libraries that a script imports, anywhere in it, and that are not installed."""
+    """Return the missing libraries that a script imports at any place."""
     nodes = list(ast.walk(ast.parse(script.read_text(encoding="utf-8"))))
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -30,7 +30,7 @@ def missing(script):
 
 
 def run(script, *args):
-    """Run a script on hardly any data."""
+    """Run a script on little data."""
     environment = {"PYTHONPATH": import_path(), "CSEQ_BENCHMARKS_TINY": "1"}
     return subprocess.run(
         [sys.executable, script, *map(str, args)],
@@ -43,7 +43,7 @@ def run(script, *args):
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
 def test_every_sample_once_and_the_same_after_a_resume(script, tmp_path):
-    """Each sample arrives once, as the data set has it, for any workers and after a resume."""
+    """Each sample arrives once and unchanged, for any workers and after a resume."""
     if lacking := missing(script):
         pytest.skip(f"not installed: {', '.join(lacking)}")
     done = run(script, "check", tmp_path)
@@ -52,7 +52,7 @@ def test_every_sample_once_and_the_same_after_a_resume(script, tmp_path):
 
 
 def test_the_runner_knows_every_format():
-    """Each script of the folder is in the runner's list, and an unknown name is refused."""
+    """The runner's list has each script of the folder; an unknown name is refused."""
     done = run(FOLDER / "run.py", "no_such_format")
     assert done.returncode == 1
     listed = done.stderr.partition("there are ")[2].strip().split(", ")

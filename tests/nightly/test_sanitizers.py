@@ -11,11 +11,11 @@ pytestmark = needed
     ["shuffle", "explore", "stress", "tsan", "asan", "kill", "darwin"],
 )
 def test_the_headers_alone(check):
-    """No race, no bad access, no lost wake-up, each ticket once, whoever dies at whatever step."""
+    """No race, no bad access, no lost wake-up, and each ticket once, at any death in any step."""
     passed(check)
 
 
 @pytest.mark.parametrize("weakness", ["NO_FLAG", "PLAIN_PUBLISH", "NO_OWNER", "RELAXED_PUBLISH"])
 def test_a_weakened_ring_is_caught(weakness):
-    """The checks can fail: a ring without one of its steps or memory orders does not pass them."""
+    """The checks can fail: a ring without one of its steps or memory orders does not pass."""
     assert f"caught: {weakness}" in passed(f"mutant-{weakness}")

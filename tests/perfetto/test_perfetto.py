@@ -1,4 +1,4 @@
-"""Perfetto opens a trace without a complaint, and finds in it what happened."""
+"""Perfetto opens a trace without a complaint, and finds the events in it."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def record(path, mark):
 
 
 def test_a_run(tmp_path):
-    """Slices by lane, instants: how many, how long, and where."""
+    """The slices by lane, and the instants, have their numbers, times and places."""
     path = tmp_path / "run.json"
     record(path, tmp_path / "mark")
     events = json.loads(path.read_text())["traceEvents"]

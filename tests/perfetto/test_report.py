@@ -1,4 +1,4 @@
-"""Reports in Chromium: no label over another, nothing blank, no scrolling, no network."""
+"""Reports in Chromium: no overlapping labels, nothing blank, no scrolling, no network."""
 
 import json
 import time
@@ -12,7 +12,7 @@ import cseq
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
-# Of each figure: its labels' boxes, itself, and how many shapes it has beside the grid.
+# For each figure: the boxes of its labels and of itself, and its shapes beside the grid.
 LOOK = """JSON.stringify([...document.querySelectorAll("svg")].map((svg) => {
   const box = (e) => {
     const r = e.getBoundingClientRect();
@@ -23,7 +23,7 @@ LOOK = """JSON.stringify([...document.querySelectorAll("svg")].map((svg) => {
   const seen = shapes.map(box).filter((r) => r[2] - r[0] + r[3] - r[1] > 1);
   return [svg.getAttribute("aria-label"), box(svg), words, seen.length];
 }))"""
-# Words of the page that reach beyond the window, or into the next words of a tile.
+# Words that reach beyond the window, or into the next words of a tile.
 WIDE = """[...document.querySelectorAll("body *")].filter((e) => !e.closest(".scroll"))
   .filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5).map((e) => e.outerHTML)"""
 
@@ -40,7 +40,7 @@ class Work:
         return np.zeros((len(indices), 8))
 
 
-# What a batch takes a worker, seldom, and the loop; the workers.
+# The times of a batch: usual, rare, and in the loop; and the number of workers.
 KINDS = {
     "starved": (0.02, 0.0, 0.004, 2),
     "fed": (0.003, 0.0, 0.006, 2),
@@ -78,7 +78,7 @@ def browser(tmp_path_factory):
 
 
 def overlap(one, other):
-    """Tell whether two boxes share more than a pixel."""
+    """Return whether two boxes share more than a pixel."""
     width = min(one[2], other[2]) - max(one[0], other[0])
     return width > 1 and min(one[3], other[3]) - max(one[1], other[1]) > 1
 
@@ -87,7 +87,7 @@ def overlap(one, other):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 700, 1400])
 def test_a_report(reports, browser, kind, scheme, width):
-    """All boxes of labels, pairwise; what is drawn; how wide it is; what was asked for."""
+    """The labels' boxes, the shapes, the width and the requests are checked."""
     browser.asked.clear()
     browser.show(width, scheme)
     browser.call("Page.navigate", url=reports[kind].as_uri())

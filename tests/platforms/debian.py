@@ -1,4 +1,4 @@
-"""Download the original archive of one of Debian's source packages, by the mirror apt uses here.
+"""Download the original archive of a Debian source package from apt's mirror.
 
 python tests/platforms/debian.py RELEASE PACKAGE FOLDER
 """
@@ -11,20 +11,21 @@ from pathlib import Path
 
 
 def apt(folder, *arguments, cwd):
-    """Run apt-get with a list of sources of its own: the system's lists stay as they are."""
+    """Run apt-get with its own list of sources; the system's lists stay unchanged."""
     options = {
         "Dir::Etc::SourceList": folder / "sources.list",
         "Dir::Etc::SourceParts": os.devnull,
         "Dir::State::Lists": folder / "lists",
         "Dir::Cache": folder / "cache",
-        "APT::Sandbox::User": "",  # the folder is this user's
+        # The folder belongs to this user.
+        "APT::Sandbox::User": "",
     }
     command = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
     subprocess.run([*command, *arguments], cwd=cwd, check=True)
 
 
 def mirror():
-    """Return the mirror of Debian that apt uses here."""
+    """Return apt's mirror of Debian."""
     targets = ["--format", "$(REPO_URI)", "Origin: Debian", "Label: Debian"]
     asked = subprocess.run(
         ["apt-get", "indextargets", *targets], stdout=subprocess.PIPE, text=True, check=True

@@ -141,7 +141,7 @@ def test_a_thread_and_a_process_about_to_end():
 
 
 def run(pytester, conftest, source):
-    """Run tests under a conftest, in a process of their own."""
+    """Run tests under a conftest, in a separate process."""
     pytester.makeini(
         f"[pytest]\nfilterwarnings = error\npythonpath = {(TESTS / 'helpers').as_posix()}"
     )
@@ -152,9 +152,9 @@ def run(pytester, conftest, source):
 
 @needs_proc
 def test_leaks_fail_their_tests(pytester):
-    """Threads, descriptors, processes, zombies, orphans, mappings and names that stay are named.
+    """Threads, descriptors, processes, zombies, orphans, mappings and names that remain are named.
 
-    A leaked process does not outlive the report of it, so it disturbs no other test.
+    A leaked process does not outlive its report, so it disturbs no other test.
     """
     result = run(pytester, IMPATIENT, LEAKS)
     result.assert_outcomes(passed=len(WORDS) + 1, errors=len(WORDS))
@@ -170,11 +170,11 @@ def test_leaks_fail_their_tests(pytester):
 
 
 def test_clean_tests_pass(pytester):
-    """Longer-lived fixtures, hypothesis, garbage and what is about to end are no leaks."""
+    """Fixtures with a wider scope, hypothesis, garbage and what is about to end are no leaks."""
     run(pytester, CONFTEST, CLEAN).assert_outcomes(passed=5, xfailed=1)
 
 
-# What another program does in /dev/shm: it has a name open, and leaves a second one.
+# Another program's actions in /dev/shm: it holds a name open, and leaves a second one.
 PROGRAM = """
 import mmap, os, sys
 asked, made, *paths = sys.argv[1:]
@@ -200,7 +200,7 @@ def test_its_names():
 
 @needs_proc
 def test_names_of_another_program_are_no_leaks(pytester, monkeypatch):
-    """Of the same user: what it has open in /dev/shm, and what it leaves there."""
+    """Another program of the same user may hold names in /dev/shm open, and leave names."""
     asked, made = (str(pytester.path / name) for name in ("asked", "made"))
     paths = [f"/dev/shm/{name}_{os.urandom(4).hex()}x" for name in ("psm", "left")]
     for name in (asked, made):
@@ -238,7 +238,7 @@ def test_a_prepared_script_is_as_one_in_a_new_interpreter(run_anew, run_script, 
 
 @pytest.mark.needs("fork")
 def test_a_prepared_interpreter_that_ended_is_replaced(tmp_path):
-    """The test in which it is missed fails, and says why; the next one has another."""
+    """The test that notices it fails, and says why; the next test has another interpreter."""
     script = tmp_path / "script.py"
     script.write_text("print(json)", encoding="utf-8")
     interpreter = Prepared("json", environment=os.environ)

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names, run as they are shown."""
+"""The examples in the docstrings of the public names, run as shown."""
 
 import doctest
 import inspect
@@ -12,7 +12,7 @@ from cseq import tokens
 LOADERS = ("DataLoader", "StatefulDataLoader")
 NAMES = [*cseq.__all__, "packed", "progress", *LOADERS]
 NAMES += [f"tokens.{name}" for name in tokens.__all__]
-# What a program is given: errors, records, a protocol.
+# Objects that a program only receives: errors, records, a protocol.
 GIVEN = {
     *("CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerTimeout"),
     *("Indexer", "Stats", "WorkerInfo", "tokens.Documents", "tokens.Piece"),
@@ -20,7 +20,7 @@ GIVEN = {
 
 
 def examples_of(name):
-    """Find the examples of a public name and of its methods."""
+    """Return the examples of a public name and of its methods."""
     if name in LOADERS:
         pytest.importorskip("torch", reason="it is torch's")
     thing = cseq
@@ -41,8 +41,9 @@ def examples_of(name):
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("name", NAMES)
 def test_examples_print_what_they_show(name, tmp_path, monkeypatch):
-    """Each example of a public name runs and prints what stands below it."""
-    monkeypatch.chdir(tmp_path)  # some write files
+    """Each example of a public name prints what stands below it."""
+    # Some examples write files.
+    monkeypatch.chdir(tmp_path)
     printed = []
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
     failed = [test.name for test in examples_of(name) if runner.run(test, out=printed.append)[0]]
@@ -51,12 +52,12 @@ def test_examples_print_what_they_show(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - GIVEN))
 def test_each_public_name_has_an_example(name):
-    """What a program calls is shown in use."""
+    """The docs show how a program calls it."""
     assert examples_of(name)[0].examples
 
 
 def test_states_are_explained_with_their_parameters():
-    """`load_state_dict` of each class says what it takes, what it raises, and shows it."""
+    """`load_state_dict` of each class has its parameters, its errors and an example."""
     pytest.importorskip("torch", reason="one of them is torch's")
     for kind in (cseq.MSequence, cseq.DataLoader):
         said = inspect.getdoc(kind.load_state_dict) or ""

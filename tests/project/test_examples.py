@@ -1,4 +1,4 @@
-"""What a newcomer runs: the examples, and the Python of the README, in fresh interpreters."""
+"""A newcomer's first runs: the examples, and the README's Python, in fresh interpreters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-NIGHTLY = pytest.mark.nightly  # whole trainings: `make test` has a few
-# The README and the pages of the site, but the one whose script kills a worker: the log says so.
+# These are whole trainings, of which `make test` has a few.
+NIGHTLY = pytest.mark.nightly
+# The README and the site's pages, except the one whose script kills a worker, which is logged.
 KILLING = "docs/inside/reliability.md"
 PAGES = [
     "README.md",
@@ -30,7 +31,7 @@ PAGES = [
 ]
 PAGES.remove(KILLING)
 
-# A block of Python, the heading it stands under, and the output that the page shows after it.
+# A block of Python, the heading above it, and the output that the page shows after it.
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 SHOWN = re.compile(
@@ -46,7 +47,7 @@ ROW = re.compile(r"^\| `(\w+)` \|(?: `([^`|]*)`)? \|.*\|$", re.MULTILINE)
 
 
 class Block(NamedTuple):
-    """A piece of Python on a page, and what the page says that it prints."""
+    """A piece of Python on a page, and its output according to the page."""
 
     name: str
     code: str
@@ -54,9 +55,9 @@ class Block(NamedTuple):
 
 
 def blocks_of(page):
-    """Cut the Python out of a page, each piece named after the heading above it.
+    """Extract the Python from a page; each piece has the name of the heading above it.
 
-    A block whose first line names a file is no script of its own.
+    A block whose first line names a file is no separate script.
     """
     text = (ROOT / page).read_text(encoding="utf-8")
     found = []
@@ -71,13 +72,13 @@ def blocks_of(page):
 
 
 def needs(*modules):
-    """Skip a test where one of these modules is not installed, and say which."""
+    """Skip a test if one of these modules is not installed, and name it."""
     missing = [name for name in modules if find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 def imports_of(code):
-    """Name the modules that a piece of Python imports at its top."""
+    """Return the modules that a piece of Python imports at its top."""
     nodes = ast.walk(ast.parse(code))
     found = set()
     for node in nodes:
@@ -89,7 +90,7 @@ def imports_of(code):
 
 
 def marks_of(block):
-    """Skip a block where its modules, or the system's functions that it calls, are missing."""
+    """Skip a block if its modules, or the system functions that it calls, are missing."""
     store = ["obstore"] if "from cseq import store" in block.code else []
     marks = [needs("torch", *store, *imports_of(block.code))]
     return [*marks, pytest.mark.needs("POSIX")] if "os.pread(" in block.code else marks
@@ -97,15 +98,15 @@ def marks_of(block):
 
 @pytest.fixture
 def output_of(run_prepared):
-    """Return a function that runs a script as on a machine without CUDA and returns its output.
+    """Return a function that runs a script without CUDA and returns its output.
 
-    The script must end well and have nothing to complain of but the lack of CUDA.
+    The script must succeed, and warn only of the lack of CUDA.
     """
 
     def run(source, *args):
         code = source if isinstance(source, str) else source.read_text(encoding="utf-8")
         done = run_prepared(code, *args, CUDA_VISIBLE_DEVICES="")
-        # torch's profiler names its own steps there
+        # torch's profiler names its own steps there.
         notes = ("CUDA is not", "USDT:")
         told = [line for line in done.stderr.splitlines() if not line.startswith(notes)]
         assert (done.returncode, told) == (0, []), done.stderr
@@ -122,14 +123,14 @@ def test_mdnc_tensors(output_of):
 
 
 def test_mdnc_arrays(output_of):
-    """MDNC's second example prints the 512 arrays that the indexer returned, in order."""
+    """MDNC's second example prints the indexer's 512 arrays, in order."""
     expected = "".join(f"[{i}]\n" for i in range(512))
     assert output_of(EXAMPLES / "mdnc_arrays.py") == expected
 
 
 @needs("h5py", "matplotlib", "sklearn", "torch")
 def test_digits(output_of, tmp_path):
-    """The demo learns the digits from the stream that test mode has, with any number of workers."""
+    """The demo learns the digits from test mode's stream, with any number of workers."""
     one = digits(output_of, workers=1)
     assert accuracy_after(4, one) > 95
     assert hash_after("start()", one) == hash_after("start_test()", one)
@@ -144,7 +145,7 @@ def test_digits(output_of, tmp_path):
 
 
 def digits(output_of, *, workers):
-    """Run the demo over four epochs, writing to `out`, and return the lines that it prints."""
+    """Run the demo over four epochs, writing to `out`; return the lines of its output."""
     options = ["--epochs", "4", "--workers", str(workers), "--out", "out"]
     return output_of(EXAMPLES / "digits.py", *options).splitlines()
 
@@ -169,7 +170,7 @@ def learned(lines):
 
 @needs("sklearn", "torch")
 def test_digits_ray(output_of):
-    """The network learns from what a cluster would make, too: tests/ray has that it is the same."""
+    """The network learns from a cluster's batches, too; tests/ray compares the batches."""
     lines = output_of(EXAMPLES / "digits_ray.py", "--here", "--epochs", "3").splitlines()
     losses = [float(line.rpartition(" ")[2]) for line in lines]
     assert losses == sorted(losses, reverse=True)
@@ -190,7 +191,7 @@ def test_digits_ray(output_of):
     ],
 )
 def test_orders(output_of, name, options):
-    """What a script learns by an order falls, and is the same if it stops anywhere and goes on."""
+    """A script's loss with an order falls, and is the same if it stops anywhere and resumes."""
 
     def run(folder, *more):
         return output_of(EXAMPLES / name, *options, "--out", folder, *more).splitlines()
@@ -209,7 +210,7 @@ def test_orders(output_of, name, options):
 @NIGHTLY
 @needs("sklearn", "torch", "torchdata")
 def test_digits_dataloader2(output_of):
-    """A DataLoader2 with shuffle, sharding and batches trains the demo's network as well."""
+    """A DataLoader2 with shuffle, sharding and batches also trains the demo's network."""
     lines = output_of(EXAMPLES / "digits_dataloader2.py", "--epochs", "4").splitlines()
     assert accuracy_after(4, lines) > 95
     assert [line.rpartition(", ")[2] for line in lines] == ["1437 seen"] * 4
@@ -221,7 +222,7 @@ def test_digits_dataloader2(output_of):
 def test_digits_dataloader(output_of):
     """With one line changed, torch's own workers train the network with the same losses."""
     source = (EXAMPLES / "digits_dataloader.py").read_text(encoding="utf-8")
-    # Other start methods than fork need a guard of the main module with torch's loader.
+    # With torch's loader, start methods other than fork need a guard of the main module.
     fork = "import multiprocessing\n\nmultiprocessing.set_start_method('fork')\n"
     source = source.replace("import argparse\n", f"import argparse\n{fork}")
     source += "\nprint(type(iter(loader)).__module__)\n"
@@ -257,30 +258,31 @@ def test_returnn_hdf(output_of):
     ],
 )
 def test_python_on_the_pages(block, output_of):
-    """Each piece of Python on a page is a whole script, and prints what the page says."""
+    """Each piece of Python on a page is a whole script, and prints what the page shows."""
     assert output_of(block.code) == block.output
 
 
 def test_the_killed_worker_on_the_page(run_prepared):
-    """The user's test in reliability.md: a worker is killed, and the loop does not notice.
+    """The user's test in reliability.md kills a worker, and the loop does not notice.
 
-    The log says so, unless everything was made before the death was seen.
+    The log reports it, unless everything was made before the death was seen.
     """
     (block,) = blocks_of(KILLING)
     done = run_prepared(block.code)
     assert (done.returncode, done.stdout) == (0, block.output), done.stderr
-    log = r"(worker 0 was killed( by SIGKILL)?: replaced\n)?"  # Windows has no signals
+    # Windows has no signals.
+    log = r"(worker 0 was killed( by SIGKILL)?: replaced\n)?"
     assert re.fullmatch(log, done.stderr), done.stderr
 
 
 def test_the_example_of_the_readme_is_short():
-    """The first example is one that a newcomer can take in: 20 lines of code."""
+    """A newcomer can take in the first example: it has 20 lines of code."""
     first = blocks_of("README.md")[0]
     assert len([line for line in first.code.splitlines() if line.strip()]) <= 20
 
 
 def test_each_recipe_is_on_a_page():
-    """The pages show all files of examples/data and examples/frameworks, each once."""
+    """The pages show each file of examples/data and examples/frameworks once."""
     pages = (ROOT / "docs" / "how-to").rglob("*.md")
     shown = [name for path in pages for name in INCLUDED.findall(path.read_text(encoding="utf-8"))]
     files = [*EXAMPLES.glob("data/*.py"), *EXAMPLES.glob("frameworks/*.py")]
@@ -288,7 +290,7 @@ def test_each_recipe_is_on_a_page():
 
 
 def test_the_reference_lists_every_argument():
-    """The reference's table has the arguments of MSequence in their order, with their defaults."""
+    """The reference's table has MSequence's arguments in order, with their defaults."""
     text = (ROOT / "docs" / "reference" / "manager.md").read_text(encoding="utf-8")
     table = text.partition("## Arguments")[2].partition("\n\n| `out_type` |")[0]
     parameters = inspect.signature(cseq.MSequence).parameters.values()
@@ -307,7 +309,7 @@ def test_the_reference_names_everything_public():
 
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "slow").glob("*.py")), ids=lambda p: p.stem)
 def test_slow_loops(path, output_of):
-    """Each runs, takes what its remedy changes, and is on the page, with what was seen of it."""
+    """Each one runs, follows its remedy, and is on the page with its results."""
     source, run, advice = path.read_text(encoding="utf-8").partition("\n\nif __name__ == ")
     assert run + advice == '\n\nif __name__ == "__main__":\n    print(train().advice())\n'
     check = "assert set(AFTER) <= set(__import__('inspect').signature(train).parameters)"

@@ -8,5 +8,5 @@ pytestmark = needed
 
 @pytest.mark.parametrize("check", ["explore", "kill"])
 def test_the_headers_alone(check):
-    """Each ticket once, under each interleaving, and if a party dies at any step."""
+    """Each ticket comes once, for each interleaving, and for a party's death at any step."""
     passed(check)

@@ -1,4 +1,4 @@
-"""examples/pretrain_lm.py, the script of the page on pre-training: killed, and gone on with."""
+"""examples/pretrain_lm.py, the script of the page on pre-training: killed and resumed."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.needs("fork")
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_lm.py"
 STEPS, KILLED, SAVED = 8, 7, 5
-# Forks the ranks, as torchrun would start them; each writes down its batches, and may be killed.
+# Forks the ranks as torchrun would start them; each records its batches, and may be killed.
 RANKS = """
 import json, os, runpy, signal, socket, sys, warnings
 import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp  # before the forks
@@ -59,7 +59,7 @@ print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pi
 
 @pytest.fixture
 def run(tmp_path, run_prepared):
-    """Return a function that runs the script on ranks: what it prints, each global batch's rows."""
+    """Return a function that runs the script on ranks, for its output and its batches' rows."""
 
     def run_on(ranks, name, folder, kill_at=-1):
         options = ["--out", folder, "--steps", f"{STEPS}"]
@@ -73,7 +73,7 @@ def run(tmp_path, run_prepared):
 
 
 def rows_of(folder, name, ranks):
-    """Return the rows of each step, those of all ranks: tokens, labels, documents."""
+    """Return the rows of each step from all ranks: tokens, labels, documents."""
     parts = [(folder / f"{name}.{rank}").read_text().splitlines() for rank in range(ranks)]
     steps = []
     for step in zip(*parts, strict=True):
@@ -83,7 +83,7 @@ def rows_of(folder, name, ranks):
 
 
 def test_a_killed_job_goes_on_with_any_ranks(run):
-    """It gets the rows of the checkpoint on; on as many ranks, it prints the same losses."""
+    """It gets the rows after the checkpoint; on as many ranks, it prints the same losses."""
     lines, steps = run(2, "whole", "whole")
     assert [line.split(":")[0] for line in lines] == [f"step {k + 1}" for k in range(STEPS)]
     losses = [float(line.rpartition(" ")[2]) for line in lines]

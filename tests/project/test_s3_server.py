@@ -1,4 +1,4 @@
-"""The S3 server of tests: clients of S3 accept it, and it fails as it is told."""
+"""The tests' S3 server: S3's clients accept it, and it fails on command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HELPERS = str(Path(__file__).resolve().parents[1] / "helpers")
 
 @pytest.fixture
 def server():
-    """A server with three objects."""
+    """Return a server with three objects."""
     with S3Server({"a/0.bin": DATA, "a/1.bin": b"one", "b & c.txt": b""}) as running:
         yield running
 
@@ -48,7 +48,7 @@ def ask(server, key, method="GET", timeout=10, **headers):
     ],
 )
 def test_ranges(server, span, status, first, stop):
-    """A range is answered with its bytes, and with where they lie."""
+    """A range is answered with its bytes and their position."""
     code, headers, body = ask(server, "a/0.bin", Range=span)
     assert code == status
     if status == 206:
@@ -58,7 +58,7 @@ def test_ranges(server, span, status, first, stop):
 
 
 def test_head_and_etag(server):
-    """HEAD has the size alone; the ETag changes with the object, and If-Match asks for it."""
+    """HEAD has only the size; the ETag changes with the object, and If-Match requires it."""
     status, headers, body = ask(server, "a/0.bin", "HEAD")
     assert (status, headers["Content-Length"], body) == (200, str(len(DATA)), b"")
     etag = headers["ETag"]
@@ -72,7 +72,7 @@ def test_head_and_etag(server):
 
 
 def test_log(server):
-    """All requests are in the log, each with its key and what became of it."""
+    """The log has all requests, each with its key and its outcome."""
     ask(server, "a/0.bin", Range="bytes=0-9")
     ask(server, "a/1.bin", "HEAD")
     ask(server, "none")
@@ -87,7 +87,7 @@ def test_log(server):
 
 
 def test_folder(tmp_path):
-    """The files of a folder are objects; one that is written again has another ETag."""
+    """The files of a folder are objects; a rewritten file has another ETag."""
     (tmp_path / "a").mkdir()
     path = tmp_path / "a" / "0.bin"
     path.write_bytes(DATA)
@@ -101,7 +101,7 @@ def test_folder(tmp_path):
 
 
 def test_status(server):
-    """A status comes as often as was said, with what the client is asked to wait."""
+    """A status comes as often as requested, with the wait that it asks for."""
     server.fail("503", key="a/*", after=1, times=2, retry_after=3)
     answers = [ask(server, "a/0.bin") for _ in range(4)]
     assert [status for status, _, _ in answers] == [200, 503, 503, 200]
@@ -117,7 +117,7 @@ def test_status(server):
 
 
 def test_broken_bodies(server):
-    """A body that is cut is an error of the connection; one that is short is an end."""
+    """A cut body is an error of the connection; a short one is an end."""
     server.fail("refuse", times=1)
     with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
         ask(server, "a/0.bin")
@@ -139,7 +139,7 @@ def test_broken_bodies(server):
 
 @pytest.mark.parametrize("kind", ["hang", "stall"])
 def test_silence(server, kind):
-    """An answer hangs or stalls for its time, or until the client is gone."""
+    """An answer hangs or stalls for its time, or until the client leaves."""
     server.fail(kind, times=1, seconds=0.2)
     begin = time.monotonic()
     assert ask(server, "a/0.bin")[2] == DATA
@@ -153,7 +153,7 @@ def test_silence(server, kind):
 
 
 def test_chance(tmp_path):
-    """A share of the requests fails, the same for the same seed and in any order of keys."""
+    """A share of the requests fails, the same for the same seed and any order of keys."""
 
     def failed(seed, keys):
         with S3Server(dict.fromkeys(keys, b"1"), seed=seed) as server:
@@ -164,7 +164,7 @@ def test_chance(tmp_path):
 
     keys = [f"{number}" for number in range(20)]
     first = failed(1, keys)
-    # 200 draws at 0.2: the deviation is 5.7, and five of them are allowed.
+    # For 200 draws at 0.2, the deviation is 5.7, and five of them are allowed.
     assert 12 < sum(statuses.count(503) for statuses in first.values()) < 68
     assert failed(1, keys[::-1]) == first
     assert failed(2, keys) != first
@@ -185,7 +185,7 @@ def test_delay(server):
     assert server.peak() > 10
 
 
-# Clients leave threads and descriptors behind, and obstore survives no fork: each has a process.
+# Clients leave threads and descriptors behind, and obstore survives no fork, so each has a process.
 OBSTORE = """
 import obstore
 from obstore.exceptions import PreconditionError
@@ -254,7 +254,7 @@ with S3Server({"set/0.parquet": file.getvalue(), "set/b & c.txt": b""}) as serve
     ("module", "script"), [("obstore", OBSTORE), ("pyarrow", PYARROW)], ids=["obstore", "pyarrow"]
 )
 def test_clients(run_anew, module, script):
-    """A client of S3 reads, lists, and finds versions and faults as it would in a real store."""
+    """A client of S3 reads, lists, and finds versions and faults as in a real store."""
     if find_spec(module) is None:
         pytest.skip(f"not installed: {module}")
     done = run_anew(f"import sys\nsys.path.insert(0, {HELPERS!r})\n{script}")

@@ -1,4 +1,4 @@
-"""What tests with Ray get: one cluster for all of them, and a check that each leaves it as it was.
+"""The fixtures of tests with Ray: a shared cluster, and a check that each test leaves it unchanged.
 
 `make check-ray` runs them. Without Ray, there is nothing to collect.
 """
@@ -25,7 +25,7 @@ try:
         until,
     )
 
-    # For actors and tasks of tests, and for fleets.
+    # Actors, tasks and fleets of the tests need it.
     ray.cloudpickle.register_pickle_by_value(drawing)
     cloudpickle.register_pickle_by_value(drawing)
 except ImportError:
@@ -35,7 +35,7 @@ import cseq
 
 
 def pytest_collection_modifyitems(items):
-    """Ray warns of much; what cseq warns of stays an error. Fleets get the tests' own workers."""
+    """Ignore Ray's many warnings; cseq's stay errors. Fleets get the tests' own workers."""
     for module in {item.module for item in items if isinstance(item, pytest.Function)}:
         cloudpickle.register_pickle_by_value(module)
     for item in items:
@@ -45,14 +45,14 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def cluster():
-    """A head without CPUs and two nodes with one each; deaths of nodes are noticed at once."""
+    """Yield a head without CPUs and two nodes with one each, whose deaths are noticed at once."""
     with local_cluster(2, **QUICK_DEATHS) as running:
         yield running
 
 
 @pytest.fixture
 def fleet(cluster):
-    """Two agents with a worker each, on two nodes; both are there."""
+    """Yield a fleet of two agents with a worker each, on two nodes, both of them ready."""
     with cseq.RayFleet(DrawsSlowly, 2, 1) as fleet:
         await_agents(fleet)
         yield fleet
@@ -60,7 +60,7 @@ def fleet(cluster):
 
 @pytest.fixture
 def added_node(cluster):
-    """A further node, with the resource `added`; the test may remove it."""
+    """Yield another node, with the resource `added`; the test may remove it."""
     node = cluster.add_node(resources={"added": 1})
     yield node
     if node in cluster.nodes:
@@ -69,18 +69,20 @@ def added_node(cluster):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request, cluster):
-    """Fail a test that leaves an actor, a process of one, an object, a thread, or that spilled.
+    """Fail a test that leaves an actor, its process, an object or a thread, or that spilled.
 
-    In place of the check of all other tests: Ray starts processes and threads when it likes.
+    This replaces the check of all other tests, as Ray starts processes and threads at any time.
     """
     threads, names = set(threading.enumerate()), shared_names()
     nodes, spills = list(cluster.nodes), cluster.spills()
     failed = request.session.testsfailed
     yield
-    if request.session.testsfailed > failed:  # its traceback keeps alive what it worked with
+    if request.session.testsfailed > failed:
+        # A failed test's traceback keeps its objects alive.
         kill(cluster.at_work())
         return
-    gc.collect()  # handles of actors and references to objects
+    # These are handles of actors and references to objects.
+    gc.collect()
     until(lambda: not cluster.at_work(), f"the test left {cluster.at_work()}")
     until(lambda: cluster.stored() == 0, "the test left objects in a store")
     assert cluster.spills() == spills, "objects were spilled to a disk"
@@ -89,5 +91,5 @@ def nothing_left_behind(request, cluster):
     assert shared_names() <= names
 
 
-# Ray starts these when they are needed first, and ends them with the connection.
+# Ray starts these at their first use, and ends them with the connection.
 RAYS_THREADS = {"ray_import_thread", "ray_listen_error_messages", "ray_print_logs"}

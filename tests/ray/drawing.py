@@ -1,4 +1,4 @@
-"""What the tests with Ray make batches of, and what test mode makes of the same."""
+"""The batches of the tests with Ray, and test mode's version of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import cseq
 SAMPLES, SIZE = 700, 4
 BATCHES = SAMPLES // SIZE
 OPTIONS: dict[str, Any] = {"batch_size": SIZE, "seed": 3, "out_type": "null"}
-SMALL: dict[str, Any] = {"buffer": 16}  # so that the loop is never far from the agents
+# A small buffer keeps the loop close to the agents.
+SMALL: dict[str, Any] = {"buffer": 16}
 
 
 class Draws:
@@ -45,7 +46,7 @@ def sequence(fleet, **options):
 
 @functools.cache
 def in_test_mode(worker=Draws, epoch=0, samples=SAMPLES):
-    """List the batches of an epoch that test mode makes."""
+    """Return test mode's batches of an epoch."""
     manager = cseq.MPSequence(worker, samples, **OPTIONS)
     manager.set_epoch(epoch)
     with manager.start_test() as batches:
@@ -58,17 +59,18 @@ def assert_is_test_mode(got, worker=Draws, epoch=0):
 
 
 def pids(fleet):
-    """List the process ids of the agents that answer now."""
+    """Return the process ids of the agents that answer now."""
     calls = [fleet.ask(handle) for handle in fleet.handles]
     found = []
     for call in ray.wait(calls, num_returns=len(calls), timeout=2)[0]:
-        with contextlib.suppress(ray.exceptions.RayError):  # it is being started again
+        with contextlib.suppress(ray.exceptions.RayError):
+            # It is being started again.
             found.append(ray.get(call)[0])
     return found
 
 
 def await_agents(fleet, count=2, without=()):
-    """Wait until so many agents answer, none of which is one of these; return their ids."""
+    """Wait until the given number of other agents answer; return their ids."""
     there = []
 
     def look():

@@ -1,10 +1,9 @@
-"""A Ray cluster of several nodes on this machine, and what is left of it.
+"""A Ray cluster of several nodes on this machine, and checks of what it leaves.
 
-Each node has a raylet and an object store of its own, so what goes from one to another travels. All
-is at 127.0.0.2: Ray takes 127.0.0.1 for the machine's outer address. The head has no CPUs:
-actors are on the other nodes. Sessions lie in a folder of their own, which Ray finds in
-`RAY_TMPDIR`; its name is in the environment of every process of the cluster, and tells them from
-those of other clusters.
+Each node has its own raylet and object store, so objects travel between nodes. All are at
+127.0.0.2, as Ray takes 127.0.0.1 for the machine's outer address. The head has no CPUs: actors are
+on the other nodes. Sessions have their own folder, which Ray finds in `RAY_TMPDIR`; its name is in
+the environment of every process of the cluster, which identifies them.
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ import ray
 from ray.cluster_utils import Cluster
 
 ADDRESS = "127.0.0.2"
-STORE = 200 << 20  # bytes, of each node
-GRACE = 60.0  # seconds in which what is about to happen has to happen
+# Bytes of each node's store.
+STORE = 200 << 20
+# Seconds in which an expected event must happen.
+GRACE = 60.0
 
-# A node that is gone is noticed within a second.
+# A lost node is noticed within a second.
 QUICK_DEATHS = {
     "health_check_period_ms": 200,
     "health_check_timeout_ms": 500,
     "health_check_failure_threshold": 3,
     "health_check_initial_delay_ms": 0,
 }
-# What a node itself consists of: these processes are there with and without work.
+# A node's own processes, which exist with and without work.
 OF_A_NODE = re.compile(
     rb"ray::(IDLE|DashboardAgent|RuntimeEnvAgent)|[^\0]*/(raylet|gcs_server)\0"
     rb"|[^\0]*/python[\d.]*\0(-u\0)?[^\0]*/site-packages/ray/"
@@ -64,27 +65,27 @@ class LocalCluster:
         until(lambda: node.node_id not in self.alive(), "the node is still there")
 
     def alive(self):
-        """Return the ids of the nodes that the cluster believes to be alive."""
+        """Return the ids of the nodes that the cluster considers alive."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def stored(self):
-        """Count the bytes in all object stores together."""
+        """Return the bytes in all object stores."""
         of = "object_store_memory"
         return int(ray.cluster_resources()[of] - ray.available_resources().get(of, 0))
 
     def spills(self):
-        """Find the logs of processes that wrote objects to a disk; one is there from the first."""
+        """Return the logs of processes that wrote objects to a disk; one exists from the start."""
         return set(self.folder.glob("ray/session_*/logs/*spill_worker*"))
 
     def at_work(self):
-        """Find the actors, and all processes that these have started: pid → command."""
+        """Return the actors, and all processes that they started: pid → command."""
         return at_work(self.folder)
 
 
 @contextlib.contextmanager
 def local_cluster(nodes, **system):
-    """Start a cluster and connect to it; leave nothing of it. `system`: Ray's internal settings."""
-    # A short name: paths of sockets, which are below, have 107 bytes at most.
+    """Start a cluster and connect to it; leave nothing. `system` has Ray's internal settings."""
+    # A short name, since paths of sockets, which are below, have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="cseq-ray-"))
     shm = shared_names()
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder))
@@ -93,7 +94,7 @@ def local_cluster(nodes, **system):
     try:
         head = {"num_cpus": 0, "include_dashboard": False, "_system_config": system}
         cluster.add_node(node_ip_address=ADDRESS, object_store_memory=STORE, **head)
-        # Before there are others: Ray would connect to any of the nodes with this address.
+        # This precedes other nodes: Ray would connect to any node with this address.
         ray.init(
             address=cluster.address,
             _node_ip_address=ADDRESS,
@@ -114,7 +115,7 @@ def local_cluster(nodes, **system):
 
 
 def await_end(folder):
-    """Wait until no process is left; kill what does not end, and return what is not Ray's."""
+    """Wait until no process is left; kill those that do not end, and return those not of Ray."""
     with contextlib.suppress(TimeoutError):
         until(lambda: not processes_of(folder), "processes are left")
     left = processes_of(folder)
@@ -123,14 +124,14 @@ def await_end(folder):
 
 
 def kill(pids):
-    """Kill processes, if they are still there."""
+    """Kill processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def at_work(folder):
-    """Find a cluster's actors, and all processes that these have started: pid → command."""
+    """Return a cluster's actors, and all processes that they started: pid → command."""
     return {
         pid: command.decode(errors="replace")
         for pid, command in processes_of(folder).items()
@@ -139,10 +140,11 @@ def at_work(folder):
 
 
 def processes_of(folder):
-    """Find all processes of the cluster whose sessions lie in `folder`: pid → command line.
+    """Return all processes of the cluster with sessions in `folder`: pid → command line.
 
-    A process belongs to it whose environment names the folder, or whose parent belongs to it: some
-    of Ray's write their title over their environment. This process, the driver, is not counted.
+    A process belongs to it if its environment names the folder, or if its parent belongs to it:
+    some of Ray's write their title over their environment. This process, the driver, does not
+    count.
     """
     mark = f"RAY_TMPDIR={folder}\0".encode()
     parents = {}
@@ -151,7 +153,8 @@ def processes_of(folder):
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal() or int(entry.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+        with contextlib.suppress(OSError):
+            # It is gone, or another user's.
             status = (entry / "stat").read_bytes().rpartition(b")")[2].split()
             if status[0] == b"Z":
                 continue
@@ -166,12 +169,12 @@ def processes_of(folder):
 
 
 def shared_names():
-    """List the files of shared memory, without locks of multiprocessing: other programs' alone."""
+    """Return the files of shared memory, without other programs' multiprocessing locks."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def until(condition, complaint):
-    """Ask again and again, for `GRACE` seconds at most, until something is so."""
+    """Check repeatedly, for at most `GRACE` seconds, until a condition holds."""
     deadline = time.monotonic() + GRACE
     while not condition():
         if time.monotonic() > deadline:

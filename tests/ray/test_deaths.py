@@ -1,4 +1,4 @@
-"""Agents and nodes die or stop: the stream is that of test mode."""
+"""Agents and nodes die or stop; the stream equals test mode's."""
 
 import os
 import random
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def epoch_with(fleet, events, **options):
-    """Go through an epoch; `events`: what to do before which batch. Returns the batches."""
+    """Run an epoch with `events` before given batches; return the batches."""
     got = []
     with sequence(fleet, **SMALL | options).start() as batches:
         for k, batch in enumerate(batches):
@@ -37,31 +37,32 @@ def epoch_with(fleet, events, **options):
 
 
 def test_an_agent_is_killed_at_a_quarter_and_at_three_quarters(fleet):
-    """First one, then the other: each time, the rest makes what it had."""
+    """One agent dies, then the other: each time, the remaining one makes its batches."""
     before = pids(fleet)
     kills = {
         BATCHES // 4: lambda: kill_agent(fleet, 0),
         3 * BATCHES // 4: lambda: kill_agent(fleet, 1, None),
     }
     assert_is_test_mode(epoch_with(fleet, kills))
-    await_agents(fleet, without=before)  # Ray has started them again
+    # Ray has started them again.
+    await_agents(fleet, without=before)
 
 
 def test_all_agents_are_killed_at_once(fleet):
-    """The loop goes on when one is back."""
+    """The loop continues when one is back."""
     before = pids(fleet)
     got = epoch_with(fleet, {50: lambda: [os.kill(pid, signal.SIGKILL) for pid in before]})
     assert_is_test_mode(got)
 
 
 def test_an_answer_that_comes_too_late_is_used_the_next_time(fleet, monkeypatch):
-    """Agents whose answers always take longer than a thread waits are found, also after a death."""
+    """Agents whose answers always exceed a thread's wait are found, even after a death."""
     monkeypatch.setattr("cseq.fleet.ray.AGAIN", 0)
     assert_is_test_mode(epoch_with(fleet, {50: lambda: kill_agent(fleet, 0)}))
 
 
 def test_an_agent_that_was_killed_before_a_loop_begins_is_back(fleet):
-    """The loop has never heard of it."""
+    """The loop never notices its death."""
     before = pids(fleet)
     kill_agent(fleet, 0)
     assert_is_test_mode(epoch_with(fleet, {}))
@@ -69,20 +70,22 @@ def test_an_agent_that_was_killed_before_a_loop_begins_is_back(fleet):
 
 
 def test_a_stopped_agent_is_replaced(cluster):
-    """After `timeout`; another one makes what it had."""
+    """After `timeout`, another agent makes its batches."""
     with cseq.RayFleet(DrawsSlowly, 2, 1, timeout=1.0) as fleet:
         await_agents(fleet)
-        assert_is_test_mode(epoch_with(fleet, {}))  # both have made some: the next one is not first
+        # Both have made some batches, so the next one is not the first.
+        assert_is_test_mode(epoch_with(fleet, {}))
         stopped = pids(fleet)[0]
         got = epoch_with(fleet, {40: lambda: os.kill(stopped, signal.SIGSTOP)})
         assert_is_test_mode(got)
-        if ray.__version__ < "2.46":  # this one asks the process to end, which it does later
+        if ray.__version__ < "2.46":
+            # This version asks the process to end, which it does later.
             os.kill(stopped, signal.SIGCONT)
         await_agents(fleet, without=[stopped])
 
 
 class HangsOnce(DrawsSlowly):
-    """Never ends one batch, where a file is not there yet."""
+    """Never finishes one batch, unless a file exists."""
 
     path = ""
 
@@ -95,7 +98,7 @@ class HangsOnce(DrawsSlowly):
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_an_agent_that_hangs_is_replaced(cluster, monkeypatch, tmp_path, tls):
-    """After `timeout`; another one makes what it had."""
+    """After `timeout`, another agent makes its batches."""
 
     class Hangs(HangsOnce):
         path = str(tmp_path / "it has")
@@ -117,7 +120,7 @@ class Waits(Draws):
 
 
 def test_what_waits_for_another_batch_is_not_late(cluster):
-    """Two sequences on one agent: `timeout` is of a batch, not of those before it."""
+    """Two sequences share an agent: `timeout` applies to a batch, not to those before it."""
     with cseq.RayFleet(Waits, 1, 1, timeout=3.0) as fleet:
         before = await_agents(fleet, 1)
         with sequence(fleet).start() as ones, sequence(fleet).start() as twos:
@@ -128,7 +131,7 @@ def test_what_waits_for_another_batch_is_not_late(cluster):
 
 
 def test_a_node_is_lost(cluster, added_node):
-    """With what its agents have: others make that."""
+    """Other agents make the batches of its agents."""
     with cseq.RayFleet(DrawsSlowly, 3, 1) as fleet:
         await_agents(fleet, 3)
         assert_is_test_mode(epoch_with(fleet, {40: lambda: cluster.remove_node(added_node)}))
@@ -144,7 +147,7 @@ class KillsItsAgent(Draws):
 
 
 def test_a_batch_that_ends_three_agents_is_named():
-    """As WorkerDied, with its indices; the fleet goes on for those who do not ask for it."""
+    """WorkerDied has its indices; the fleet continues for loops without it."""
     with cseq.RayFleet(KillsItsAgent, 2, 1) as fleet:
         await_agents(fleet)
         manager = sequence(fleet, **SMALL).start()
@@ -162,11 +165,12 @@ def test_a_batch_that_ends_three_agents_is_named():
         assert "was lost with 3 agents" in skipped.error
 
 
-SOAK = float(os.environ.get("CSEQ_SOAK", "8"))  # seconds; of many, pytest -o faulthandler_timeout=0
+# In seconds; for many, use pytest -o faulthandler_timeout=0.
+SOAK = float(os.environ.get("CSEQ_SOAK", "8"))
 
 
 def test_agents_are_killed_at_random_again_and_again(cluster):
-    """Of four, one each second; no store fills, nor the trainer."""
+    """One of four agents dies each second; neither the stores nor the trainer fill up."""
     memory = []
     with cseq.RayFleet(DrawsSlowly, 4, 1, num_cpus=0.5) as fleet:
         await_agents(fleet, 4)

@@ -1,4 +1,4 @@
-"""Loops and programs end in all ways: nothing stays on the cluster, nothing is delivered twice."""
+"""The ends of loops and programs: nothing stays on the cluster, and nothing comes twice."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 def test_an_epoch_that_is_left_delivers_nothing_later(fleet):
-    """By break, a second iter(), set_epoch, an exception and finish, with batches in flight."""
+    """It ends by break, iter(), set_epoch, an exception or finish, with batches in flight."""
     with sequence(fleet).start() as batches:
         for k, _ in enumerate(batches):
             if k == 5:
@@ -68,7 +68,7 @@ class Large:
 
 
 def test_more_than_the_stores_have_room_for_is_not_spilled(cluster):
-    """Ten times a store, while the loop is slow now and then; that of spills is the fixture's."""
+    """The data are ten times a store; the loop is slow at times; the fixture checks for spills."""
     count = 10 * STORE // (8 << 20)
     options = OPTIONS | {"batch_size": 1, "memory_limit": 64 << 20}
     with cseq.RayFleet(Large, 2, 1) as fleet:
@@ -84,7 +84,7 @@ def test_more_than_the_stores_have_room_for_is_not_spilled(cluster):
 
 
 def test_ctrl_c_while_the_loop_waits(fleet):
-    """Ten times, at random; then a whole epoch."""
+    """This happens ten times, at random; then an epoch is whole."""
     waits = np.random.default_rng(5).uniform(0.001, 0.1, 10)
     interrupted = 0
     with sequence(fleet, **SMALL).start() as batches:
@@ -137,7 +137,7 @@ with local_cluster(2) as cluster:
 
 @pytest.mark.parametrize("way", ["killed", "exits"])
 def test_a_driver_that_ends_leaves_nothing(run_anew, way):
-    """No agent, worker process, or file of shared memory."""
+    """Agents, worker processes and files of shared memory are gone."""
     here = Path(__file__).parent
     before = shared_names()
     done = run_anew(DRIVER, way, str(here), str(here.parent / "helpers"))
@@ -155,7 +155,7 @@ def test_a_driver_that_ends_leaves_nothing(run_anew, way):
 
 
 def test_the_memory_of_large_batches_is_used_again():
-    """It is that of a batch which the loop has dropped; of one that it holds, it is not."""
+    """This is the memory of a batch that the loop has dropped, but not of a held one."""
     with cseq.RayFleet(Large, 2, 1) as fleet:
         options = OPTIONS | {"batch_size": 1, "buffer": 4, "shuffle": False}
         with cseq.RaySequence(fleet, 60, 2, **options).start() as batches:

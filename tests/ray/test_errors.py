@@ -1,4 +1,4 @@
-"""Errors of indexers and of agents that cannot start: each is raised in the loop as what it is."""
+"""Errors of indexers, and of agents that cannot start: each keeps its type in the loop."""
 
 import importlib
 import logging
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 class OwnError(LookupError):
-    """One that no other process can import."""
+    """No other process can import it."""
 
     def __init__(self, sample):
         super().__init__(f"sample {sample}")
@@ -38,7 +38,7 @@ class OwnError(LookupError):
 
 
 class Unpicklable(Exception):
-    """One that cannot travel."""
+    """It cannot be pickled."""
 
     def __init__(self):
         super().__init__("it holds a file")
@@ -46,7 +46,7 @@ class Unpicklable(Exception):
 
 
 class Fails(Draws):
-    """Raises another thing for each of some samples."""
+    """Raises another object for each of some samples."""
 
     def __getitem__(self, indices):
         if 100 in indices:
@@ -59,12 +59,12 @@ class Fails(Draws):
 
 
 def without(samples):
-    """List the batches of test mode that have none of these samples."""
+    """Return test mode's batches that have none of these samples."""
     return [one for one in in_test_mode() if not np.isin(one[0], samples).any()]
 
 
 def test_exceptions_of_indexers_arrive_as_themselves():
-    """Own classes are the loop's own, if pickle takes them; notes name batch, node and process."""
+    """User classes that pickle accepts are the loop's own; notes name batch, node and process."""
     errors, got = [], []
     with cseq.RayFleet(Fails, 2, 1) as fleet, sequence(fleet).start() as batches:
         iterator = iter(batches)
@@ -92,7 +92,7 @@ def test_exceptions_of_indexers_arrive_as_themselves():
 
 
 def test_failing_batches_are_left_out():
-    """With on_error='skip'."""
+    """This is with on_error='skip'."""
     with cseq.RayFleet(Fails, 2, 1) as fleet:
         manager = sequence(fleet, on_error="skip")
         with manager.start() as batches:
@@ -102,7 +102,7 @@ def test_failing_batches_are_left_out():
 
 
 class FailsWithoutFile(Draws):
-    """Fails at an agent for which a file of its process id is not there."""
+    """Fails at an agent without a file of its process id."""
 
     folder = ""
 
@@ -113,7 +113,7 @@ class FailsWithoutFile(Draws):
 
 
 def test_an_indexer_fails_at_one_agent_alone(tmp_path):
-    """Its batches are errors, and not tried elsewhere; those of the other are not."""
+    """Its batches are errors, and are not tried elsewhere; the other agent's are not."""
 
     class Fails(FailsWithoutFile):
         folder = str(tmp_path)
@@ -142,7 +142,7 @@ class Refuses:
 
 
 def test_the_constructor_of_an_indexer_raises_in_the_loop():
-    """At the first batch, with its own type; no other agent is asked."""
+    """The first batch raises it, with its type; no other agent is asked."""
     with cseq.RayFleet(Refuses, 2, 1) as fleet, sequence(fleet).start() as batches:
         iterator = iter(batches)
         with pytest.raises(FileNotFoundError, match="no such file") as caught:
@@ -152,7 +152,7 @@ def test_the_constructor_of_an_indexer_raises_in_the_loop():
 
 
 def test_an_agent_whose_environment_cannot_be_made_is_an_error():
-    """It is what Ray says."""
+    """The error has Ray's text."""
     fleet = cseq.RayFleet(Draws, 1, 1, runtime_env={"working_dir": "file:///no/such.zip"})
     with fleet, sequence(fleet).start() as batches:
         iterator = iter(batches)
@@ -161,7 +161,7 @@ def test_an_agent_whose_environment_cannot_be_made_is_an_error():
 
 
 def test_what_cannot_be_scheduled_is_logged(caplog):
-    """Once; the loop can be left."""
+    """The log says so once; the loop can be left."""
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.INFO, "cseq"):
         patch.setattr(fleets, "SHORT", 0.2)
         with cseq.RayFleet(Draws, 1, 1, resources={"unobtainable": 1}) as fleet:
@@ -178,7 +178,7 @@ OTHERS = (
 
 
 def test_another_version_is_refused(monkeypatch):
-    """With both named: of cseq, Python, and the numpy that arrays are pickled by."""
+    """The error has both versions: of cseq, of Python, and of the numpy that pickles arrays."""
     with cseq.RayFleet(Draws, 1, 1) as fleet:
         await_agents(fleet, 1)
         monkeypatch.setattr(cseq, "__version__", "0.0.1")
@@ -200,7 +200,7 @@ class Own:
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """Two modules in a folder that this process alone has on its path."""
+    """Write two modules to a folder that only this process has on its path."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "written.py").write_text(SOURCE.format("written"))
     (tmp_path / "written_more.py").write_text("def twice(x):\n    return 2 * x\n")
@@ -211,7 +211,7 @@ def written(tmp_path, monkeypatch):
 
 
 def test_modules_of_the_user_go_by_value_if_cloudpickle_is_told(written):
-    """And closures."""
+    """Closures do, too."""
     offset = 5
 
     class Closure(written.Own):
@@ -232,7 +232,7 @@ def test_modules_of_the_user_go_by_value_if_cloudpickle_is_told(written):
 
 
 def test_a_module_that_agents_lack_is_named(tmp_path, monkeypatch):
-    """With the two ways out."""
+    """The error has two remedies."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "only_here.py").write_text(SOURCE.format("only_here"))
     (tmp_path / "only_here_more.py").write_text("twice = abs\n")
@@ -260,7 +260,7 @@ def test_a_module_that_agents_lack_is_named(tmp_path, monkeypatch):
     ],
 )
 def test_threads_of_libraries(monkeypatch, options, expected):
-    """Those of `threads`, unless the runtime_env says another number."""
+    """Their number is `threads`, unless the runtime_env has another one."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     class Threads:
@@ -272,7 +272,7 @@ def test_threads_of_libraries(monkeypatch, options, expected):
 
 
 def test_a_cluster_that_encrypts_carries_the_batches(monkeypatch):
-    """No agent is connected to: calls of Ray's bring the same stream, writable, and errors."""
+    """No agent is connected to: Ray's calls carry the same stream, writable, and errors."""
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.delattr(fleets, "Connection")
     with cseq.RayFleet(Draws, 2, 1) as fleet, sequence(fleet).start() as batches:
@@ -294,7 +294,7 @@ class Keeps:
 
 
 def test_what_an_indexer_keeps_is_copied():
-    """The next batch is made while this one is sent; what the loop keeps is not written to."""
+    """The next batch is made while this one is sent; nothing writes to what the loop keeps."""
     kept = []
     with cseq.RayFleet(Keeps, 1, 1) as fleet, sequence(fleet).start() as batches:
         for indices, array, views in batches:
@@ -305,7 +305,7 @@ def test_what_an_indexer_keeps_is_copied():
 
 
 def test_what_concerns_workers_is_given_to_the_fleet():
-    """As is a fleet to a sequence of fleets."""
+    """The same holds for a fleet of a sequence of fleets."""
     with cseq.RayFleet(Draws, 1, 1) as fleet:
         for options in ({"timeout": 3.0}, {"threads": 2}, {"seed_globals": False}):
             with pytest.raises(TypeError, match="pass it to the fleet"):
@@ -328,6 +328,6 @@ def test_what_concerns_workers_is_given_to_the_fleet():
     ],
 )
 def test_wrong_arguments_are_named(options, text):
-    """At once; Ray refuses what it does not know."""
+    """This happens at once; Ray refuses unknown ones."""
     with pytest.raises((TypeError, ValueError), match=text):
         cseq.RayFleet(Draws, **options)

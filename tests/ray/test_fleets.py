@@ -1,4 +1,4 @@
-"""Fleets: a sequence's own, one with copies in other processes, one of several sequences."""
+"""Fleets: of one sequence, with copies in other processes, and of several sequences."""
 
 import copy
 import gc
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 @ray.remote(num_cpus=0)
 class Rank:
-    """A process beside the driver that goes through an epoch on a fleet."""
+    """A process beside the driver that runs an epoch on a fleet."""
 
     def epoch(self, fleet, **options):
         with sequence(fleet, **options).start() as batches:
             return list(batches)
 
     def halting(self, fleet, path, **options):
-        """Take a batch; once a file is there, take the rest."""
+        """Take a batch; once a file exists, take the rest."""
         with sequence(fleet, **options).start() as batches:
             iterator = iter(batches)
             first = next(iterator)
@@ -44,12 +44,12 @@ class Rank:
 
 
 def own(workers=2, **options):
-    """Make a sequence with a fleet of its own."""
+    """Make a sequence with its own fleet."""
     return cseq.RaySequence(Draws, SAMPLES, workers, **OPTIONS | options)
 
 
 def test_a_sequence_has_a_fleet_of_its_own():
-    """`finish` ends it, and leaves Ray; the sequence begins again, and may be dropped."""
+    """`finish` ends it, and leaves Ray; the sequence can start again, and may be dropped."""
     manager = own()
     with manager.start() as batches:
         got = list(batches)
@@ -63,13 +63,13 @@ def test_a_sequence_has_a_fleet_of_its_own():
 
 
 def test_more_workers_than_cpus_are_waited_for():
-    """The default of four workers on two nodes with a CPU each: two of them come."""
+    """The default is four workers; two nodes with a CPU each have room for two."""
     with own(4).start() as batches:
         assert_is_test_mode(list(batches))
 
 
 def test_a_fleet_has_what_the_nodes_have_room_for():
-    """A worker process for each CPU, unless more is said."""
+    """By default, it has a worker process for each CPU."""
     with cseq.RayFleet(Draws) as fleet:
         assert len(fleet.handles) == 2
     with cseq.RayFleet(Draws, num_cpus=0.5) as fleet:
@@ -81,16 +81,17 @@ def test_a_fleet_has_what_the_nodes_have_room_for():
 
 
 def test_a_copy_uses_the_same_agents():
-    """In another process, at the same time as here."""
+    """The copy runs in another process, at the same time as here."""
     with cseq.RayFleet(Draws, 2, 1) as fleet:
         rank = Rank.remote()
         there = rank.epoch.remote(fleet)
         assert_is_test_mode(list(sequence(fleet).start()))
-        assert_is_test_mode(copy.deepcopy(ray.get(there)))  # Ray's arrays are read-only
+        # Ray's arrays are read-only.
+        assert_is_test_mode(copy.deepcopy(ray.get(there)))
 
 
 def test_a_copy_outlives_the_object_that_was_pickled():
-    """Its agents are started again, too; they end with the last copy."""
+    """Its agents start again, too; they end with the last copy."""
     fleet = cseq.RayFleet(Draws, 2, 1)
     made = copy.copy(fleet)
     del fleet
@@ -100,7 +101,8 @@ def test_a_copy_outlives_the_object_that_was_pickled():
         kill_agent(made, 0)
         assert_is_test_mode(list(batches), epoch=1)
         await_agents(made)
-        made.close()  # it forgets them
+        # The original forgets them.
+        made.close()
 
 
 class Tens:
@@ -115,7 +117,7 @@ class Tens:
 
 @ray.remote(num_cpus=0)
 def from_copy(fleet):
-    """Go through an epoch, make a batch here, collect garbage: an idle process does not."""
+    """Run an epoch, make a batch here, and collect garbage, which an idle process does not do."""
 
     def work():
         manager = cseq.RaySequence(fleet, **OPTIONS)
@@ -129,7 +131,7 @@ def from_copy(fleet):
 
 
 def test_a_copy_knows_how_many_samples_there_are_and_of_which_type():
-    """As the fleet's maker, from the worker."""
+    """Like the fleet's maker, it asks the worker."""
     with cseq.RayFleet(cseq.from_dataset(Tens()), 2, 1) as fleet:
         here = list(cseq.RaySequence(fleet, **OPTIONS).start())
         there, again = ray.get(from_copy.remote(fleet))
@@ -139,7 +141,7 @@ def test_a_copy_knows_how_many_samples_there_are_and_of_which_type():
 
 
 def test_a_rank_that_sleeps_holds_no_other_up(tmp_path):
-    """Two ranks on a fleet, one of which waits for the other's end: together, all samples once."""
+    """One of two ranks on a fleet waits for the other's end; together, they have all samples."""
     with cseq.RayFleet(Draws, 2, 1) as fleet:
         await_agents(fleet)
         sleeper = Rank.remote()
@@ -153,14 +155,14 @@ def test_a_rank_that_sleeps_holds_no_other_up(tmp_path):
 
 
 class Rows:
-    """Says how its indices are divided."""
+    """Returns the division of its indices."""
 
     def __getitem__(self, indices):
         return indices, cseq.parts()
 
 
 def test_rows_are_divided_as_in_test_mode():
-    """What `cseq.parts` says in an agent."""
+    """An agent gets the right `cseq.parts`."""
     packed = cseq.Packed(np.arange(60) % 7 + 1, 16)
     options = {"order": packed, "batch_size": 3, "seed": 3, "out_type": "null"}
     with cseq.RayFleet(Rows, 2, 1) as fleet, cseq.RaySequence(fleet, **options).start() as batches:
@@ -170,7 +172,7 @@ def test_rows_are_divided_as_in_test_mode():
 
 
 def test_sequences_share_a_fleet():
-    """At a time, with seeds, sizes and types of their own; each batch is its sequence's."""
+    """At the same time, with their own seeds, sizes and types, each gets its own batches."""
     others = {"seed": 8, "batch_size": 7}
     with cseq.RayFleet(Draws, 2, 1) as fleet:
         one = cseq.RaySequence(fleet, SAMPLES, 2, **OPTIONS)
@@ -187,7 +189,7 @@ def test_sequences_share_a_fleet():
 
 
 def test_a_state_is_dealt_to_other_ranks_and_batches():
-    """Two ranks on a fleet, then three in threads with other batches, then one on the fleet."""
+    """Two ranks run on a fleet, then three in threads with other batches, then one on the fleet."""
     with cseq.RayFleet(Draws, 2, 1) as fleet:
         seen, state = [], None
         threads = {"batch_size": 3}

@@ -1,4 +1,4 @@
-"""Ray Train and Ray Tune: ranks and trials with a fleet of their driver's."""
+"""Ray Train and Ray Tune: ranks and trials with their driver's fleet."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 train = pytest.importorskip("ray.train", reason="pip install 'ray[train]'", exc_type=ImportError)
 
-# In a cluster of their own: Ray keeps actors of Train and Tune for later runs.
+# A separate cluster, as Ray keeps actors of Train and Tune for later runs.
 COMMON = """
 import sys, warnings
 warnings.simplefilter("ignore")
@@ -118,14 +118,14 @@ with local_cluster(2) as cluster:
 
 
 def run(run_anew, script, tmp_path):
-    """Run a script with the path of the helpers; it says when it is done."""
+    """Run a script with the path of the helpers; it reports its success."""
     here = Path(__file__).parent
     done = run_anew(script, str(here), str(here.parent / "helpers"), str(tmp_path / "runs"))
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["done"]), done.stderr
 
 
 def test_ranks_that_ray_train_starts_again_go_on(run_anew, tmp_path):
-    """From the state in a checkpoint, after a rank has died: together, each sample once."""
+    """After a rank's death, they resume from a checkpoint: together, each sample comes once."""
     pytest.importorskip("torch")
     run(run_anew, ELASTIC, tmp_path)
 

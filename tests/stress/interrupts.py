@@ -2,9 +2,9 @@
 
     python tests/stress/interrupts.py [times] [seed | random] [kind ...]
 
-Each kind of loop runs until it was interrupted so many times. What comes out is compared with what
-must come: an item may be missing (lost), come again (doubled), or come elsewhere, in the wrong
-epoch or with other contents (misplaced).
+Each kind of loop runs until it was interrupted the given number of times. Its items are compared
+with the expected ones: an item may be missing (lost), come again (doubled), or come elsewhere, in
+the wrong epoch or with other contents (misplaced).
 """
 
 from __future__ import annotations
@@ -36,20 +36,23 @@ from cseq.stream import Streams
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-LARGE = 8400  # int64 of an item that is handed out where it lies; others are copied
-EPOCHS = 20  # of what is started once
-PATIENCE = 10.0  # seconds that a worker may take for a batch of an epoch that was left
+# The int64 numbers of an item that is leased in place; smaller ones are copied.
+LARGE = 8400
+# Epochs of one start.
+EPOCHS = 20
+# Seconds that a worker may take for a batch of an abandoned epoch.
+PATIENCE = 10.0
 WRONG = ("lost", "doubled", "misplaced", "slots left")
 COLUMNS = ("interrupts", "epochs", "items", *WRONG)
 
 
 def content(name):
-    """Make what lies in an item; some are large."""
+    """Make the content of an item; some are large."""
     return np.full(LARGE if name % 16 == 0 else name % 7 + 1, name, np.int64)
 
 
 def checked(name, data):
-    """Return an item's name, or -1 if its data are not its own."""
+    """Return an item's name, or -1 if its data are wrong."""
     own = np.asarray(data)
     return name if len(own) == len(content(name)) and (own == name).all() else -1
 
@@ -57,8 +60,8 @@ def checked(name, data):
 class Loop:
     """A kind of loop. `begin` and `take` are interrupted, and then called again.
 
-    `begin` begins an epoch, and returns the names of its items; `take` returns True when no more
-    come; `look` is not interrupted, and returns the names of those that have come.
+    `begin` begins an epoch, and returns the names of its items; `take` returns True at the end;
+    `look` is not interrupted, and returns the names of the items that have come.
     """
 
     ordered = True
@@ -82,7 +85,8 @@ class Loop:
         raise NotImplementedError
 
     def take(self):
-        self.got.extend(self.items)  # in C: no handler runs between an item's coming and its place
+        # In C, no handler runs between an item's arrival and its storage.
+        self.got.extend(self.items)
         return True
 
     def look(self):
@@ -94,7 +98,7 @@ class Loop:
         return checked(*item)
 
     def slots_in_use(self):
-        """Count the slots that are in use after an epoch, and should not be."""
+        """Return the number of slots that are wrongly in use after an epoch."""
         return 0
 
     def close(self):
@@ -105,7 +109,7 @@ class Loop:
 
 
 class Worker:
-    """Gives a batch its samples, and content of the first one's name."""
+    """Returns a batch of its samples, with content from the first one's name."""
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -151,13 +155,15 @@ class Sequence(Loop):
         if not self.processes:
             return 0
         slots = held.slots(self.m)
-        if slots.leased:  # an interrupted frame may be in a circle with its exception
+        if slots.leased:
+            # An interrupted frame may be in a cycle with its exception.
             gc.collect()
             slots = held.slots(self.m)
-        # A worker may still be at a batch of an epoch that was broken off: until it is done.
+        # A worker may still be at work on a batch of an abandoned epoch.
         deadline = time.monotonic() + PATIENCE
         while slots.taken and time.monotonic() < deadline:
-            next(self.items, None)  # frees what is done; there are no more batches
+            # This frees finished slots; no more batches come.
+            next(self.items, None)
             time.sleep(1e-3)
             slots = held.slots(self.m)
         return slots.leased + slots.taken
@@ -170,7 +176,7 @@ class Sequence(Loop):
 
 
 class Producer:
-    """Makes items of their names: of an assignment in turn, or of keys."""
+    """Makes items from names: of an assignment in turn, or of keys."""
 
     def __init__(self, seconds, number, num_workers):
         self.seconds, self.number, self.num_workers = seconds, number, num_workers
@@ -219,7 +225,7 @@ class Stream(Loop):
         self.s.close()
 
 
-# -- what goes through them
+# -- items in transit
 
 
 KINDS: dict[str, Callable[[random.Random], Loop]] = {
@@ -241,7 +247,7 @@ KINDS: dict[str, Callable[[random.Random], Loop]] = {
 
 
 def compare(expected, found, count, *, ordered, over):
-    """Count what is wrong with the items of an epoch; if it is not over, the last ones may lack."""
+    """Count the faults in the items of an epoch; unless it is over, the last may be missing."""
     place = {name: k for k, name in enumerate(expected)}
     places = [place[name] for name in found if name in place]
     upto = max(places, default=-1) + 1 if ordered else 0
@@ -254,7 +260,7 @@ def compare(expected, found, count, *, ordered, over):
 
 
 def run_epoch(loop, alarm, count):
-    """Go through an epoch, or leave it in its middle."""
+    """Run an epoch, or leave it in its middle."""
     expected = []
     while not expected:
         expected = alarm.during(loop.begin, [])
@@ -270,7 +276,7 @@ def run_epoch(loop, alarm, count):
 
 
 def run_kind(name, times, seed):
-    """Run loops of a kind until they were interrupted so many times."""
+    """Run loops of a kind until the given number of interruptions."""
     rng, count = random.Random(f"{seed} {name}"), Counter[str]()
     alarm = Alarm(rng, count, share=0.99)
     while count["interrupts"] < times:
@@ -282,7 +288,7 @@ def run_kind(name, times, seed):
 
 
 def main(times, seed, names):
-    """Run the kinds, print a line for each, and return how much was wrong."""
+    """Run the kinds, print a line for each, and return the number of faults."""
     print(f"Python {sys.version.split()[0]}, seed {seed}, {times} interrupts of each kind")
     print(f"{'':20}" + "".join(f"{what:>12}" for what in COLUMNS), flush=True)
     sum_of_all, descriptors = Counter[str](), len(os.listdir("/dev/fd"))

@@ -1,4 +1,4 @@
-"""Streams under stress: workers killed and stopped, epochs broken off, items held, Ctrl-C."""
+"""Streams under stress: workers killed and stopped, abandoned epochs, held items, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = {"small": (0, 30), "mixed": (0, 9000), "large": (4000, 200_000)}
 
 
 def item_of(seed, worker, k, sizes):
-    """Make an item, which is known by its place alone."""
+    """Make an item, which depends only on its place."""
     least, most = SIZES[sizes]
     mixed = (seed * 1_000_003 + worker * 10_007 + k * 7919) % 1_000_000_007
     size = least + mixed % (most - least)
@@ -24,7 +24,7 @@ def item_of(seed, worker, k, sizes):
 
 
 class Maker:
-    """Makes a worker's items: as its assignment says, so many from a seed."""
+    """Makes a worker's items: as many from a seed as its assignment says."""
 
     def __init__(self, sizes, microseconds, number, num_workers):
         del num_workers
@@ -47,13 +47,13 @@ class Maker:
 
 
 class Alarm:
-    """A signal handler that raises, at any time within what is to be interrupted.
+    """A signal handler that raises at any time within an interruptible call.
 
     Parameters
     ----------
     rng, count
     share : float
-        How much of what is done has a signal, after a millisecond at the latest.
+        The fraction of the calls that get a signal, within a millisecond.
     """
 
     def __init__(self, rng, count, share=0.1):
@@ -62,7 +62,7 @@ class Alarm:
         signal.signal(signal.SIGALRM, self.strike)
 
     def strike(self, number, frame):
-        """Raise, if something can be interrupted now."""
+        """Raise, if a call may be interrupted now."""
         del number, frame
         if self.armed:
             self.armed = False
@@ -70,7 +70,7 @@ class Alarm:
             raise KeyboardInterrupt
 
     def during(self, step, default=None):
-        """Do something; where it is interrupted, return the default."""
+        """Run a function; if it is interrupted, return the default."""
         if self.rng.random() >= self.share:
             return step()
         signal.setitimer(signal.ITIMER_REAL, 10 ** self.rng.uniform(-6, -3))
@@ -87,7 +87,7 @@ class Alarm:
 
 
 class StreamTrial:
-    """Streams, through some epochs; after `end` (of `time.monotonic`) they are broken off."""
+    """Streams, through some epochs; after `end` (of `time.monotonic`), these are abandoned."""
 
     def __init__(self, rng, killer, count, alarm, end):
         self.end = end
@@ -95,10 +95,10 @@ class StreamTrial:
         self.workers = rng.randint(1, 4)
         self.sizes = rng.choice(list(SIZES))
         self.most = rng.choice([3, 40, 1000]) if self.sizes == "small" else rng.choice([3, 40, 150])
-        self.held: list[tuple[Any, int]] = []  # an item, and its epoch's seed
+        # An item, and its epoch's seed.
+        self.held: list[tuple[Any, int]] = []
 
     def streams(self):
-        """Make them."""
         rng = self.rng
         return Streams(
             partial(Maker, self.sizes, rng.choice([0, 0, 100, 2000])), self.workers,
@@ -109,7 +109,7 @@ class StreamTrial:
         )  # fmt: skip
 
     def run(self):
-        """Go through some epochs, and end in one of several ways."""
+        """Run some epochs, and end in one of several ways."""
         s = self.streams()
         self.killer.workers = self.workers
         self.killer.target = s
@@ -128,13 +128,13 @@ class StreamTrial:
         self.look_at_held(all_of_them=True)
 
     def begin(self, s, seed, lengths):
-        """Begin an epoch, until nothing has interrupted that."""
+        """Begin an epoch, until that is not interrupted."""
         begun = list(enumerate(lengths))
         while self.alarm.during(lambda: s.begin([(seed, lengths)] * self.workers)) != begun:
             pass
 
     def epoch(self, s):
-        """Go through an epoch or a part of it."""
+        """Run all or part of an epoch."""
         rng = self.rng
         seed = rng.randrange(2**32)
         lengths = [rng.randrange(self.most) for _ in range(self.workers)]
@@ -154,14 +154,15 @@ class StreamTrial:
         self.count["epochs"] += 1
 
     def take(self, s, step, worker, seed):
-        """Take an item, until one has come out, and compare it."""
+        """Take an item, retrying until one comes out, and compare it."""
         feed, item, at = s._run.pool.feed, None, self.delivered[worker]
         before = feed.taken
         while feed.taken == before:
             item = self.alarm.during(step)
         assert feed.taken == before + 1
         self.delivered[worker] += 1
-        if item is None:  # it was on its way out, in a frame of this file, when it was interrupted
+        if item is None:
+            # It was on its way out, in a frame of this file, when the signal came.
             self.count["items interrupted"] += 1
             return
         self.look_at(item, worker, at, seed)
@@ -175,17 +176,18 @@ class StreamTrial:
             self.held.append(((*item[:2], item[2][...]), seed))
             self.count["held"] += 1
         else:
-            item[2][...] = -1  # nobody else may see this
+            # No other holder may see this.
+            item[2][...] = -1
         if self.rng.random() < 0.02:
             self.look_at_held(all_of_them=False)
 
     def compare(self, item, seed):
-        """Compare an item with what it must be."""
+        """Compare an item with its expected value."""
         expected = item_of(seed, item[0], item[1], self.sizes)
         assert np.array_equal(item[2], expected[2]), "wrong data"
 
     def call(self, s):
-        """Ask the workers something."""
+        """Call a method of the workers."""
         value = np.arange(self.rng.randrange(20_000))
         worker = self.rng.choice([None, *range(self.workers)])
         behind = self.rng.random() < 0.3
@@ -199,7 +201,7 @@ class StreamTrial:
         self.count["calls"] += 1
 
     def look_at_held(self, *, all_of_them):
-        """Compare what is held once more, and let go of some."""
+        """Compare held items again, and release some."""
         for item, seed in self.held:
             self.compare(item, seed)
         self.held = [] if all_of_them else [h for h in self.held if self.rng.random() < 0.7]

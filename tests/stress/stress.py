@@ -1,10 +1,11 @@
-"""Workers killed and stopped at random, managers and streams dropped, epochs broken off.
+"""Random kills and stops of workers, dropped managers and streams, abandoned epochs.
 
     python tests/stress/stress.py [seconds] [seed]
 
-Every batch is compared with what its epoch's order and its own generator say it must be, and every
-item of a stream with what its place says; what is held is compared again later; at the end nothing
-may be left. Signal handlers raise meanwhile. Prints the seed, and what it went through.
+Every batch is compared with the expectation from its epoch's order and its own generator, and every
+item of a stream with the expectation from its place; held ones are compared again later; at the
+end, nothing may be left. Signal handlers raise meanwhile. The script prints the seed, and what
+happened.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ from cseq import testing
 from cseq.indexing.context import generator
 from cseq.runs import await_closings
 
-# Chance, not the data, kills here, and may well strike the same batch many times.
+# Chance, not the data, kills here, and may strike the same batch many times.
 cseq.processes.deaths.TRIES = 10**9
 
-CLOSE_SECONDS = 60.0  # for what was dropped last
-END: Any = object()  # comes instead of a batch
+# The time for objects that were dropped last.
+CLOSE_SECONDS = 60.0
+# This comes instead of a batch.
+END: Any = object()
 
 
 class Worker:
-    """Batches whose content says everything about how they were made.
+    """Batches whose content tells everything about how they were made.
 
-    Their arrays are asked for (`cseq.empty`), made in the usual way, or that and kept as well; or a
-    thread fills one of them while the batch before it is on its way.
+    Their arrays are requested (`cseq.empty`) or made normally, and perhaps kept; or a thread fills
+    one of them while the previous batch is on its way.
     """
 
     def __init__(self, rows, microseconds, style):
@@ -62,7 +65,8 @@ class Worker:
         if self.seconds:
             self.pause.wait(self.seconds)
         if self.style == "empty":
-            rows = int(indices[0]) % self.rows + 1  # sizes change from batch to batch
+            # Sizes change from batch to batch.
+            rows = int(indices[0]) % self.rows + 1
             data = cseq.empty((rows, len(indices)), np.int64)
             np.multiply(np.arange(1, rows + 1)[:, None], indices, out=data)
         else:
@@ -77,7 +81,7 @@ class Worker:
         return batch
 
     def take_note(self, value):
-        """Take the array that a thread has filled, and have it fill the next."""
+        """Take the array that a thread has filled, and make it fill the next one."""
         while len(self.notes) < 2:
             make = np.empty if value % 2 else cseq.empty
             note = make((self.rows, 64), np.int64)
@@ -101,7 +105,7 @@ def expected(indices, rows):
 
 
 def check(batch, indices, rows):
-    """Compare a batch with what it must be."""
+    """Compare a batch with its expected value."""
     assert np.array_equal(batch["indices"], indices), "wrong samples"
     assert np.array_equal(batch["data"], expected(indices, rows)), "wrong data"
     note = batch.get("note")
@@ -109,16 +113,17 @@ def check(batch, indices, rows):
 
 
 class Killer(threading.Thread):
-    """Kills and stops workers of the present manager at random."""
+    """Kills and stops workers of the current manager at random."""
 
     def __init__(self, rng, count):
         super().__init__(daemon=True)
         self.rng = rng
         self.count = count
-        self.target: Any = None  # what runs
+        self.target: Any = None
         self.workers = 0
         self.over = threading.Event()
-        self.starts: dict[int, tuple[int, bool]] = {}  # by worker: its process, if it is spared
+        # By worker: its process, and whether it is spared.
+        self.starts: dict[int, tuple[int, bool]] = {}
 
     def run(self):
         """Strike every few milliseconds."""
@@ -136,11 +141,12 @@ class Killer(threading.Thread):
                     self.count["kills"] += 1
                 else:
                     self.stop_for_a_while(pid)
-            except RuntimeError:  # it has ended meanwhile
+            except RuntimeError:
+                # It has already ended.
                 continue
 
     def spares(self, worker, pid):
-        """Whether a process may get ready: nine of ten, also where a start takes many strikes."""
+        """Return whether a process may become ready: nine of ten may, for starts of any length."""
         before, spared = self.starts.get(worker, (None, False))
         if before != pid:
             spared = self.rng.random() < 0.9
@@ -148,7 +154,7 @@ class Killer(threading.Thread):
         return spared
 
     def stop_for_a_while(self, pid):
-        """Let a worker stand still in the middle of whatever it does."""
+        """Stop a worker in the middle of its work."""
         try:
             os.kill(pid, signal.SIGSTOP)
             self.over.wait(self.rng.random() * 0.02)
@@ -159,7 +165,7 @@ class Killer(threading.Thread):
 
 
 class Trial:
-    """One manager, through some epochs; after `end` (of `time.monotonic`) they are broken off."""
+    """One manager, through some epochs; after `end` (of `time.monotonic`), these are abandoned."""
 
     def __init__(self, rng, killer, count, alarm, end):
         self.rng = rng
@@ -179,7 +185,6 @@ class Trial:
         self.held: list[tuple[dict[str, Any], np.ndarray]] = []
 
     def manager(self):
-        """Make it."""
         rng = self.rng
         options = {}
         if self.processes:
@@ -193,7 +198,7 @@ class Trial:
         )  # fmt: skip
 
     def run(self):
-        """Go through some epochs, and end in one of several ways."""
+        """Run some epochs, and end in one of several ways."""
         m = self.manager()
         m.start()
         if self.processes:
@@ -214,7 +219,7 @@ class Trial:
         self.look_at_held(all_of_them=True)
 
     def epoch(self, m):
-        """Go through an epoch or a part of it."""
+        """Run all or part of an epoch."""
         iterator = iter(m)
         epoch = m.epoch
         order = cseq.permutation(self.n, self.seed, epoch).astype(np.int64)
@@ -233,11 +238,12 @@ class Trial:
         return m
 
     def take(self, iterator):
-        """Return the next batch, or END, however often a signal handler raises meanwhile."""
+        """Return the next batch, or END, for any number of signal handlers that raise."""
         hand = [END]
 
         def step():
-            for hand[0] in iterator:  # no handler runs before it has the batch
+            for hand[0] in iterator:
+                # No handler runs before it has the batch.
                 return True
             return False
 
@@ -246,7 +252,7 @@ class Trial:
         return hand[0]
 
     def place_of(self, batch, order):
-        """Find which batch of an unordered epoch this is."""
+        """Return the position of this batch in an unordered epoch."""
         return int(np.flatnonzero(order == batch["indices"][0])[0]) // self.batch_size
 
     def verify(self, batch, order, epoch, at):
@@ -257,26 +263,29 @@ class Trial:
         assert np.array_equal(batch["draw"], generator(self.seed, epoch, start).random(3))
         self.count["batches"] += 1
         if self.rng.random() < 0.05:
-            part = {k: v[...] for k, v in batch.items()}  # views, not the delivered arrays
+            # These are views, not the delivered arrays.
+            part = {k: v[...] for k, v in batch.items()}
             self.held.append((part, indices))
             self.count["held"] += 1
         elif self.processes:
             for name in batch.keys() - {"indices", "draw"}:
-                batch[name][::2] = -1  # nobody else may see this
+                # No other holder may see this.
+                batch[name][::2] = -1
         if self.rng.random() < 0.02:
             self.look_at_held(all_of_them=False)
 
     def look_at_held(self, *, all_of_them):
-        """Compare what is held once more, and let go of some."""
+        """Compare held batches again, and release some."""
         for batch, indices in self.held:
             check(batch, indices, self.rows)
         self.held = [] if all_of_them else [h for h in self.held if self.rng.random() < 0.7]
 
 
 def left_behind():
-    """Name what should be gone."""
+    """Return what should be gone."""
     gc.collect()
-    await_closings(CLOSE_SECONDS)  # what was dropped ends on other threads
+    # Dropped objects end on other threads.
+    await_closings(CLOSE_SECONDS)
     gc.collect()
     own = str(os.getpid())
     for pid in filter(str.isdecimal, os.listdir("/proc")):

@@ -34,7 +34,7 @@ def collate(samples: list[Sample]) -> Tensor:
 
 
 def train(loader: Torchs[Sample]) -> None:
-    """Take a loader, whose ever."""
+    """Take either library's loader."""
 
 
 loader = DataLoader(Squares(), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate)

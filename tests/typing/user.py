@@ -1,4 +1,4 @@
-"""A user's script for the type checkers: each line marked `refused` is an error, no other is."""
+"""A user's script for the type checkers: exactly the lines marked `refused` are errors."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ class Images:
 
 
 class Words:
-    """Makes batches of another type."""
-
     def __getitem__(self, indices: NDArray[np.int64]) -> list[str]:
         return [str(index) for index in indices]
 
@@ -48,7 +46,7 @@ class Tensor:
         """Do nothing."""
 
 
-# -- what the loop gets
+# -- the loop's batches
 
 null = cseq.MPSequence[Pair](Images, 100, 2, out_type="null", seed=1)
 assert_type(null, cseq.MPSequence[Pair])

@@ -1,4 +1,4 @@
-"""Run by every interpreter that starts with this folder on its path; see stand_in.py."""
+"""Code for every interpreter that starts with this folder on its path; see stand_in.py."""
 
 import stand_in
 

@@ -1,10 +1,10 @@
 """Makes Linux look like macOS to every Python process that has this folder on its path.
 
-What Linux alone has is gone from the standard library, `/proc`, `/sys` and `/dev/shm` are not
-found, `select` has no epoll, and `sys.platform` is 'darwin'. The core's part of it is
-`tests/c/darwin.h`. `make check-darwin` runs the tests in this way.
+Linux's own features are gone from the standard library, `/proc`, `/sys` and `/dev/shm` do not
+exist, `select` has no epoll, and `sys.platform` is 'darwin'. `tests/c/darwin.h` does the same for
+the core. `make check-darwin` runs the tests in this way.
 
-It shows what asks for Linux without need. It cannot show what macOS does differently.
+It shows needless use of Linux. It cannot show what macOS does differently.
 """
 
 import builtins
@@ -29,7 +29,7 @@ LOOKING = ("listdir", "stat", "lstat", "open", "readlink", "scandir", "unlink", 
 
 
 def hiding(function):
-    """Make a function of a path not find what macOS does not have."""
+    """Return a function of a path that does not find what macOS lacks."""
 
     def found(path=".", *args, **options):
         name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
@@ -54,10 +54,12 @@ def change_everything():
             if real in can:
                 can.add(seen)
     builtins.open = io.open = hiding(io.open)
-    proxies = types.ModuleType("_scproxy")  # which urllib imports there
+    # urllib imports this module on macOS.
+    proxies = types.ModuleType("_scproxy")
     vars(proxies).update(_get_proxy_settings=dict, _get_proxies=dict)
     sys.modules["_scproxy"] = proxies
-    sysconfig.get_config_vars()  # it looks for them by the platform, once
+    # It searches for them once, by the platform.
+    sysconfig.get_config_vars()
     sys.platform = "darwin"
 
 

@@ -4,8 +4,8 @@ python install_torch.py PYTHON REQUIREMENT
 
 For Linux, a registry may have torch for a CPython without a GIL only as a build for CUDA, with
 gigabytes of libraries that a machine without a GPU never calls. They are left out. The dynamic
-linker wants to find them and their functions nevertheless: in their places come libraries of which
-every function does nothing but return 100, for the CUDA runtime `cudaErrorNoDevice`.
+linker still requires them and their functions, so libraries replace them whose functions all return
+100, which is the CUDA runtime's `cudaErrorNoDevice`.
 """
 
 import json
@@ -34,12 +34,12 @@ print("torch", torch.__version__, torch.ones(2).sum().item())
 
 
 def run(*command):
-    """Run a command; return what it prints."""
+    """Run a command; return its output."""
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
 def install(python, requirement):
-    """Install torch and what it needs in Python; return the folder of its libraries."""
+    """Install torch and its Python requirements; return the folder of its libraries."""
     pip = [python, "-m", "pip", "--quiet", "install"]
     run(*pip, "--no-deps", requirement)
     needs, folder = json.loads(run(python, "-c", FIND))
@@ -48,10 +48,10 @@ def install(python, requirement):
 
 
 def missing(libraries):
-    """Return what CUDA has to provide: by library, the version of its functions, and these."""
+    """Return the functions that CUDA must provide, with their version, by library."""
     present = {library.name for library in libraries}
-    versions = {}  # by library
-    wanted = defaultdict(set)  # functions by version
+    versions = {}
+    wanted = defaultdict(set)
     defined = set()
     for library in libraries:
         file = ""
@@ -70,7 +70,7 @@ def missing(libraries):
                 wanted[version].add(name)
             else:
                 defined.add(name)
-    # Those without a version can be in any library: they are looked for in all.
+    # Any library may provide functions without a version, so all are searched.
     loose = {name for name in wanted[""] - defined if CUDA_FUNCTION.fullmatch(name)}
     found = {
         name: (version, wanted[version] if version else loose) for name, version in versions.items()
@@ -94,7 +94,8 @@ def main(python, requirement):
     """Install torch, and try it."""
     folder = install(python, requirement)
     for name, (version, functions) in missing(sorted(folder.glob("*.so*"))).items():
-        if name != "libcuda.so.1":  # of the driver: torch looks for it only where it finds a GPU
+        if name != "libcuda.so.1":
+            # torch looks for the driver's library only if it finds a GPU.
             stand_in(folder / name, version, functions)
     print(run(python, "-c", TRY), end="")
 

@@ -1,4 +1,4 @@
-"""Threads that share managers, iterators, streams and what readers remember, for ThreadSanitizer.
+"""Threads that share managers, iterators, streams and readers' memories, for ThreadSanitizer.
 
 python tests/platforms/freethreaded/stress.py [--scale N] [SCENARIO...]
 
@@ -35,56 +35,50 @@ from cseq.memory.descriptors import sparse_file
 from cseq.stream import Streams
 
 THREADS = 3
-SLOT = 4096  # bytes
-MANY = 10**9  # samples, or items: no epoch of so many comes to its end
+SLOT = 4096
+# Samples, or items: no epoch of this size comes to its end.
+MANY = 10**9
 
 
 class Echo:
-    """So quick that the loop's threads compete for ready batches."""
+    """Fast enough that the loop's threads compete for ready batches."""
 
     def __getitem__(self, indices):
-        """Return what the other classes do."""
         return {"floats": indices}
 
 
 class Pairs:
-    """A structure of its own: the indices as floats, and as they are."""
+    """A separate structure: the indices as floats, and unchanged."""
 
     def __getitem__(self, indices):
-        """Return a pair."""
         return indices.astype(np.float32), indices
 
 
 class Dicts:
-    """Another one, with leaves that go by pickle."""
+    """Another structure, with pickled leaves."""
 
     def __getitem__(self, indices):
-        """Return a dict."""
         return {"floats": indices.astype(np.float32), "rest": [indices, "text"]}
 
 
 class Numbers:
-    """A producer: of its assignment's many items, or of the items of keys."""
+    """A producer: of its assignment's number of items, or of the items of keys."""
 
     def __init__(self, number, num_workers):
         self.number = number
 
     def begin(self, length):
-        """Begin an epoch."""
         self.length = length
         return self.number
 
     def items(self, start):
-        """Yield a pair of numbers, and some data."""
         for k in range(start, self.length):
             yield self.make([self.number, k])
 
     def make(self, key):
-        """Return the item of a key."""
         return tuple(key), np.arange(8.0) + key[-1]
 
     def which(self):
-        """Answer a call."""
         return self.number
 
 
@@ -95,12 +89,12 @@ def started(kind, worker, batches, **options):
 
 
 def first_of(batch):
-    """The first number of a batch."""
+    """Return the first number of a batch."""
     return float((batch[0] if isinstance(batch, tuple) else batch["floats"])[0])
 
 
 def look(manager, times, *, ordered=True):
-    """Read what any thread may read."""
+    """Read all that any thread may read."""
     for _ in range(times):
         stats = manager.stats()
         assert len(stats.depths) == 3, stats
@@ -113,7 +107,7 @@ def look(manager, times, *, ordered=True):
 
 
 def share(manager, *, ordered, batches):
-    """Have threads take the batches of one iterator, and others look at the manager."""
+    """Let threads take one iterator's batches, and others look at the manager."""
     iterator = iter(manager)
     taken = []
 
@@ -125,29 +119,30 @@ def share(manager, *, ordered, batches):
 
 
 def share_all(kind, worker, batches):
-    """Managers of one and two workers, in both orders."""
+    """Share managers of one and two workers, in both orders."""
     for workers, ordered in ((1, True), (2, True), (2, False)):
         with started(kind, worker, batches, num_workers=workers, ordered=ordered) as manager:
             for _ in range(2):
                 share(manager, ordered=ordered, batches=batches)
             for _ in manager:
-                break  # an epoch that is given up
+                # The epoch is abandoned.
+                break
             assert sum(1 for _ in manager) == batches
 
 
 def threads(scale):
-    """Workers that are threads."""
+    """Share managers whose workers are threads."""
     share_all(cseq.MTSequence, Echo, 10 * scale)
     share_all(cseq.MTSequence, Dicts, scale)
 
 
 def processes(scale):
-    """Workers that are processes."""
+    """Share managers whose workers are processes."""
     share_all(cseq.MPSequence, Dicts, 2 * scale)
 
 
 def inline(scale):
-    """Batches that are made by whichever thread asks."""
+    """Share managers that make a batch in the thread that asks."""
     sequence = cseq.MTSequence(Dicts, 4 * scale, 1, batch_size=4, out_type="null")
     with sequence.start_test() as manager:
         for _ in range(2):
@@ -158,7 +153,7 @@ def inline(scale):
 
 
 def reset(scale):
-    """Threads that each begin epochs, which ends those of the others."""
+    """Let threads each begin epochs, which ends other threads' epochs."""
     for kind, workers in ((cseq.MTSequence, 1), (cseq.MTSequence, 2), (cseq.MPSequence, 2)):
         with started(kind, Echo, scale, num_workers=workers) as manager:
             state = manager.state_dict()
@@ -181,7 +176,7 @@ def reset(scale):
 
 
 def take_until_interrupted(items, begun):
-    """Take what comes; set `begun` with the first; the epoch must not come to its end."""
+    """Take what comes; set `begun` with the first; the epoch must not reach its end."""
     try:
         for _ in items:
             begun.set()
@@ -193,7 +188,7 @@ def take_until_interrupted(items, begun):
 
 
 def closed(scale):
-    """A manager that is finished, or started again, in the middle of an epoch."""
+    """Finish a manager, or start it again, in the middle of an epoch."""
     for kind, workers, rounds in (
         (cseq.MTSequence, 1, 8),
         (cseq.MTSequence, 2, 8),
@@ -218,11 +213,11 @@ def closed(scale):
             manager.finish()
 
 
-# -- what readers and plans remember
+# -- the memories of readers and plans
 
 
 def alone(worker, batches):
-    """Go through epochs of a manager of this thread; another thread drops the batches."""
+    """Run epochs of this thread's own manager; another thread drops the batches."""
     handed = queue.SimpleQueue()
 
     def drop():
@@ -247,12 +242,12 @@ def alone(worker, batches):
 
 
 def plans(scale):
-    """Threads with a manager each: plans, and what the reader remembers, belong to all of them."""
+    """Run threads with a manager each: they share the plans, and the reader's memory."""
     together(*[partial(alone, worker, scale) for worker in (Pairs, Pairs, Dicts)])
 
 
 def readers(scale):
-    """The same without processes, with more structures than are remembered."""
+    """Do the same without processes, with more structures than a reader remembers."""
 
     def read():
         file = sparse_file(1 << 16)
@@ -278,17 +273,17 @@ def readers(scale):
 
 
 def streams(scale):
-    """Several producers in processes."""
+    """Take from several producers in processes."""
     stream_all("processes", scale)
 
 
 def thread_streams(scale):
-    """Several producers in threads, as a DataLoader's worker_method="thread" has them."""
+    """Take from several producers in threads, as in a DataLoader with worker_method="thread"."""
     stream_all("threads", 10 * scale)
 
 
 def stream_all(kind, scale):
-    """Threads take the items of producers, and others look, interrupt and close."""
+    """Let threads take the items of producers, and others look, interrupt and close."""
     workers = 3
     with Streams(Numbers, workers, prefetch=4, kind=kind) as made:
         assert made.ask("which") == list(range(workers))
@@ -310,10 +305,11 @@ def stream_all(kind, scale):
 
 
 def glance(made, times):
-    """Read what any thread may read of streams."""
+    """Read all of a stream that any thread may read."""
     for _ in range(times // 4):
         assert made.stats().samples >= 0
-        assert len(made.pids()) in (0, made.num_workers)  # none of threads
+        # Threads have no process ids.
+        assert len(made.pids()) in (0, made.num_workers)
 
 
 def cut(made, scale, end):
@@ -333,7 +329,7 @@ def cut(made, scale, end):
 
 
 def owners(scale):
-    """Slots change owners, while another thread frees those of a dead worker."""
+    """Change the owners of slots while another thread frees a dead worker's slots."""
     arena = Arena()
     slots = arena.slots
     ring = make_ring(runners=2)
@@ -390,7 +386,7 @@ def owners(scale):
 
 
 def deaths(scale):
-    """Workers that are killed while threads take batches, or items."""
+    """Kill workers while threads take batches, or items."""
     with started(cseq.MPSequence, Dicts, 4 * scale, num_workers=2) as manager:
         supervisor = manager._run.pool.supervisor
 
@@ -427,7 +423,7 @@ def deaths(scale):
 
 
 def await_ready(ready):
-    """Wait until a worker is ready, at most a minute."""
+    """Wait until a worker is ready, for at most a minute."""
     deadline = time.monotonic() + 60
     while not ready() and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -452,7 +448,7 @@ SCENARIOS = {
 
 
 def main():
-    """Run what the command line names."""
+    """Run the scenarios of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("scenarios", nargs="*", choices=[[], *SCENARIOS], metavar="SCENARIO")
     parser.add_argument("--scale", type=int, default=100)

@@ -1,10 +1,10 @@
-"""Wheels of an sdist, for each of several Pythons: built twice, compared, repaired, tested.
+"""Wheels of an sdist for several Pythons: built twice, compared, repaired and tested.
 
     python tests/platforms/wheels/wheels.py SDIST FOLDER PYTHON... [-- ARGUMENTS OF PYTEST]
 
 The two builds take place in different folders, with the environment variable SOURCE_DATE_EPOCH, and
-their wheels must be the same, byte for byte. auditwheel (on Linux) puts what it makes of each into
-FOLDER. That is installed into an empty environment, and the tests of this checkout run there.
+their wheels must be the same, byte for byte. auditwheel (on Linux) puts its result for each into
+FOLDER. The result is installed into an empty environment, where the tests of this checkout run.
 """
 
 import os
@@ -19,7 +19,7 @@ NAME = "import sysconfig; print(sysconfig.get_config_var('SOABI'))"
 
 
 def run(*command, cwd=None):
-    """Run a command; an exception if it fails."""
+    """Run a command; raise an exception if it fails."""
     subprocess.run([str(word) for word in command], cwd=cwd, check=True)
 
 
@@ -31,7 +31,7 @@ def build(python, sdist, folder):
 
 
 def repaired(wheel, folder):
-    """Return the wheel as auditwheel passes it; elsewhere than on Linux, the wheel."""
+    """Return auditwheel's result for the wheel, or the wheel itself on other systems than Linux."""
     if sys.platform == "linux":
         run("auditwheel", "repair", "--wheel-dir", folder, wheel)
         return next(folder.glob("*.whl"))
@@ -44,7 +44,7 @@ def reproduced(python, sdist, scratch):
     Raises
     ------
     SystemExit
-        They are not the same.
+        The wheels differ.
     """
     wheels = []
     for attempt in ("one", "another"):
@@ -66,7 +66,7 @@ def try_wheel(python, wheel, scratch, arguments):
 
 
 def main():
-    """Do it for each Python."""
+    """Build and test for each Python."""
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     sdist, folder, *pythons = words[:end]

@@ -1,9 +1,9 @@
-"""Compiles cseq for Windows, and lays it out with its tests in the folder "cseq" of Wine's drive C.
+"""Compiles cseq for Windows, and copies it with its tests to the folder "cseq" of Wine's drive C.
 
     .venv/bin/python tests/platforms/wine/build.py FOLDER      FOLDER: what setup.sh has made
 
 Run in the top folder of a checkout. setup.py says what is compiled and how. The compiler is zig's,
-and the headers are those of the running Python, but for pyconfig.h, and of numpy for Windows.
+and the headers come from the running Python, except for pyconfig.h, and from numpy for Windows.
 """
 
 import os
@@ -17,15 +17,16 @@ from pathlib import Path
 import setuptools  # noqa: F401 - before distutils, which it has
 from dll import compile_dll, exports_of, write_definition, zig
 
-from distutils.core import run_setup  # isort: skip
+from distutils.core import run_setup
 
 
-LIBRARIES = ["-lws2_32"]  # setup.py asks for it on Windows only
+# setup.py requires it only on Windows.
+LIBRARIES = ["-lws2_32"]
 VERSION = "".join(map(str, sys.version_info[:2]))
 
 
 def extensions():
-    """Return what setup.py compiles, each module's source already translated to C."""
+    """Return what setup.py compiles; each module's source is already translated to C."""
     sys.argv[1:] = []
     project = run_setup("setup.py", stop_after="init")
     build = project.get_command_obj("build_ext")
@@ -35,7 +36,7 @@ def extensions():
 
 
 def copy_checkout(home):
-    """Copy the files that git knows or would add, without any that an earlier build left."""
+    """Copy the files that git tracks or would add, without an earlier build's files."""
     shutil.rmtree(home, ignore_errors=True)
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, check=True, capture_output=True).stdout.decode().split("\0")
@@ -45,13 +46,13 @@ def copy_checkout(home):
 
 
 def copy_headers(target):
-    """Copy the headers of this Python, since they include the pyconfig.h that lies beside them."""
+    """Copy this Python's headers, which include the pyconfig.h beside them."""
     shutil.copytree(sysconfig.get_path("include"), target, dirs_exist_ok=True)
     shutil.copy2(Path(__file__).with_name("pyconfig.h"), target)
 
 
 def import_library(dll, folder):
-    """Make what a linker needs to know of a DLL."""
+    """Make a linker's import library of a DLL."""
     definition, library = folder / f"{dll.stem}.def", folder / f"lib{dll.stem}.a"
     write_definition(definition, dll.name, exports_of(dll))
     zig("dlltool", "-m", "i386:x86-64", "-d", definition, "-l", library)

@@ -3,10 +3,10 @@
     python tests/platforms/wine/complex.py HOME        HOME: the folder of the Windows python.exe
 
 Wine's ucrtbase.dll (8.0, 10.0) only has stubs of them, which end the process; numpy calls one while
-it is imported. Every extension module there that imports one of them gets a DLL of our own in the
-place of the part of the runtime, "api-ms-win-crt-math", where they belong. That DLL has the complex
-functions, and forwards all others to ucrtbase.dll. The name is changed in the module's list of
-imports, since Wine knows names that begin with "api-ms-win" from a table, and looks for no file.
+it is imported. Every extension module that imports one of them gets a DLL of ours instead of their
+part of the runtime, "api-ms-win-crt-math". That DLL has the complex functions, and forwards all
+others to ucrtbase.dll. The module's list of imports gets another name, since Wine looks up names
+that begin with "api-ms-win" in a table, and searches for no file.
 """
 
 import re
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dll import compile_dll, imports_of, write_definition
 
-RUNTIME, OURS = "api-ms-win-crt-math-l1-1-0.dll", "cseqms-win-crt-math-l1-1-0.dll"  # equally long
+# Both names have the same length.
+RUNTIME, OURS = "api-ms-win-crt-math-l1-1-0.dll", "cseqms-win-crt-math-l1-1-0.dll"
 SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -26,7 +27,7 @@ def own_functions():
 
 
 def main(home):
-    """Make the DLL beside python.exe, and have extension modules import it."""
+    """Make the DLL beside python.exe, and make extension modules import it."""
     own, names = own_functions(), set[str]()
     for path in (home / "Lib" / "site-packages").rglob("*.pyd"):
         imported = imports_of(path).get(RUNTIME, set())

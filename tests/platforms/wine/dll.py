@@ -1,4 +1,4 @@
-"""What DLLs import and export, and the making of them, by pefile and zig."""
+"""The imports and exports of DLLs, and new DLLs, with pefile and zig."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def compile_dll(target, *words):
 
 
 def imports_of(path):
-    """Return the names that a file imports from each DLL; these in lower case."""
+    """Return the names that a file imports from each DLL, whose name is in lower case."""
     with pefile.PE(str(path), fast_load=True) as image:
         image.parse_data_directories([pefile.DIRECTORY_ENTRY["IMAGE_DIRECTORY_ENTRY_IMPORT"]])
         return {

@@ -242,11 +242,9 @@ def test_any_history(epochs, prefetch):
     with (
         pytest.MonkeyPatch.context() as patch,
         streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s,
-    # Random kills may well strike one ticket three times.
+        # Random kills may well strike one ticket three times.
     ):
-        patch.setattr(
-            cseq.processes.deaths, "TRIES", 10**9
-        )
+        patch.setattr(cseq.processes.deaths, "TRIES", 10**9)
         for lengths, steps in epochs:
             s.begin(lengths)
             expected = [plain(one_alone(w, workers, lengths[w], Mixed)) for w in range(workers)]
