@@ -63,8 +63,6 @@ def test_it_grows_as_one_line_says_and_the_stream_stays(kind, caplog):
 
 
 class Large(Slow):
-    """Returns 128 kB."""
-
     def __getitem__(self, indices):
         return np.zeros((1 << 17,), np.uint8) if super().__getitem__(indices) else None
 

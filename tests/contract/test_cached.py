@@ -40,15 +40,11 @@ class Decoded:
 
 
 class Noisy(Decoded):
-    """A data set with random numbers."""
-
     def __getitem__(self, index):
         return {"image": np.random.default_rng().integers(0, 256, self.shape, np.uint8)}
 
 
 class Indexer:
-    """Batches of a cache's samples."""
-
     def __init__(self, samples):
         self.samples = samples
 
@@ -314,7 +310,6 @@ def test_random_kills_leave_samples_whole(tmp_path):
     assert in_child(lambda: fill(1))
     samples = cseq.cached(Decoded(300, None, 5000), "4 MB", folder=folder)
     assert samples.stats().kept == 300
-    # Killed processes had made these samples.
     assert samples.stats().hits > 100
 
 

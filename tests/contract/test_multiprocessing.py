@@ -150,7 +150,7 @@ LINES = """class Indexer:
 @pytest.mark.needs("Linux")
 @pytest.mark.parametrize("method", start_methods())
 def test_coverage_measures_workers(run_anew, tmp_path, method):
-    """coverage measures them like multiprocessing's processes; the trainer keeps its signals."""
+    """`coverage` measures them like multiprocessing's processes; the trainer keeps its signals."""
     # The folder of that name beside this one lacks this module.
     pytest.importorskip("coverage.exceptions")
     (tmp_path / "lines.py").write_text(LINES)
@@ -191,7 +191,7 @@ def test_a_process_pool_ends_with_its_worker(run_script, method):
 @pytest.mark.parametrize("before", ["", "before"])
 @pytest.mark.parametrize("method", start_methods())
 def test_the_processes_of_joblib_end_with_its_worker(run_script, tmp_path, method, before):
-    """This holds even if the trainer has such processes, whose pool a forked worker inherits."""
+    """It holds even if the trainer has such processes, whose pool a forked worker inherits."""
     pytest.importorskip("joblib")
     done = run_script(JOINED, method, before, JOBLIB_TEMP_FOLDER=str(tmp_path))
     assert (done.stdout, done.stderr) == ("False True []\n", "")

@@ -71,7 +71,6 @@ def test_a_second_iterator_goes_on_with_the_work(kind):
             with pytest.raises(InterruptedError):
                 next(old)
         manager.set_epoch(0)
-        # No ticket was posted again.
         assert ring.ticket == tickets
         assert take(batches, STEPS) == epoch_batches(0)
 
@@ -101,7 +100,7 @@ def test_set_epoch_after_iter(kind):
 
 @every_kind
 def test_set_epoch_of_a_loaded_epoch_keeps_the_place(kind):
-    """This holds before and after the `iter`; another epoch starts at its beginning."""
+    """It holds before and after the `iter`; another epoch starts at its beginning."""
     manager = make(kind)
     state = manager.state_dict() | {"epoch": 5, "consumed": 2 * BATCH}
     with kind.begin(manager):
@@ -114,7 +113,6 @@ def test_set_epoch_of_a_loaded_epoch_keeps_the_place(kind):
         manager.load_state_dict(state)
         manager.set_epoch(6)
         assert take(iter(manager), 1) == epoch_batches(6)[:1]
-        # The state is the start of the epoch.
         manager.load_state_dict(state | {"consumed": 0})
         assert take(iter(manager), 1) == epoch_batches(5)[:1]
 
@@ -163,8 +161,6 @@ def test_the_sampler(kind):
 
 
 class BrokenFirst:
-    """Fails on sample 0."""
-
     def __getitem__(self, indices):
         if 0 in indices:
             raise OSError("unreadable")

@@ -36,8 +36,6 @@ class Globals(Augmented):
 
 
 class Odd(Augmented):
-    """Raises for some batches."""
-
     def __getitem__(self, indices):
         if 5 in indices:
             raise LookupError("five is odd")
@@ -65,7 +63,7 @@ def manager(pool, worker=Augmented, n=23, **options):
     ids=str,
 )
 def test_it_is_what_the_loop_got(pool, options):
-    """This holds during the run and afterwards, for each batch of two epochs."""
+    """It holds during the run and afterwards, for each batch of two epochs."""
     worker = Augmented if pool == "threads" else Globals
     one = manager(pool, worker, **options)
     got = []

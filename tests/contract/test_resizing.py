@@ -31,7 +31,7 @@ def at_random(manager, seed, *, kills):
 @pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_sizes_at_random_change_no_batch(kind, ordered):
-    """This holds for ordered and unordered batches, in threads and in processes that may die."""
+    """It holds for ordered and unordered batches, in threads and in processes that may die."""
     options = {"batch_size": BATCH, "buffer": CELLS, "ordered": ordered, "max_restarts": 1000}
     reference = expected(Augmented, SAMPLES, epochs=3, **options)
     with kind.start(Augmented, SAMPLES, MOST, **options) as manager:
@@ -148,7 +148,7 @@ def test_a_process_that_leaves_ends_and_another_is_started():
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
 def test_no_more_batches_are_made_ahead_than_the_buffer(kind):
-    """This holds when the buffer shrinks, and when it grows again without a step of the loop."""
+    """It holds when the buffer shrinks, and when it grows again without a step of the loop."""
     with kind.start(Augmented, 10**6, 2, batch_size=1, buffer=CELLS) as manager:
         batches = iter(manager)
         for ahead in (CELLS, 3, 7, 1):

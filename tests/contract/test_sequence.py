@@ -144,8 +144,6 @@ def test_set_epoch():
 
 
 class LastRaises:
-    """Makes all batches except the one with this sample."""
-
     def __getitem__(self, indices):
         if 9 in indices:
             raise ValueError("the last sample")

@@ -298,8 +298,6 @@ def test_more_processes_than_can_be_of_use():
 
 
 class Handle:
-    """Holds an object that cannot be pickled."""
-
     def __init__(self):
         self.lock = threading.Lock()
 
@@ -344,7 +342,7 @@ def test_bad_epochs(value, kind):
 
 
 def test_numpys_numbers():
-    """numpy's integers and booleans serve wherever Python's do."""
+    """Numpy's integers and booleans serve wherever Python's do."""
     manager = MSequence(
         Indices1, np.int32(20), np.int8(2), np.uint8(1), np.int64(4), np.int64(3), np.True_,
         "thread", "null", np.uint64(2**64 - 1), drop_last=np.False_,

@@ -27,15 +27,11 @@ STEP = 0.001
 
 
 class Slow:
-    """Takes some time for a batch."""
-
     def __getitem__(self, indices):
         return np.repeat(indices, 20_000)
 
 
 class Numbers:
-    """Items of a stream."""
-
     def __init__(self, number, num_workers):
         self._number = number
 
@@ -43,7 +39,6 @@ class Numbers:
         """Begin an epoch."""
 
     def items(self, start):
-        """Make six items."""
         yield from range(start, 6)
 
 
@@ -153,7 +148,6 @@ def test_a_worker_dies(tmp_path):
     trace = read(path)
     [death] = named(trace, "death", "i")
     [lost] = [e for e in named(trace, "index") if e["name"] == "index 0/3 (lost)"]
-    # The second attempt has the same lane.
     assert {e["tid"] for e in named(trace, "index")} == {lost["tid"]}
     assert len([e for e in named(trace, "index") if e["name"] == "index 0/3"]) == 1
     starts = [

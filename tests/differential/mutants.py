@@ -55,8 +55,6 @@ class Changed(DataLoader):
 
 
 class Silent(Changed):
-    """Warns of nothing."""
-
     class iterator(_MultiProcessingDataLoaderIter):
         def __next__(self):
             with warnings.catch_warnings():
@@ -65,8 +63,6 @@ class Silent(Changed):
 
 
 class ErrorEnds(Changed):
-    """Is at its end after an error."""
-
     class iterator(_MultiProcessingDataLoaderIter):
         failed = False
 
@@ -83,8 +79,6 @@ class ErrorEnds(Changed):
 
 
 class ErrorOfAnotherType(Changed):
-    """Raises every error of a worker as a RuntimeError."""
-
     class iterator(_MultiProcessingDataLoaderIter):
         def __next__(self):
             try:
@@ -147,8 +141,6 @@ class LeafOverwritten(Changed):
 
 
 class BeginsAnew(Changed):
-    """Starts again after the end."""
-
     class iterator(_MultiProcessingDataLoaderIter):
         ended = False
 

@@ -413,7 +413,6 @@ class Observation:
     def events(self):
         _, status = os.waitpid(self.pid, 0)
         with contextlib.suppress(ProcessLookupError):
-            # Its remaining processes end, too.
             os.killpg(self.pid, signal.SIGKILL)
         with self.result, self.stderr:
             if status == 0:

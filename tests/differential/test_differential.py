@@ -107,7 +107,6 @@ def test_name_of_the_iterator_is_free():
 
 
 def test_addresses_are_no_difference():
-    # This error shows the sampler.
     case = Case(dataset="stream", sampler="own")
     assert compare(case, OWN, OWN) is None
 

@@ -27,8 +27,6 @@ EPOCHS = 4
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Samples with their number and a draw."""
-
     def __init__(self, length):
         self.length = length
 

@@ -23,8 +23,6 @@ import torch
 
 
 class Augmented(torch.utils.data.Dataset):
-    """Samples with their number and some draws."""
-
     def __init__(self, length):
         self.length = length
 

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples" / "frameworks"
 
 SAMPLES, BATCH, EPOCHS = 103, 8, 3
-# Batches in an epoch.
 LENGTH = -(-SAMPLES // BATCH)
 
 
@@ -164,12 +163,10 @@ class Read:
         self.readings: list[Any] = []
 
     def stats(self):
-        """Record the reading."""
         self.readings.append(self.manager.stats())
         return self.readings[-1]
 
     def figures(self):
-        """Return the figures of each window."""
         return [now.since(before).as_dict() for before, now in pairwise(self.readings)]
 
 

@@ -238,7 +238,7 @@ def test_the_trainer(runs):
 
 @needs("transformers")
 def test_the_trainer_on_two_ranks(runs):
-    """torchrun starts an unchanged script through `cseq run`."""
+    """`torchrun` starts an unchanged script through `cseq run`."""
     trainings = [{}, {"options": {"resume": "checkpoints/checkpoint-10"}}]
     theirs = runs("loader_transformers", trainings, launcher=TORCHRUN, ranks=2)
     ours = runs("loader_transformers", trainings, launcher=(*TORCHRUN, *CSEQ_RUN), ranks=2)

@@ -57,7 +57,6 @@ class Runner:
         return self.ended[name]
 
     def whole(self):
-        """Run two ranks to the end."""
         return self.run("whole", config="validated")
 
     def resumed(self, **leg):

@@ -27,22 +27,16 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     first: Any
     second: Any
 
 
 class Marked(collections.namedtuple("Marked", "x y")):  # noqa: PYI024 - has a __dict__
-    """A named tuple with room for more."""
-
     note: str
 
 
 @dataclass
 class Sample:
-    """A dataclass that counts how often it was made."""
-
     image: Any
     label: Any = None
     made: int = field(default=0, init=False)
@@ -53,8 +47,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A dataclass that cannot be changed."""
-
     image: Any
     label: Any = None
 
@@ -67,23 +59,17 @@ class Slotted:
 
 @dataclass(slots=True)
 class Loose:
-    """A dataclass without a dictionary and without defaults."""
-
     image: Any
     label: Any
 
 
 @dataclass
 class Keyed(dict[str, Any]):
-    """A dataclass that is also a dict."""
-
     image: Any = None
 
 
 @dataclass
 class Secretive:
-    """A dataclass that defines its own pickling."""
-
     image: Any
     secret: Any = None
 
@@ -92,14 +78,10 @@ class Secretive:
 
 
 class Colour(Enum):
-    """An enumeration."""
-
     RED = 1
 
 
 class StrKey(str):
-    """A subclass of `str`."""
-
     __slots__ = ()
 
 

@@ -104,8 +104,6 @@ class Broken(Numbers):
 
 
 class TwoArguments(Exception):
-    """Has two arguments."""
-
     def __init__(self, first, second):
         super().__init__(first, second)
 

@@ -30,7 +30,6 @@ class Receiver(Imports):
         super().__init__(none, ring, output, none)
 
     def unpack(self, packed):
-        """Fetch a batch."""
         return self._fetch(packed, 0, 0, ())
 
     def drop(self, packed):

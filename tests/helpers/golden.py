@@ -53,7 +53,6 @@ def labels(n, count):
     return [min(mix(k) % count, mix(n + k) % count) for k in range(n)]
 
 
-# Weights of a sample, by name.
 WEIGHTS: dict[str, Callable[[int], float]] = {
     "equal": lambda i: 0.1,
     "falling": lambda i: 1 / (i + 2),

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class Indices1:
-    """Returns its indices."""
-
     def __getitem__(self, indices):
         return indices
 
@@ -236,8 +234,6 @@ class Broken:
 
 
 class Quitting:
-    """Ends its process in its constructor."""
-
     def __init__(self):
         os._exit(7)
 

@@ -90,7 +90,5 @@ class Counting:
 
 
 class TwoArguments(Exception):
-    """Has a second argument."""
-
     def __init__(self, first, second):
         super().__init__(first, second)

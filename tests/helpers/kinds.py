@@ -15,8 +15,6 @@ from cseq.processes.launcher import start_methods
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of pool."""
-
     name: str
     start_method: str | None = None
 

@@ -13,7 +13,6 @@ class Passed:
     """The event of a lane whose copies are synchronous."""
 
     def query(self):
-        """Return True: the copies are always done."""
         return True
 
     def synchronize(self):
@@ -30,15 +29,12 @@ class CpuLane(lane.Lane):
         self._read = deque()
 
     def active(self):
-        """Do nothing: the lane is always active."""
         return contextlib.nullcontext()
 
     def can_fetch(self, tensor):
-        """Accept every tensor."""
         return True
 
     def send(self, tensor):
-        """Copy at once."""
         return tensor.clone()
 
     def record(self, read):
@@ -49,7 +45,6 @@ class CpuLane(lane.Lane):
         return event
 
     def event(self):
-        """Make an event that has passed."""
         return Passed()
 
     def join(self, event, tensors):

@@ -73,16 +73,12 @@ class Gated(Numbers):
 
 
 class Broken(Numbers):
-    """Raises at sequence 5."""
-
     def load(self, index):
         if index == 5:
             raise LookupError("five is missing")
 
 
 class BrokenFromTheStart(Numbers):
-    """Raises in its constructor."""
-
     def __init__(self):
         raise LookupError("nothing is there")
 

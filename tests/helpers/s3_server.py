@@ -166,7 +166,6 @@ class S3Server:
         self._ask("fail", body={"kind": kind, "key": key, "method": method, **options})
 
     def heal(self):
-        """Let no request fail from now on."""
         self._ask("heal")
 
     def log(self, key="*", method="*"):
@@ -187,7 +186,6 @@ class S3Server:
         self._ask("forget")
 
     def slow(self, delay):
-        """Set the delay, in seconds."""
         self._ask("slow", body=delay)
 
     def _ask(self, verb, key="", body=None):
@@ -232,7 +230,6 @@ class Objects:
         return etag
 
     def find(self, key):
-        """Return an object, or None."""
         if key in self.kept or not (self.folder and key):
             return self.kept.get(key)
         path = self.folder / key
@@ -252,8 +249,6 @@ class Objects:
 
 
 class Rules:
-    """The rules of which requests fail, and how."""
-
     def __init__(self, seed):
         self.seed = seed
         self.rules = []
@@ -279,8 +274,6 @@ class Rules:
 
 
 class Asked(NamedTuple):
-    """A request as it arrived."""
-
     method: str
     bucket: str
     key: str
@@ -329,7 +322,6 @@ class Served:
         self.most = 0
 
     async def serve(self, reader, writer):
-        """Answer the requests of a connection."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while asked := await self.read(reader):
                 if asked.bucket == CONTROL:

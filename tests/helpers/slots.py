@@ -35,7 +35,6 @@ class Scratch:
         self.encoder = Encoder(self.room)
 
     def clear(self):
-        """Drop the content."""
         self.room.used = 0
 
 

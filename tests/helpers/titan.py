@@ -19,10 +19,11 @@ class Configurable:
 
     @dataclass(kw_only=True, slots=True)
     class Config:
+        """A config without fields."""
+
         owner: ClassVar[Any] = None
 
         def build(self, **arguments):
-            """Make what the config describes."""
             return self.owner(config=replace(self), **arguments)
 
     def __init_subclass__(cls):
@@ -30,8 +31,6 @@ class Configurable:
 
 
 class Older(Configurable):
-    """The base class of 0.3.0."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """The base of a config with torchtitan's data set."""
@@ -41,8 +40,6 @@ class Older(Configurable):
 
 
 class Newer(Configurable):
-    """The base class of the newer sources."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         """A config without fields of its own."""

@@ -63,8 +63,6 @@ def without_told(batches):
 
 
 class Plain(Dataset[Any]):
-    """Returns indices."""
-
     def __init__(self, length=10):
         self.length = length
 
@@ -89,8 +87,6 @@ class Sharded(IterableDataset[Any]):
 
 
 class Counting(Sampler[Any]):
-    """Counts the keys that are drawn."""
-
     def __init__(self, keys):
         self.keys = keys
         self.count = 0

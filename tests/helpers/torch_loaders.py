@@ -22,7 +22,6 @@ from torch_data import (  # noqa: E402
 
 import cseq.testing  # noqa: E402
 
-# Forked, where the system can fork.
 QUICK = QUICKEST.start_method
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 

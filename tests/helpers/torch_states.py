@@ -46,8 +46,6 @@ def left_and_resumed(make, count, again=None):
 
 
 class Cycle(data.Sampler[int]):
-    """A sampler with a state."""
-
     def __init__(self, length):
         self.length = length
         self.at = 0

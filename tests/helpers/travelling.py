@@ -18,8 +18,6 @@ WIDTH = 1 << 30
 
 
 class Indexer:
-    """An object with data."""
-
     def __init__(self, data=None, **more):
         self.data = data
         self.__dict__.update(more)
@@ -30,8 +28,6 @@ class Indexer:
 
 
 class Slotted:
-    """An object whose attributes have no dictionary."""
-
     __slots__ = ("inner",)
 
     def __init__(self, inner):
@@ -49,16 +45,12 @@ class Stateful:
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     left: Any
     right: Any
 
 
 @dataclass
 class Record:
-    """A dataclass."""
-
     value: Any
 
 

@@ -74,7 +74,7 @@ def test_pyright(tmp_path: Path, script: Path) -> None:
 @needs("mypy")
 @needs("torch")
 def test_types_of_expressions(tmp_path):
-    """mypy finds no error, and at most one in 20 expressions is `Any`, even in each seam file."""
+    """Mypy finds no error, and at most one in 20 expressions is `Any`, even in each seam file."""
     command = [sys.executable, "-m", "mypy", "cseq", "--any-exprs-report", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

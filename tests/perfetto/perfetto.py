@@ -59,7 +59,6 @@ class Perfetto(Browser):
         self.evaluate(LOADED)
 
     def query(self, sql):
-        """Return the rows of a query."""
         return json.loads(self.evaluate(ASK % json.dumps(sql)))
 
     def __exit__(self, *failed):

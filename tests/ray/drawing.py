@@ -32,8 +32,6 @@ class Draws:
 
 
 class DrawsSlowly(Draws):
-    """Takes a few milliseconds."""
-
     def __getitem__(self, indices):
         time.sleep(0.004)
         return super().__getitem__(indices)

@@ -65,11 +65,9 @@ class LocalCluster:
         until(lambda: node.node_id not in self.alive(), "the node is still there")
 
     def alive(self):
-        """Return the ids of the nodes that the cluster considers alive."""
         return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
     def stored(self):
-        """Return the bytes in all object stores."""
         of = "object_store_memory"
         return int(ray.cluster_resources()[of] - ray.available_resources().get(of, 0))
 

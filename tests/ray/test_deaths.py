@@ -44,7 +44,6 @@ def test_an_agent_is_killed_at_a_quarter_and_at_three_quarters(fleet):
         3 * BATCHES // 4: lambda: kill_agent(fleet, 1, None),
     }
     assert_is_test_mode(epoch_with(fleet, kills))
-    # Ray has started them again.
     await_agents(fleet, without=before)
 
 
@@ -111,8 +110,6 @@ def test_an_agent_that_hangs_is_replaced(cluster, monkeypatch, tmp_path, tls):
 
 
 class Waits(Draws):
-    """Takes two seconds for one batch."""
-
     def __getitem__(self, indices):
         if 77 in indices:
             time.sleep(2)
@@ -138,8 +135,6 @@ def test_a_node_is_lost(cluster, added_node):
 
 
 class KillsItsAgent(Draws):
-    """Ends the agent in one batch."""
-
     def __getitem__(self, indices):
         if 77 in indices:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -61,8 +61,6 @@ def test_a_loop_that_leaves_waits_for_no_agent(fleet):
 
 
 class Large:
-    """Makes eight mebibytes."""
-
     def __getitem__(self, indices):
         return np.full(8 << 20, indices[0], np.uint8)
 
@@ -84,7 +82,7 @@ def test_more_than_the_stores_have_room_for_is_not_spilled(cluster):
 
 
 def test_ctrl_c_while_the_loop_waits(fleet):
-    """This happens ten times, at random; then an epoch is whole."""
+    """It happens ten times, at random; then an epoch is whole."""
     waits = np.random.default_rng(5).uniform(0.001, 0.1, 10)
     interrupted = 0
     with sequence(fleet, **SMALL).start() as batches:
@@ -155,7 +153,7 @@ def test_a_driver_that_ends_leaves_nothing(run_anew, way):
 
 
 def test_the_memory_of_large_batches_is_used_again():
-    """This is the memory of a batch that the loop has dropped, but not of a held one."""
+    """It is the memory of a batch that the loop has dropped, but not of a held one."""
     with cseq.RayFleet(Large, 2, 1) as fleet:
         options = OPTIONS | {"batch_size": 1, "buffer": 4, "shuffle": False}
         with cseq.RaySequence(fleet, 60, 2, **options).start() as batches:

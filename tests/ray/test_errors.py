@@ -38,8 +38,6 @@ class OwnError(LookupError):
 
 
 class Unpicklable(Exception):
-    """It cannot be pickled."""
-
     def __init__(self):
         super().__init__("it holds a file")
         self.file = sys.stdout
@@ -92,7 +90,7 @@ def test_exceptions_of_indexers_arrive_as_themselves():
 
 
 def test_failing_batches_are_left_out():
-    """This is with on_error='skip'."""
+    """The fleet has on_error='skip'."""
     with cseq.RayFleet(Fails, 2, 1) as fleet:
         manager = sequence(fleet, on_error="skip")
         with manager.start() as batches:
@@ -135,8 +133,6 @@ def test_an_indexer_fails_at_one_agent_alone(tmp_path):
 
 
 class Refuses:
-    """Cannot be made."""
-
     def __init__(self):
         raise FileNotFoundError(2, "no such file", "data.bin")
 
@@ -328,6 +324,6 @@ def test_what_concerns_workers_is_given_to_the_fleet():
     ],
 )
 def test_wrong_arguments_are_named(options, text):
-    """This happens at once; Ray refuses unknown ones."""
+    """The error comes at once; Ray refuses unknown ones."""
     with pytest.raises((TypeError, ValueError), match=text):
         cseq.RayFleet(Draws, **options)

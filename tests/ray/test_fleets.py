@@ -101,13 +101,10 @@ def test_a_copy_outlives_the_object_that_was_pickled():
         kill_agent(made, 0)
         assert_is_test_mode(list(batches), epoch=1)
         await_agents(made)
-        # The original forgets them.
         made.close()
 
 
 class Tens:
-    """A data set of whole numbers."""
-
     def __len__(self):
         return SAMPLES
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 # The int64 numbers of an item that is leased in place; smaller ones are copied.
 LARGE = 8400
-# Epochs of one start.
 EPOCHS = 20
 # Seconds that a worker may take for a batch of an abandoned epoch.
 PATIENCE = 10.0
@@ -196,8 +195,6 @@ class Producer:
 
 
 class Stream(Loop):
-    """`Streams`, taken by iteration."""
-
     def __init__(self, rng, *, keyed=False, kind="processes", **options):
         super().__init__(rng)
         self.ordered = options.get("ordered", True)

@@ -134,7 +134,6 @@ class StreamTrial:
             pass
 
     def epoch(self, s):
-        """Run all or part of an epoch."""
         rng = self.rng
         seed = rng.randrange(2**32)
         lengths = [rng.randrange(self.most) for _ in range(self.workers)]
@@ -182,12 +181,10 @@ class StreamTrial:
             self.look_at_held(all_of_them=False)
 
     def compare(self, item, seed):
-        """Compare an item with its expected value."""
         expected = item_of(seed, item[0], item[1], self.sizes)
         assert np.array_equal(item[2], expected[2]), "wrong data"
 
     def call(self, s):
-        """Call a method of the workers."""
         value = np.arange(self.rng.randrange(20_000))
         worker = self.rng.choice([None, *range(self.workers)])
         behind = self.rng.random() < 0.3

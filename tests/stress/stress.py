@@ -65,7 +65,6 @@ class Worker:
         if self.seconds:
             self.pause.wait(self.seconds)
         if self.style == "empty":
-            # Sizes change from batch to batch.
             rows = int(indices[0]) % self.rows + 1
             data = cseq.empty((rows, len(indices)), np.int64)
             np.multiply(np.arange(1, rows + 1)[:, None], indices, out=data)
@@ -126,7 +125,6 @@ class Killer(threading.Thread):
         self.starts: dict[int, tuple[int, bool]] = {}
 
     def run(self):
-        """Strike every few milliseconds."""
         while not self.over.wait(self.rng.expovariate(1 / 0.03)):
             running = self.target
             if running is None:
@@ -198,7 +196,6 @@ class Trial:
         )  # fmt: skip
 
     def run(self):
-        """Run some epochs, and end in one of several ways."""
         m = self.manager()
         m.start()
         if self.processes:
@@ -219,7 +216,6 @@ class Trial:
         self.look_at_held(all_of_them=True)
 
     def epoch(self, m):
-        """Run all or part of an epoch."""
         iterator = iter(m)
         epoch = m.epoch
         order = cseq.permutation(self.n, self.seed, epoch).astype(np.int64)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class Squares(Dataset["Sample"]):
-    """A data set."""
-
     def __len__(self) -> int:
         return 8
 

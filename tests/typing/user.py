@@ -18,8 +18,6 @@ Pair = tuple[NDArray[np.float32], NDArray[np.int64]]
 
 
 class Images:
-    """An indexer."""
-
     def __init__(self, path: str = "images.npy") -> None:
         self.images = np.load(path)
 

@@ -51,7 +51,6 @@ CASES = {
     "cores": [
         {"cores": 4},
         {"cores": 2, "cpu": 0.25},
-        # There are nine cores.
         {"cpu": 0.3, "queued": 0.6},
         {"cpu": 0.1, "queued": 0.3, "threads": True, "computed": 0.4, "gil_long": 0.2},
     ],
@@ -269,7 +268,6 @@ def test_a_loop_that_makes_its_batches_itself():
     reads = Window(batches=200, elapsed=2.4, waited=2.0, step=0.002, index=0.01, cores=4, cpu=0.0)
     assert advise(reads).change == {"num_workers": 6}
     assert math.isclose(advise(reads).gain, 6.0)
-    # Three workers have a core each.
     burns = advise(replace(reads, cpu=0.9))
     assert burns.change == {"num_workers": 3}
     assert math.isclose(burns.gain, 3.6)

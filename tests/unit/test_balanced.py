@@ -210,7 +210,7 @@ def test_ranks_have_equal_work(kind, over):
 
 
 def test_without_balance_ranks_wait():
-    """This measures unbalanced rows, for comparison with the bounds."""
+    """The test measures unbalanced rows, for comparison with the bounds."""
     inner = KINDS["packed"](LENGTHS[:60_000], ROW)
     plain = cseq.Balanced(inner, 64, together=64)
     plain.reader = inner.reader

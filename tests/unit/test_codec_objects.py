@@ -69,7 +69,7 @@ def test_dataclasses_may_lack_fields():
 
 
 def test_named_tuples_of_a_known_structure_keep_attributes(writer):
-    """This holds even after one without attributes."""
+    """It holds even after one without attributes."""
     for _ in range(2):
         marked = Marked(np.arange(3), 1)
         assert vars(sent(writer, marked)) == {}

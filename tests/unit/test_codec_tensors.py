@@ -135,7 +135,7 @@ def test_tensors_in_objects_lie_in_the_slot(torch, writer):
 
 
 def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch, writer):
-    """This covers arrays, tensors, and parts of them that do not overlap."""
+    """It covers arrays, tensors, and parts of them that do not overlap."""
     x = writer.room.empty((50, 30), np.float32)
     x[:] = 7
     y = writer.room.empty(500, np.int64)
@@ -150,7 +150,7 @@ def test_what_lies_in_the_slot_is_not_copied_for_an_object(torch, writer):
 
 
 def test_a_part_of_a_large_tensor_travels_alone(torch, writer):
-    """This holds in any object, and in lists of tensors."""
+    """It holds in any object, and in lists of tensors."""
     large = torch.arange(100_000.0)
     for part in (large[5:9], large.to(torch.bfloat16)[5:9], large.requires_grad_()[5:9]):
         for batch in (Sample(part), {0: part}, [part, "text"], Feature(x=part)):
@@ -245,7 +245,6 @@ def test_cuda_tensors_travel_by_handle(torch, writer, monkeypatch):
     ):
         sent.clear()
         got = decode(writer.room.memory, writer.encoder.encode(batch))
-        # An object that occurs twice is sent once.
         assert len(sent) == 1
         assert repr(got) == repr(batch).replace("tensor([1, 2, 3])", "tensor([1, 1])")
 
@@ -267,7 +266,7 @@ def test_nested_tensors(torch, grad):
 
 @pytest.mark.parametrize("nbytes", [0, 12, 100_000])
 def test_storages(torch, nbytes):
-    """torch's storages keep their type, and are writable."""
+    """Torch's storages keep their type, and are writable."""
     storage = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8).untyped_storage()
     for batch in (storage, [storage], {"x": torch.ones(2), "s": storage, "text": "a"}):
         read = copied(batch)

@@ -90,7 +90,6 @@ def test_an_array_of_indices_is_used_again():
     assert (id(again), again.tolist()) == (place, [0, 1, 2])
     del again
     runner.publish()
-    # The next ticket has another length.
     assert runner.claim() is True
     assert runner.indices().shape == (2,)
     large = runner_of(3000)
@@ -298,7 +297,6 @@ def test_rings_in_one_memory():
     seen = feed.notices()
     attached[2].notify_all()
     assert {trainer.feed.notices() for trainer in trainers} == {seen + 1}
-    # The count has changed.
     feed.wait(seen, cells)
     for k in (2, 0, 1):
         claim(attached[k]).publish()

@@ -31,8 +31,6 @@ class Squares:
 
 
 class Together(Squares):
-    """Fetches the samples of a batch together."""
-
     def __getitems__(self, indices):
         assert {type(index) for index in indices} == {int}
         return [("together", index) for index in indices]
@@ -157,7 +155,6 @@ def test_a_sample_that_raises_is_left_out(options):
         for numbers, _, rows in streams[-1]:
             assert (rows.reshape(3, -1) == numbers[:, None]).all()
     seeded = [kept for kind, kept in zip(FEW, streams, strict=True) if kind.name != "thread"]
-    # The draws are equal, too.
     assert_same(seeded[0], seeded[-1])
 
 
@@ -417,7 +414,7 @@ except TypeError as error:
 
 
 def test_torch_data_sets(run_prepared):
-    """torch's data sets give the values and types of torch's `default_collate`."""
+    """Torch's data sets give the values and types of torch's `default_collate`."""
     pytest.importorskip("torch")
     done = run_prepared(TORCH)
     assert done.returncode == 0, done.stderr

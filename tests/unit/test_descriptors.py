@@ -80,7 +80,7 @@ def test_own_offsets_leave_no_descriptor(tmp_path):
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("atomic", [True, False])
 def test_what_is_received_is_closed_in_programs(monkeypatch, *, atomic):
-    """This holds with and without MSG_CMSG_CLOEXEC."""
+    """It holds with and without MSG_CMSG_CLOEXEC."""
     if not atomic:
         monkeypatch.delattr(socket, "MSG_CMSG_CLOEXEC", raising=False)
     ours, theirs = socket.socketpair()
@@ -252,7 +252,7 @@ def test_a_system_without_a_null_device(run_anew, tmp_path, method, streams):
 
 @pytest.mark.needs("POSIX")
 def test_what_is_received_is_above_the_standard_streams(run_script):
-    """This holds even if all of these are closed; the low numbers are free again."""
+    """It holds even if all of these are closed; the low numbers are free again."""
     done = run_script("""
 import os, socket
 from cseq.measure import lanes

@@ -77,13 +77,12 @@ def test_a_quota_of_either_version(tmp_path):
     (folder / "cpu.cfs_quota_us").write_text("400000\n", encoding="ascii")
     (folder / "cpu.cfs_period_us").write_text("100000\n", encoding="ascii")
     assert "use 4 of them" in next(doctor.quota()).text
-    # This means no quota.
     (folder / "cpu.cfs_quota_us").write_text("-1\n", encoding="ascii")
     assert wrong(doctor.quota()) == []
 
 
 def test_variables_of_many_threads(monkeypatch):
-    """cseq would set one thread in each worker."""
+    """In each worker, cseq would set one thread."""
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     monkeypatch.setenv("MKL_NUM_THREADS", "1")
     (text,) = wrong(doctor.threads())

@@ -83,7 +83,6 @@ def test_each_epoch_of_a_loader_has_workers_of_its_own():
             step += 1
             if every.at(step):
                 found.append(read.last.batches)
-    # Epochs have four batches.
     assert found == [3, 2]
 
 
@@ -94,7 +93,7 @@ def cseq_loader(**options):
 
 
 def test_what_does_not_count_is_refused():
-    """This happens at once, with the remedy."""
+    """The error comes at once, with the remedy."""
     with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a manager of cseq"):
         cseq.Stats.every(1, [])
     with pytest.raises(ValueError, match="n=0 is below 1"):

@@ -87,8 +87,6 @@ class Changeling(Exception):
 
 
 class Silent(Exception):
-    """Its text is unavailable."""
-
     def __str__(self):
         raise RuntimeError("no text")
 
@@ -252,8 +250,6 @@ def test_where():
 
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
-    """No attribute can be set."""
-
     path: str
 
 
@@ -274,8 +270,6 @@ class NoCause(Exception):
 
 
 class Notes(Exception):
-    """Has another object as its notes."""
-
     __notes__ = 5
 
 
@@ -479,8 +473,6 @@ def throw(make):
 
 
 class HasEnding:
-    """Its batch 2 has one of these."""
-
     def __init__(self, make):
         self.make = make
 

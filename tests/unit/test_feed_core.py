@@ -51,7 +51,6 @@ class Counter(Asked):
         self.ring = Ring(memory, cells, 2, runners)
         self.held = ObjectTable(cells)
         self.runner = Runner(self.ring, 0, 1, last=True)
-        # What `await_next` does.
         self.waits: list[Callable[[], Any]] = []
         self.run = RunState()
         self.feed = Feed(
@@ -84,7 +83,6 @@ class Counter(Asked):
         return next(FeedIterator(self.feed, 0))
 
     def describe(self, ring, cell, error):
-        """Name the batch of an exception."""
         error.args = (*error.args, self.ring.ticket(cell)[1])
         return error, self.ring.ticket(cell)[1]
 
@@ -179,7 +177,6 @@ def test_ctrl_c(late):
         if late:
             break
     if late:
-        # The batch is what `pending` has returned.
         assert isinstance(counter.next(), int)
 
 
@@ -348,7 +345,7 @@ def test_what_is_kept_of_a_small_batch():
 
 
 def test_a_loop_that_drops_its_batches_has_two_blocks():
-    """This holds for any number of small batches, even if they become smaller."""
+    """It holds for any number of small batches, even if they become smaller."""
     bench = Written()
     bench.learn([np.arange(9), np.zeros(4)])
     places = set()
@@ -591,7 +588,6 @@ class Asking(Counter):
         self.feed.refill()
 
     def answer(self, number, status=BATCH):
-        """Make a worker answer its next ticket."""
         assert self.runners[number].claim() is True
         self.runners[number].publish(status)
 
@@ -601,7 +597,6 @@ class Asking(Counter):
         return (None, Failed(*item)) if status & RAISED else (item, None)
 
     def describe(self, ring, cell, error):
-        """Return the exception unchanged."""
         return error, None
 
     def line(self):

@@ -80,7 +80,7 @@ def test_words_can_be_read(name, choice):
 
 
 def test_marks_have_rows_of_their_own():
-    """This holds at any distance; the words begin or end at their line, and stay on the sheet."""
+    """It holds at any distance; the words begin or end at their line, and stay on the sheet."""
     chart = Chart("marks", (0, 10), (0, 1))
     chart.marks(*((value, f"at {value}", "ink") for value in (0, 0.1, 9.9, 10)))
     found = list(ET.fromstring(chart.inline()).iter("text"))

@@ -26,7 +26,7 @@ def held(arena, value):
 
 
 def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena):
-    """This holds even if the parent drops its batch; a child that drops it frees nothing."""
+    """It holds even if the parent drops its batch; a child that drops it frees nothing."""
     array = held(arena, 1)
     slots, reader, writer = arena.slots, *os.pipe()
     child = os.fork()
@@ -54,7 +54,7 @@ def test_a_leased_slot_is_not_used_again_before_the_next_epoch(arena):
 
 
 def test_a_lease_that_outlives_the_epoch_frees_its_slot(arena):
-    """This holds no matter which ends last."""
+    """It holds no matter which ends last."""
     array = held(arena, 1)
     for _ in range(2):
         assert in_child(lambda: True)

@@ -7,7 +7,7 @@ import cseq
 
 
 def test_an_epoch_is_as_long_as_the_data():
-    """This is the default."""
+    """It is so by default."""
     labels = ["a", "b", "c"] * 9
     order = cseq.Groups(labels, classes=2, samples=5)
     assert order.units == 3

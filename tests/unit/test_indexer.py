@@ -100,7 +100,6 @@ def test_a_data_set_as_worker(kind):
         assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(error)))
     assert "cseq.from_dataset" not in hint_of(kind, OneByOne(lambda index: np.frombuffer(b"123")))
     assert "cseq.from_dataset" not in hint_of(kind, OneByOne(raises(TypeError), good=1))
-    # The index is out of range.
     assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))
 
 
@@ -240,8 +239,6 @@ def test_a_torch_data_set_as_worker(kind):
 
 
 class Whole(Squares):
-    """Accepts arrays of indices."""
-
     def __getitem__(self, indices):
         return indices.tolist()
 

@@ -283,7 +283,6 @@ def test_the_end_of_a_worker_is_seen_though_a_process_it_forked_lives(launch):
     child.kill()
     assert child.sock.recv(1) == b""
     assert end_of(child) == -signal.SIGKILL
-    # The pipe of the dead worker has ended.
     await_death(grandchild)
 
 

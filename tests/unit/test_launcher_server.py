@@ -177,7 +177,7 @@ def test_a_worker_ends_though_its_server_is_stopped(served):
 
 
 def test_no_server_is_started_any_more_once_it_is_cancelled(served, entries, monkeypatch):
-    """This holds after the end of a server that was importing: `launch` raises."""
+    """It holds after the end of a server that was importing: `launch` raises."""
     starts = []
     spawn = forkserver.spawn
 

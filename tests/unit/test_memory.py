@@ -145,7 +145,6 @@ def test_decodes_of_one_ticket_share_a_lease():
     _, slots = shared()
     with file_of(PAGE) as fd:
         left = slots.lease(slots.take(), Mapping(fd, 0, PAGE))
-        # The slot has been mapped again.
         batch = lease(slots, 1, Mapping(fd, 0, PAGE))
     assert (batch is left, slots.leased, slots.leased_bytes) == (True, 1, PAGE)
     del batch
@@ -158,7 +157,7 @@ def test_decodes_of_one_ticket_share_a_lease():
 
 
 def test_the_lowest_free_slot_is_found_again_and_again():
-    """This holds whatever was freed (first, last or new slots), even if the search is long."""
+    """It holds whatever was freed (first, last or new slots), even if the search is long."""
     rng = random.Random(7)
     _, slots = shared()
     taken = set()
@@ -316,7 +315,6 @@ def test_steady_state_makes_no_mapping(arena, monkeypatch):
         return Mapping(*args, **kwargs)
 
     monkeypatch.setattr(arena_module, "Mapping", count)
-    # The room's mappings.
     mapped = []
     for turn in range(20):
         filled(arena, writer, turn, MIB)
@@ -538,7 +536,6 @@ def test_find(writer):
     assert writer.room.offset_of(array[::-1]) == -1
     assert writer.room.offset_of(array[:0]) == -1
     assert writer.room.offset_of(np.empty(100, np.uint8)) == -1
-    # The array is not aligned.
     assert writer.room.offset_of(array.ravel()[1:9].view(np.int64)) == -1
     beyond = writer.room.memory.view(0, np.dtype(np.uint8), (101,))
     assert writer.room.offset_of(beyond) == -1

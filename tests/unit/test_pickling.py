@@ -168,7 +168,6 @@ def test_tensors_are_not_copied_into_the_pickle():
     assert np.shares_memory(np.frombuffer(made.buffers[0], np.uint8), tensor.numpy())
     arrived = travel(Indexer(tensor)).data
     assert torch.equal(arrived, tensor)
-    # It has its own, writable memory.
     arrived[0] = 5
 
 
@@ -301,7 +300,7 @@ def test_a_module_that_no_worker_can_import_is_named(monkeypatch):
 
 
 def test_packages_and_their_modules_go_by_reference(folder):
-    """This covers modules in packages, packages without __init__.py, and what modules replace."""
+    """It covers modules in packages, packages without __init__.py, and what modules replace."""
     (folder / "plain").mkdir()
     (folder / "pack").mkdir()
     (folder / "pack" / "__init__.py").write_text("")

@@ -56,7 +56,6 @@ class Bench:
         return codec.decode(self.arena.mapping_of(self.slot, self.capacity), record)
 
     def error(self):
-        """Return the published exception."""
         taken = self.trainer.take()
         assert taken is not None
         cell, _, _, *where = taken
@@ -79,7 +78,6 @@ class Bench:
             self.batch(make, cast)
 
     def close(self):
-        """Release everything."""
         self.writer.room.close()
         self.arena.close()
 

@@ -123,7 +123,7 @@ def test_test_mode_restores():
 
 
 def test_test_mode_restores_after_an_exception():
-    """This holds even after a batch, or a constructor, that raises."""
+    """It holds even after a batch, or a constructor, that raises."""
 
     class Raises:
         def __getitem__(self, indices):

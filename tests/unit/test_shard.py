@@ -1,4 +1,4 @@
-"""This process's rank: given, from torch, from launchers; and contradictions."""
+"""A process's rank: given, from torch, from launchers; and contradictions."""
 
 import sys
 import types

@@ -36,14 +36,11 @@ sizes = st.one_of(st.integers(1, 70), st.integers(1, 5000))
 
 
 class Epoch:
-    """One epoch of an order."""
-
     def __init__(self, reader, epoch=0):
         self.reader = reader
         self.epoch = epoch
 
     def read(self, start, count):
-        """Return the samples at these positions."""
         return self.reader.samples(self.epoch, start, count)[0]
 
 

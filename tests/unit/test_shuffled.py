@@ -30,7 +30,7 @@ def test_sequential(n):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_every_permutation_is_as_likely(algorithm):
-    """This covers four samples, over epochs and seeds."""
+    """It covers four samples, over epochs and seeds."""
     where = {each: k for k, each in enumerate(itertools.permutations(range(4)))}
     made = [where[tuple(each.tolist())] for each in epochs(shuffled(4, algorithm), 6000, 20)]
     assert abs(chi(np.bincount(made, minlength=24), 250)) < 5

@@ -20,7 +20,6 @@ PROC = pytest.param("proc", marks=pytest.mark.needs("worker processes"))
 
 both = pytest.mark.parametrize("kind", [PROC, "thread"])
 
-# Batches that are made at once.
 FREE = 10
 # Seconds between two looks at a state that nothing signals.
 PAUSE = 0.01
@@ -84,8 +83,6 @@ class Pinned(Computes):
 
 
 class SlowToMake:
-    """Its constructor waits for a file."""
-
     def __init__(self, gate):
         while not os.path.exists(gate):
             time.sleep(PAUSE)
@@ -236,7 +233,6 @@ def test_the_way_of_a_window(kind):
     with m.start() as batches:
         for _ in range(3):
             list(batches)
-        # The other run counts more, but is refused.
         with pytest.raises(ValueError, match="of another run"):
             batches.stats().since(after)
     figures = added.as_dict()
@@ -299,7 +295,6 @@ def test_the_log_says_why_a_loop_has_waited(kind, monkeypatch, caplog):
 def test_the_log_says_it_in_the_middle_of_a_long_epoch(kind, monkeypatch, caplog):
     """A training run may have one epoch, or an endless one."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
-    # Some batches are made in this time.
     monkeypatch.setattr("cseq.engine.pool.OFTEN", 0.2)
     caplog.set_level(logging.INFO, logger="cseq")
     with make(kind, Slow, 1, 10**6).start() as batches:

@@ -127,7 +127,6 @@ class Pool:
         )
 
     def task(self, owner):
-        """Return a worker's task."""
         self.events.note("task", owner)
         return self.tasks.pop(0) if self.tasks else b""
 
@@ -137,13 +136,11 @@ class Pool:
         return self.supervisor
 
     def await_ready(self, owner):
-        """Wait until a worker has reported that it is ready."""
         seen = threading.Event()
         while not self.supervisor.is_ready(owner):
             seen.wait(0.001)
 
     def await_failure(self):
-        """Wait until an error has occurred."""
         seen = threading.Event()
         while not self.supervisor.failure:
             seen.wait(0.001)

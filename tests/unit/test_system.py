@@ -23,7 +23,6 @@ class Cuda:
     ("torch", "found"),
     [
         (None, None),
-        # Another thread is importing it.
         (SimpleNamespace(), None),
         (SimpleNamespace(cuda=SimpleNamespace()), None),
         (SimpleNamespace(cuda=Cuda(False, False, False)), None),

@@ -185,7 +185,6 @@ def test_a_rank_keeps_nothing_for_each_document(kind, over, tmp_path):
         reader.samples(0, 0, 8)
         return reader
 
-    # This makes the files.
     begin()
     tracemalloc.start()
     try:

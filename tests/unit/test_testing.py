@@ -69,8 +69,6 @@ def test_another_signal(caplog):
 
 
 class Late:
-    """Is ready once its file exists."""
-
     def __init__(self):
         while not os.path.exists(os.environ["CSEQ_TESTS_GO"]):
             time.sleep(0.001)

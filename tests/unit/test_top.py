@@ -135,7 +135,6 @@ def test_what_is_read(tmp_path, kind):
         assert (run.stats.batches, run.stats.samples, run.stats.num_workers) == (20, 80, 2)
         assert run.next_batch == (0, 20)
         assert "p99" in workers(run, 53)[0] < workers(run, 140)[0]
-        # Nothing is cut off.
         assert len(head(run, 60)) > len(head(run, 140))
         said = written(watcher)
         assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}  4,000 samples" in said
@@ -169,7 +168,6 @@ def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
         assert run.stats.batches == 20
         watcher.update()
         assert "20 batches so far" in written(watcher)
-        # Workers end after their trainer.
         until(lambda: " MB" not in "".join(workers(run, 140)))
         assert run.since(1.0) is run.stats
         assert written(watcher).count("ended") == 1

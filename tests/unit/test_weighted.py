@@ -124,7 +124,6 @@ def check(values, expected, variance):
 
 
 EPOCHS = 100
-# Samples, and the size of an epoch.
 SIZES = {
     "a half": (1000, 500),
     "a tenth": (2000, 200),

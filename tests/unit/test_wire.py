@@ -70,13 +70,12 @@ def test_messages_arrive_whole(ends, batch):
 
 
 def test_an_end_that_closes_ends_the_other(ends):
-    """This holds even in the middle of a message. A silent end is awaited for the given time."""
+    """It holds even in the middle of a message. A silent end is awaited for the given time."""
     agent, trainer = ends
     assert not trainer.wait(0.05)
 
     def send():
         with contextlib.suppress(OSError):
-            # This exceeds what fits on the way.
             agent.send(b"", [memoryview(bytes(1 << 24))])
 
     sender = threading.Thread(target=send)
@@ -130,7 +129,6 @@ def test_one_deadline_holds_for_the_whole_proof(pair, monkeypatch):
 
     def trickle():
         nonlocal sent
-        # This announces as many bytes.
         pair[1].send(struct.pack("!i", 200))
         while not over.wait(0.02):
             sent += pair[1].send(b"x")

@@ -42,8 +42,6 @@ from returnn_data import (
 
 
 class Logged(Numbers):
-    """Leaves a file for each sequence that it loads."""
-
     def __init__(self, folder, length=12):
         super().__init__(length)
         self.folder = Path(folder)
@@ -135,7 +133,6 @@ install()
 
 
 def test_without_returnn(run_script):
-    """Without RETURNN, the import names what to install."""
     script = """
 import sys
 class Without:
@@ -420,7 +417,6 @@ def test_loading(make):
     dataset.load_seqs(3, 3)
     with pytest.raises(AssertionError):
         dataset.load_seqs(2, 3)
-    # The workers are not nearly this far ahead.
     dataset.load_seqs(20, 30)
     assert [seq.seq_tag for seq in dataset.added_data] == [tag for tag, _ in expected[20:]]
     assert not dataset.is_less_than_num_seqs(23)

@@ -95,7 +95,6 @@ def test_a_killed_worker_is_replaced(make, method):
 
 
 def test_cseq_testing_knows_its_workers(make):
-    """`cseq.testing` can kill running workers by number."""
     dataset = make(TASK)
     expected = sequences(dataset)
     testing.await_workers(dataset)

@@ -13,8 +13,6 @@ from cseq.adapters.torch import BatchSampler, DataLoader  # noqa: E402
 
 
 class Pairs(cseq.Order):
-    """Batches of two samples each, in a drawn order."""
-
     name = "pairs-v1"
     room = 2
     is_batch = True
@@ -265,8 +263,6 @@ def test_what_is_refused(options, text):
 
 
 class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Has no indices."""
-
     def __iter__(self):
         return iter(())
 

@@ -1,4 +1,4 @@
-"""This version reads the states that earlier versions of cseq wrote."""
+"""The current version reads the states that earlier versions of cseq wrote."""
 
 import json
 from base64 import b64decode

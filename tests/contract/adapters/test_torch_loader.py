@@ -78,8 +78,6 @@ def test_a_sampler_that_changes_what_the_data_set_sees():
 
 
 class Noisy(Levelled):
-    """Draws from the loader's generator."""
-
     def __init__(self, generator):
         self.generator = generator
 
@@ -120,8 +118,6 @@ KEYS += [[*range(512)], [*range(513)], [*range(40_960)]]
 
 
 class Typed(data.Dataset[Any]):
-    """Returns the type of a key."""
-
     def __getitem__(self, key):
         inner = [type(each).__name__ for each in key] if isinstance(key, list) else None
         return type(key).__name__, repr(key), inner
@@ -169,8 +165,6 @@ def test_one_key_for_each_batch_delivered():
 
 
 class Gated(Plain):
-    """Index 2 waits for a file."""
-
     def __init__(self, path):
         super().__init__(10)
         self.path = path
@@ -492,8 +486,6 @@ def test_workers_that_are_terminated_are_gone():
 
 
 class Waiting(Plain):
-    """The first requested sample waits."""
-
     def __init__(self):
         super().__init__(4)
         self.entered, self.released = threading.Event(), threading.Event()
@@ -548,7 +540,6 @@ def test_its_workers_are_known_to_cseqs_testing_and_counted():
         cseq.testing.pids(made)
     for _ in made:
         break
-    # An abandoned epoch counts, too.
     assert made.stats().batches == 1
     pickle.loads(pickle.dumps(made))
     without = cseq.DataLoader(Plain(2))

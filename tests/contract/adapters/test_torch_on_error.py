@@ -70,7 +70,6 @@ def loader(dataset, num_workers, **options):
 @pytest.mark.parametrize("rng", ["worker", "batch"])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 def test_broken_samples(num_workers, rng, caplog):
-    """Each of two epochs skips the same samples."""
     persistent = num_workers > 0
     made = loader(Broken(), num_workers, rng=rng, persistent_workers=persistent)
     assert made.skipped == []
@@ -222,8 +221,6 @@ def test_a_batch_of_an_iterable_data_set_that_cannot_be_pickled(in_order, snapsh
 
 
 class Deadly(Plain):
-    """One sample ends its worker."""
-
     def __getitem__(self, index):
         if index == 4:
             kill(os.getpid())
@@ -320,8 +317,6 @@ def test_a_resume_behind_a_sample(kind, numbers):
 
 
 class Forgetful(Plain):
-    """One sample lacks a `return`."""
-
     def __getitem__(self, index):
         return None if index == 4 else index
 

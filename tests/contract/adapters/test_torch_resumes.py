@@ -61,8 +61,6 @@ class Turning(data.Sampler[int]):
 
 
 class Pairs(Turning):
-    """A batch sampler with a state."""
-
     def __len__(self):
         return (self.length + 1) // 2
 
@@ -92,8 +90,6 @@ class Ordered:
 
 
 class Walk:
-    """An iterator over numbers, with a state."""
-
     def __init__(self, numbers):
         self.numbers, self.at = numbers, 0
 
@@ -390,8 +386,6 @@ def main(first, count):
 
 
 class Shares(data.IterableDataset[int]):
-    """Each worker has its own number of items."""
-
     def __init__(self, *lengths):
         self.lengths = lengths
 

@@ -206,7 +206,7 @@ def test_the_state_is_small_and_of_one_size():
 
 
 def test_a_lowered_count():
-    """accelerate lowers it by the batches that it has taken ahead."""
+    """`accelerate` lowers it by the batches that it has taken ahead."""
     made = loader(Plain(10), batch_size=2)
     iterator = iter(made)
     taken(iterator, 3)
@@ -302,7 +302,7 @@ def test_what_is_no_state(state, error, text):
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_an_empty_state_begins_anew(persistent):
-    """This holds even if another state was loaded before."""
+    """It holds even if another state was loaded before."""
     made = loader(Plain(6), batch_size=None, persistent_workers=persistent)
     iterator = iter(made)
     assert taken(iterator, 2) == [0, 1]
@@ -379,7 +379,6 @@ def test_a_sampler_is_asked_for_its_state_where_the_epoch_begins(num_workers, ki
         rest = list(iterator)
         # Each `state_dict` before the first key asks once.
         assert made.sampler.asked <= (3 if count else 4)
-        # The resume happens elsewhere.
         torch.manual_seed(99)
         made = make()
         made.load_state_dict(states[0])

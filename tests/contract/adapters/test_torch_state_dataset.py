@@ -103,7 +103,6 @@ def test_a_state_that_is_kept_or_given_stays_as_it_is():
         again = make()
         again.load_state_dict(state)
         assert list(again) == rest == [3, 4, 5, 6, 7, 8]
-        # The earlier samples were not made again.
         assert num_workers or again.dataset.made == 6
         assert pickle.dumps(state) == before
         again.load_state_dict(state)
@@ -230,7 +229,6 @@ def test_a_malformed_state(kind):
                 again.load_state_dict({})
             else:
                 assert name in FREE
-            # The batches that were taken are fine.
             list(again)
 
 

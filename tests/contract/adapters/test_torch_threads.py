@@ -40,8 +40,6 @@ def flat(batches):
 
 
 class Drawing(Plain):
-    """Each sample draws from the thread's generator."""
-
     def __getitem__(self, index):
         rng = cseq.rng()
         return index, rng.random(), rng.integers(9, size=2)
@@ -121,8 +119,6 @@ def test_what_a_thread_knows_of_itself(rng):
 
 
 class Unpicklable(Plain):
-    """Has a lock and a growing list."""
-
     def __init__(self, length=12):
         super().__init__(length)
         self.lock = threading.Lock()
@@ -153,7 +149,7 @@ def test_keys_are_the_objects_themselves():
 
 
 def test_default_collate_makes_ordinary_tensors():
-    """torch's collate would take a thread for a process, and put tensors into shared memory."""
+    """Torch's collate would take a thread for a process, and put tensors into shared memory."""
 
     class Arrays(Plain):
         def __getitem__(self, index):
@@ -170,7 +166,7 @@ def test_default_collate_makes_ordinary_tensors():
 
 @pytest.mark.needs("Linux")
 def test_what_the_loop_drops_is_used_again():
-    """malloc maps 40 MiB each time, with zeros; about four such tensors exist at once."""
+    """`malloc` maps 40 MiB each time, with zeros; about four such tensors exist at once."""
 
     class Found(Plain):
         def __getitem__(self, index):
@@ -362,8 +358,6 @@ def test_a_state_is_for_threads_and_processes(taken):
 
 
 class Counting(Plain):
-    """Each sample is one more than the previous one, across epochs."""
-
     made = 0
 
     def __getitem__(self, index):

@@ -139,8 +139,6 @@ def everything(iterator):
 
 
 class Stuck(Plain):
-    """Waits for a file."""
-
     def __init__(self, path):
         super().__init__(3)
         self.path = path
@@ -185,7 +183,6 @@ def test_a_batch_that_kills_again_and_again_is_an_error():
     with pytest.raises(cseq.WorkerDied, match=told) as caught:
         next(iterator)
     died = caught.value
-    # The message reports the event once.
     assert str(died).count(": worker 1 ") == 1
     assert died.indices == [1]
     assert list(iterator) == []

@@ -217,7 +217,7 @@ class Fails(Plain):
 
 
 def test_a_batch_that_raises_has_torchs_number():
-    """torch's count, by which it warns of a length that is too small, excludes the batch."""
+    """Torch's count, by which it warns of a length that is too small, excludes the batch."""
 
     def numbers(kind):
         iterator = iter(kind(Fails(3), batch_size=None))
@@ -243,8 +243,6 @@ def test_the_text_of_an_exception_has_the_traceback():
 
 
 class Computing(Plain):
-    """Returns the number of threads with which torch computes."""
-
     def __getitem__(self, index):
         return torch.get_num_threads()
 
@@ -279,7 +277,7 @@ class Reading(Plain):
 
 @pytest.mark.needs("Linux")
 def test_forked_workers_read_one_file_each_at_its_own_offset(tmp_path):
-    """This holds although the trainer has opened the file."""
+    """It holds although the trainer has opened the file."""
     (tmp_path / "read").write_bytes(bytes(range(8)))
     dataset = Reading(tmp_path / "read")
     assert list(cseq.DataLoader(dataset, batch_size=None, **FORK)) == list(range(8))

@@ -103,7 +103,6 @@ def test_one_service_for_several_loaders():
 
 
 def test_without_sharding_every_worker_makes_everything():
-    """Every worker runs the whole of a graph without sharding."""
     with loader(IterableWrapper(range(3))) as loaded:
         assert list(loaded) == [0, 0, 1, 1, 2, 2]
 
@@ -486,7 +485,6 @@ def test_no_workers():
 
 
 def test_cseq_testing_knows_its_workers():
-    """`cseq.testing` can kill running workers by number."""
     with loader(numbers(20), max_restarts=5) as loaded:
         service = loaded.reading_service
         with pytest.raises(RuntimeError, match="not running"):

@@ -55,7 +55,6 @@ def test_shutdown_after_some_items(make, worker, main):
 
 
 def test_shutdown_before_anything():
-    """A loader or a service without an iteration can be shut down."""
     loader(numbers()).shutdown()
     service().finalize()
 
@@ -270,7 +269,6 @@ class Unpausable(IterDataPipe):
 
 
 def test_exception_in_pause():
-    """The pause raises the exception of a pipe's pause."""
     with loader(Unpausable()) as loaded:
         iter(loaded)
         with pytest.raises(Oops, match="Caught Oops in worker process 0"):

@@ -30,14 +30,12 @@ METHODS = multiprocessing.get_all_start_methods()
 
 @pytest.mark.parametrize("context", [None, *METHODS])
 def test_start_methods(context):
-    """Every start method gives the same items, from the dispatching process, too."""
     branches = dispatched(6).map(double).zip(numbers(6))
     with loader(branches, 2, context) as loaded:
         assert list(loaded) == [(2 * n, n) for n in range(6)]
 
 
 def test_killed_dispatching_process():
-    """The death of the dispatching process is an error, too."""
     pipe = IterableWrapper(range(100_000)).map(with_pid).sharding_round_robin_dispatch(MULTI)
     with loader(pipe) as loaded:
         items = iter(loaded)
@@ -86,7 +84,5 @@ def test_a_caller_that_does_not_know_the_secret():
 
 
 class Nothing:
-    """A producer that gets no requests."""
-
     def __init__(self, number, num_workers):
         pass

@@ -48,7 +48,7 @@ class Indexer:
 
 @pytest.mark.parametrize("kind", QUICK, ids=by_name)
 def test_managers(kind):
-    """This holds where Python decodes each batch, and where it makes the batch in test mode."""
+    """It holds where Python decodes each batch, and where it makes the batch in test mode."""
     decode = lambda array: deep(20, array.tolist)  # noqa: E731
     manager = kind.make(Indexer, SAMPLES, batch_size=2, shuffle=False, out_type=decode)
     with kind.begin(manager) as batches:

@@ -164,8 +164,6 @@ def test_death_at_every_labelled_point(run_prepared, debug_build, buffer, out_ty
 
 
 class Poison(Squares):
-    """One sample kills the worker that touches it."""
-
     def __getitem__(self, indices):
         if 123 in indices:
             kill_myself()
@@ -216,8 +214,6 @@ def test_the_budget_of_restarts_is_kept(tmp_path):
 
 
 class Raises(Squares):
-    """One sample cannot be read."""
-
     def __getitem__(self, indices):
         if 123 in indices:
             raise KeyError("sample 123 is broken")
@@ -262,8 +258,6 @@ def test_skip_leaves_out_a_batch_that_ends_three_workers(method):
 
 
 class Never:
-    """Every batch raises."""
-
     def __getitem__(self, indices):
         raise LookupError(f"no {indices[0]}")
 

@@ -125,7 +125,6 @@ def share_all(kind, worker, batches):
             for _ in range(2):
                 share(manager, ordered=ordered, batches=batches)
             for _ in manager:
-                # The epoch is abandoned.
                 break
             assert sum(1 for _ in manager) == batches
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import setuptools  # noqa: F401 - before distutils, which it has
 from dll import compile_dll, exports_of, write_definition, zig
 
-from distutils.core import run_setup
+from distutils.core import run_setup  # isort: skip
 
 
 # setup.py requires it only on Windows.

@@ -198,7 +198,7 @@ def test_errors_of_the_users_own_function(room):
 
 
 def test_what_does_not_get_into_the_batch_is_not_put_into_the_slot(room):
-    """This starts after the first batch, and is tried again from time to time."""
+    """It starts after the first batch, and is tried again from time to time."""
     own = collate.collating(lambda samples: torch.stack(samples) + 1)
     samples = [torch.rand(LARGE)] * 2
     for _ in range(collate.EVERY + 1):

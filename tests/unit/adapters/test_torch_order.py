@@ -11,8 +11,6 @@ from cseq.adapters.torch.order import Layers, drawn_keys  # noqa: E402
 
 
 class Own(data.Sampler[int]):
-    """A user's sampler."""
-
     def __iter__(self):
         return iter(range(9))
 

@@ -38,7 +38,6 @@ from cseq.adapters.torch.fallback import made  # noqa: E402
 from cseq.adapters.torch.iterator import LoaderIterator  # noqa: E402
 from cseq.measure import advice  # noqa: E402
 
-# Forked, where the system can fork.
 QUICK = QUICKEST.start_method
 FORK: Any = {"num_workers": 2, "multiprocessing_context": QUICK}
 
@@ -97,7 +96,7 @@ def test_loaders_count(kept):
 
 
 def test_the_log_says_a_cause_once(monkeypatch, caplog):
-    """This holds for each loader, even though each of its epochs has its own workers."""
+    """It holds for each loader, even though each of its epochs has its own workers."""
     monkeypatch.setattr("cseq.engine.pool.LONG", 0.0)
     monkeypatch.setattr("cseq.engine.pool.LOGGED", 0.0)
     monkeypatch.setattr(advice, "RULES", advice.RULES[-1:])
@@ -298,7 +297,7 @@ def test_what_torch_cannot_pickle_either(seeds):
 
 
 def test_what_cannot_be_is_tried_once(seeds):
-    """This holds even where torch's class has cseq's workers."""
+    """It holds even where torch's class has cseq's workers."""
     tried = []
     for context in (contextlib.nullcontext(), installed()):
         dataset = Known()

@@ -41,7 +41,7 @@ def spawned(count=2):
 
 @pytest.mark.usefixtures("_started_slowly")
 def test_a_process_is_there_as_soon_as_it_is_asked_for():
-    """This is as with torch, though `iter` does not wait for spawned workers."""
+    """The same holds for torch, though `iter` does not wait for spawned workers."""
     iterator = spawned()
     pids = [process.pid for process in iterator._workers]
     assert all(isinstance(pid, int) for pid in pids)

@@ -42,7 +42,6 @@ def test_all_is_as_before_afterwards():
     dataset, table = Sharing(), dict(copyreg.dispatch_table)
     with spawning() as reducers:
         assert len(dump(dataset, reducers=reducers).data) > 0
-        # The process's table is unchanged.
         assert copyreg.dispatch_table == table
     assert context.get_spawning_popen() is None
     with pytest.raises(UnpicklableError, match="only be shared"):

@@ -225,7 +225,6 @@ class Epochs:
             self.m.start_test()
 
     def begin(self, taken):
-        """Make an iterator, and take some batches."""
         self.iterators.append((iter(self.m), [], []))
         for _ in range(taken):
             self.take(-1)
@@ -351,8 +350,6 @@ def test_a_signal_handler_in_a_start(kind, by):
 
 
 class RaisesOnce:
-    """One sample cannot be read."""
-
     def __init__(self, sample):
         self.sample = sample
 

@@ -43,7 +43,7 @@ def store():
 
 
 def test_what_is_on_the_cpu_is_pickled():
-    """This covers tensors on the CPU, arrays and everything else."""
+    """It covers tensors on the CPU, arrays and everything else."""
     exported = converter().export({"a": torch.ones(2), "b": [np.ones(1), "text"]})
     got = receiver().unpack(exported)
     assert same_bits(got["a"], torch.ones(2))

@@ -186,7 +186,7 @@ def test_tensors():
 
 
 def test_bfloat16():
-    """torch casts to this type, which numpy lacks, both from arrays and from tensors."""
+    """Torch casts to this type, which numpy lacks, both from arrays and from tensors."""
     convert = lone(parse("cpu", torch.bfloat16))
     values = np.array([1, 1 / 3, np.nan, -0.0, 3e38])
     assert same_bits(convert(values), torch.from_numpy(values).to(torch.bfloat16))

@@ -155,8 +155,6 @@ def end_thread(trainer):
 
 
 class Mortal(Makes):
-    """Dies once, with its first key."""
-
     def __init__(self, folder, number, num_workers):
         super().__init__(number, num_workers)
         self.folder = Path(folder)

@@ -242,8 +242,8 @@ def test_any_history(epochs, prefetch):
     with (
         pytest.MonkeyPatch.context() as patch,
         streams(Mixed, workers, prefetch=prefetch, max_restarts=1000) as s,
-        # Random kills may well strike one ticket three times.
     ):
+        # Random kills may well strike one ticket three times.
         patch.setattr(cseq.processes.deaths, "TRIES", 10**9)
         for lengths, steps in epochs:
             s.begin(lengths)
@@ -311,7 +311,6 @@ def test_wrong_calls():
         assert next(items)[:2] == (0, 0)
         with pytest.raises(TypeError, match="ordered='x'"):
             s.begin([9, 9], ordered="x")  # type: ignore[arg-type]
-        # The epoch continues.
         assert len(list(items)) == 3
         s.begin([2, 2])
         for worker in (-1, 2):

@@ -26,7 +26,6 @@ class Fatal(Numbers):
         self.reach("init")
 
     def reach(self, place):
-        """Die here if due."""
         if place == self.where and self.number == 0:
             marks = len(list(self.folder.iterdir()))
             if marks < self.times:
@@ -120,7 +119,6 @@ def test_an_item_that_kills_again_and_again_is_named(tmp_path):
 
 class Hangs(Fatal):
     def reach(self, place):
-        """Hang here if due."""
         if place == self.where and self.number == 0:
             marks = len(list(self.folder.iterdir()))
             if marks < self.times:
@@ -180,8 +178,6 @@ def test_a_worker_that_was_stopped(monkeypatch, on_timeout):
 
 
 class Held(Numbers):
-    """Items that wait for a file."""
-
     path = ""
 
     def item(self, k):
