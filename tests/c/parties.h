@@ -112,7 +112,7 @@ typedef struct {
     uint32_t cancelled[MOST_CELLS], cancelled_count;
     uint32_t next_cell, unwoken, wake_at;
     int ordered;
-    uint32_t call_every;        /* on a queue: every so many tickets are calls; 0: none */
+    uint32_t call_every;        /* on a queue: n, if every n-th ticket is a call; 0: none */
     uint64_t start, posted, end;        /* tickets: the first, the next to post, the one after the last */
     uint64_t next;                      /* nothing before this one may come any more */
     uint64_t delivered, cancelled_in_all;       /* tickets */

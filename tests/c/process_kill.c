@@ -2,7 +2,7 @@
  *
  *   process_kill SEED SECONDS
  *
- * Runners are forked processes that map the ring anew, at another address. A keeper thread sends
+ * Runners are forked processes that map the ring again, at another address. A keeper thread sends
  * SIGKILL, and now and then SIGSTOP, after random microseconds; a runner also kills itself before
  * random atomic operations, so that every one of them comes to be the last. The keeper reaps,
  * reposts, forks another. The main thread is the trainer and checks that every ticket comes once,

@@ -47,13 +47,13 @@ typedef struct {
 
 typedef struct {
     uint32_t stages, runners, capacity, tickets, deaths, wake_at;
-    uint32_t call_every;  /* 0: a shared ring; else a queue, and every so many tickets are calls */
+    uint32_t call_every;  /* 0: a shared ring; else n of a queue whose every n-th ticket is a call */
     uint32_t cancel_at;  /* tickets delivered before; more than all: never */
     uint32_t restarts;    /* a death beyond these is news for the trainer */
     int ordered;
     uint64_t first;       /* ticket */
-    uint32_t queues;      /* 0: one ring; else so many queues with one output gate, a runner each, and
-                             the trainer takes what is ready in any of them */
+    uint32_t queues;      /* 0: one ring; else the number of queues with one output gate and a runner
+                             each; the trainer takes what is ready in any of them */
 } scenario;
 
 static const scenario SMALL[] = {

@@ -10,7 +10,7 @@
  * A slot has one word, which says who has it: FREE, a runner's number, or TRAINER.
  *
  * A signal handler raises at any point between two steps of the trainer that are Python, as often as
- * it likes: the trainer then begins anew. Commit is one call of C, in which no handler runs; the other
+ * it likes: the trainer then starts again. Commit is one call of C, in which no handler runs; the other
  * parties see its steps one by one, as where there is no GIL. A handler takes no batch and begins no
  * epoch: that is refused in the middle of a call (M_REENTRANT: it is not).
  *
@@ -196,8 +196,8 @@ inline look_at_cells() {
     od
 }
 
-/* Free the slots of a runner that is gone, but those of its published tickets: the trainer makes these
- * its own before it retires the cell. */
+/* Free the slots of a runner that is gone, except for its published tickets: the trainer takes over
+ * their slots before it retires the cell. */
 inline reclaim(who) {
 #ifndef M_RECLAIM_NAMED
     look_at_cells();

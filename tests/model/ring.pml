@@ -15,7 +15,7 @@
  * have seen". Adding to the event clears the bits of everybody at that gate. That is the same as
  * counting, unless 2^32 events pass within one sleep.
  *
- * A sleeper sleeps for ever unless PARK is defined, which lets any sleep end at any time.
+ * A sleeper sleeps forever unless PARK is defined, which lets any sleep end at any time.
  */
 #ifndef STAGES
 #define STAGES 1
@@ -501,7 +501,7 @@ end:
 }
 
 #ifdef STOPS
-/* Stopped for ever (SIGSTOP, a debugger), in hand nothing, and nobody comes to know of it. */
+/* Stopped forever (SIGSTOP, a debugger), with nothing in hand, and unnoticed by all others. */
 #define FREE_OF(who) (worked_by[0] != who && (CELLS < 2 || worked_by[CELLS - 1] != who))
 #define KILL(who, allowed) \
     atomic { \

@@ -13,7 +13,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 # set   expected     model   options
 table() {
     cat <<'TABLE'
-# ── the protocol, without any timeout: no deadlock, in order, exactly once, nobody sleeps for ever
+# ── the protocol, without any timeout: no deadlock, in order, exactly once, nobody sleeps forever
 short   holds        ring    -DDEATHS=0 -DTICKETS=2 -DGREEDY -DNEVER_LAZY
 normal  holds        ring    -DDEATHS=0 -DTICKETS=2
 short   holds        ring    -DCOARSE -DTICKETS=2 -DGREEDY -DNEVER_LAZY

@@ -16,7 +16,7 @@ $(FREE)/%/.python: $(FREE_TOOLS)/setup.sh
 	$(FREE_TOOLS)/setup.sh $(PYTHON) $(PYTHON_VERSION) $(@D)/python $(FREE_OPTIONS_$*)
 	touch $@
 
-# Each made once, also where make got there by way of a pattern only.
+# Each is made once, even if make reaches it only by a pattern.
 .PRECIOUS: $(FREE)/%/.python $(FREE)/%/.test
 
 # torch: the last release that has wheels for a CPython 3.13 without a GIL, without CUDA; FREE_TORCH=

@@ -57,8 +57,8 @@ watch() {
     export TSAN_OPTIONS="$TSAN_OPTIONS log_path=$reports/$1/report"
 }
 
-# ours NAME: count the reports that have a frame of cseq. Where a thread was created does not count: cseq
-# starts some, and CPython's own races with these have nothing else of it.
+# ours NAME: count the reports that have a frame of cseq. Frames of a thread's creation do not count: cseq
+# starts threads, and CPython's own races with these have no other frame of cseq.
 ours() {
     cat "$reports/$1"/* 2>/dev/null | awk '
         /^WARNING: ThreadSanitizer/ { mine = 0 }
@@ -68,8 +68,8 @@ ours() {
         END { print count + 0 }'
 }
 
-# weakened NAME FOLDER ARGUMENTS...: stress.py must have a report. Whatever else becomes of it: what
-# is weakened may fail, or hang.
+# weakened NAME FOLDER ARGUMENTS...: stress.py must have a report; it may also fail,
+# or hang.
 weakened() {
     name=$1 folder=$2 count=0
     watch "weak-$name"

@@ -1,10 +1,10 @@
-# The sdist, and wheels of it for all of PYTHONS (those of pyenv and of check-freethreaded): built twice, the same
-# bytes each time; tested without torch.
+# The sdist, and its wheels for all of PYTHONS (from pyenv and check-freethreaded): built twice with the same
+# bytes, and tested without torch.
 .PHONY: check-wheels
 PYTHONS ?= $(or $(wildcard $(HOME)/.pyenv/versions/3.1?.*/bin/python3.1? \
 	.freethreaded-env/*/gil/python/bin/python3.1? .freethreaded-env/*/free/python/bin/python3.1?t),$(PYTHON))
 
-# The time of all files in there: that of the commit.
+# All files in there have the commit's time.
 check-wheels: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct)
 
 # pip unpacks the sdist into an empty folder for each wheel.

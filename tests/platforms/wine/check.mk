@@ -3,7 +3,7 @@
 ENVIRONMENTS += .wine-env
 WINE := tests/platforms/wine
 
-# Made anew when its recipe changes; build.py compiles what has changed, and copies the checkout.
+# It is made again when its recipe changes; build.py compiles what has changed, and copies the checkout.
 .wine-env/.made: $(addprefix $(WINE)/,setup.sh requirements.txt complex.py complex.c) | $(VENV)/.wine
 	$(WINE)/setup.sh .wine-env $(PY)
 	touch $@

@@ -13,8 +13,8 @@ mkdir -p "$1/prefix"
 # Without Wine's menus, its offers to download .NET and a browser, and its debugger, which lets a wait
 # for a process that has crashed not end; quiet about what it lacks. KMP_TOPOLOGY_METHOD: torch's OpenMP
 # would ask for NUMA nodes otherwise, which Wine 8 does not know of. msvcp140: see setup.sh.
-# Python keeps what it compiles, whatever the caller's variables say: compiling torch's files anew takes
-# each process half as long again as importing them.
+# Python keeps what it compiles, for any variables of the caller: recompiling torch's files takes each
+# process half as long again as importing them.
 export WINEPREFIX=$(cd "$1/prefix" && pwd) WINEARCH=win64 WINEDEBUG=${WINEDEBUG:--all} \
     WINEDLLOVERRIDES='winemenubuilder.exe,winedbg.exe,mscoree,mshtml=;msvcp140=n,b' \
     KMP_TOPOLOGY_METHOD=flat PYTHONDONTWRITEBYTECODE=
@@ -24,7 +24,7 @@ if [ "$program" = python ]; then program='C:\python\python.exe'; fi
 mkdir -p "$WINEPREFIX/drive_c/cseq" && cd "$WINEPREFIX/drive_c/cseq"
 status=0
 "$wine" "$program" "$@" </dev/null > >(cat) 2>&1 || status=$?
-# What it has started and left (a `cmd.exe /c ver` of a process that was killed) may wait for ever, and
-# hold the pipe: it ends now.
+# A process that it has left (a `cmd.exe /c ver` of a killed one) may wait forever and hold the pipe, so
+# it ends now.
 "$wine" wineboot --kill </dev/null >/dev/null 2>&1 || true
 exit $status
