@@ -4,7 +4,7 @@ __all__ = ["resize"]
 
 
 def resize(manager, num_workers=None, buffer=None):
-    """Set the number of workers and the buffer, at most to their first values; or leave it (None).
+    """Set the number of workers and the buffer, each at most its first value; None keeps it.
 
     Only the thread that takes the batches may call this.
     """

@@ -232,7 +232,7 @@ def test_a_batch_for_which_memory_is_short_twice():
 
 
 def test_unordered_tickets_are_looked_at_in_turn():
-    """A ticket that is not ready goes to the end of the line: no batch is preceded by its check."""
+    """An unready ticket goes to the end of the line, and is not checked before each batch."""
     counter = Counter(ordered=False, cells=4, runners=2)
     slow = Runner(counter.ring, 0, 2, last=True)
     assert slow.claim() is True

@@ -38,7 +38,7 @@ def test_every_permutation_is_as_likely(algorithm):
     assert abs(chi(pairs, 5999 / 576)) < 5
 
 
-# All blocks are whole; other tests cover a short last one.
+# All blocks are whole here: a short last one comes at other positions.
 ANYWHERE = [
     *(shuffled(n, algorithm) for n in (2, 7, 30, 61) for algorithm in ALGORITHMS),
     *(

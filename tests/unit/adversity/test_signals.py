@@ -34,7 +34,7 @@ pytestmark = pytest.mark.needs("fork")
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
 
 
-# The start leaves a new pair of sockets unclosed.
+# An interrupted start may leave a new pair of sockets unclosed.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 @pytest.mark.filterwarnings("ignore:iterating a manager that was not started")
 @in_shares
