@@ -1,4 +1,4 @@
-"""Finished batches in a cell or a slot."""
+"""Writers and readers of batches in cells and slots."""
 
 from cpython.ref cimport PyObject, PyTypeObject
 from libc.stdint cimport uint32_t
@@ -14,7 +14,7 @@ cdef PyTypeObject* PARTIAL
 
 
 cdef enum:
-    # The number of list items per entry, one cache line.
+    # The number of list items per entry, which fill a cache line.
     STRIDE = 8
 
 
@@ -46,10 +46,10 @@ cdef class ObjectTable:
     cdef Py_ssize_t cells
     cdef int check(self, Py_ssize_t entry) except -1
     cdef inline object put(self, Py_ssize_t entry, object value):
-        """Store an object and return the previous one."""
+        """Store an object, and return the previous one."""
         return cseq_exchange(self.items + STRIDE * entry, value)
     cdef inline PyObject* take_object(self, Py_ssize_t entry) noexcept:
-        """Store None and return the previous object as an owned reference."""
+        """Store None, and return the previous object as an owned reference."""
         return cseq_take(self.items + STRIDE * entry)
     cdef inline object get(self, Py_ssize_t entry):
         return <object>self.items[STRIDE * entry]
@@ -61,16 +61,16 @@ cdef class Decoder:
     cdef SlotTable slots
     cdef list mapped
     cdef object lend, convert, leaf_for
-    # Whether batches are objects that are handed over unchanged.
+    # Whether batches are objects that are passed on unchanged.
     cdef bint passes
-    # `converters` maps plans to converters. `plan` and `leaves` are the latest plan and its converters.
+    # A dict from plans to their converters, and the latest plan with its converters.
     cdef dict converters
     cdef object plan
     cdef list leaves
-    # The samples missing from the latest batch and the reasons, or None.
+    # The samples that are missing from the latest batch, with the reasons, or None.
     cdef tuple left
     cdef inline bint hands_over(self, uint32_t entry, cseq_cell* c) noexcept:
-        """Return True if `take_peeked` hands over the object in a cell without counting a reference."""
+        """Return True if `take_peeked` passes the object in a cell on with its reference."""
         return (self.passes and not c.status
                 and self.objects.items[STRIDE * entry].ob_type is not PARTIAL)
     cdef object peek(self, uint32_t entry, cseq_cell* c)
@@ -80,8 +80,8 @@ cdef class Decoder:
     cdef object decode_slot(self, cseq_cell* c)
     cdef list leaves_of(self, plan)
     cdef inline object free(self, uint32_t entry, cseq_cell* c):
-        """Free the slot and object of a ticket that leaves its cell. Return the object, which the caller
-        must drop last, because its destructor may run code."""
+        """Free the slot and the object of a ticket that leaves its cell. Return the object, which the
+        caller must drop last, because its destructor may run code."""
         left = None if self.objects is None else self.objects.put(entry, None)
         if self.slots is not None:
             self.slots.free_from(c)

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Write batches to cells or slots, and read them."""
+"""Writes batches to cells or slots, and reads them."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
@@ -29,7 +29,7 @@ from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()
 
-# Placeholders for a batch that Python decodes, and for one that `take_peeked` hands over unchanged.
+# Placeholders for a batch that Python must decode, and for one that `take_peeked` passes on unchanged.
 cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
 PARTIAL = <PyTypeObject*>Partial
@@ -42,7 +42,7 @@ cdef extern from "numpy/arrayobject.h":
 
 @cython.final
 cdef class Encoder:
-    """Writes batches to a room using plans. A new plan is made when no known plan matches.
+    """Writes batches to a room. If a batch does not match a known plan, a new plan is created.
 
     Parameters
     ----------
@@ -51,20 +51,20 @@ cdef class Encoder:
     Attributes
     ----------
     cast : numpy.dtype or None
-        The type to which numbers are cast; set before the first batch.
+        The type that numbers are cast to. Must be set before the first batch.
     plans : list of Plan
-        The plans of the most recent structures, newest first.
+        The plans of the latest structures, newest first.
     """
 
     cdef readonly Room room
     cdef public object cast
     cdef readonly list plans
-    # The leaves of the batch being written. Between batches, `arrays` contains only None.
+    # The leaves of the current batch. Between batches, all items of `arrays` are None.
     cdef list arrays
     cdef list objects
-    # The contents of `objects`: see `contents_of`.
+    # The kind of objects in `objects`; see `contents_of`.
     cdef int contents
-    # The layout, and its capacity in words.
+    # The layout and its capacity in words.
     cdef int64_t* words
     cdef Py_ssize_t most
 
@@ -75,11 +75,11 @@ cdef class Encoder:
         PyMem_RawFree(self.words)
 
     def remember(self, Plan plan not None):
-        """Add a plan to those that `find_plan` tries."""
+        """Add a plan to the plans that `find_plan` tries."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cdef Plan find_plan(self, batch):
-        """Return the plan of a batch and set `arrays` and `objects`. Return None if no plan matches."""
+        """Find the plan of a batch, and set `arrays` and `objects`. Return None if no plan matches."""
         cdef list plans = self.plans
         cdef list arrays = self.arrays
         cdef list objects = None
@@ -110,7 +110,7 @@ cdef class Encoder:
                              Py_ssize_t base) except -2:
         """Return the offset of an array that is already in the slot, or -1.
 
-        The result is also -1 if the array overlaps one of the k preceding arrays.
+        If the array overlaps one of the k arrays before it, return -1 as well.
         """
         cdef Py_ssize_t offset = self.room.offset_of(array)
         cdef int64_t* word = self.words
@@ -132,26 +132,27 @@ cdef class Encoder:
         return 0
 
     def encode(self, batch):
-        """Write a batch to the room after the bytes in use, and return a `codec.Record`.
+        """Write a batch to the room, after the bytes that are in use, and return a `codec.Record`.
 
-        Arrays in the room are not copied. Arrays and tensors of numbers (`castable`) are cast, except
-        in pickles. If a part of the batch cannot be pickled, the TypeError names that part.
+        Arrays that are already in the room are not copied. Arrays and tensors of numbers (`castable`)
+        are cast, unless they are pickled. If part of the batch cannot be pickled, a TypeError names
+        this part.
         """
         cdef uint64_t[4] f
         self.write_batch(batch, f)
         return f[0], f[1], f[2], f[3]
 
     def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
-        """Write a batch to the slot: its plan, its arrays, and the pickle of its other leaves.
+        """Write a batch to the slot, given its plan, its arrays, and a pickle of the other leaves.
 
-        In `arrays`, the pickle buffers follow the arrays of the batch as arrays of bytes.
+        `arrays` contains the arrays of the batch, and then the buffers of the pickle as byte arrays.
         """
         cdef uint64_t[4] f
         self.write_parts(plan, arrays, pickled, f)
         return f[0], f[1], f[2], f[3]
 
     cdef int write_batch(self, object batch, uint64_t* record) except -1:
-        """Implement `encode`, storing the result in `record`."""
+        """Implement `encode`, and store the result in `record`."""
         cdef Plan plan
         cdef list arrays
         cdef bytes pickled = None
@@ -166,7 +167,7 @@ cdef class Encoder:
             elif plan.objects:
                 pickled, buffers = dump(self.objects)
                 arrays = arrays + buffers
-            # Arrays that will be cast gain nothing from being in the slot.
+            # If arrays are going to be cast, there is no point in making them in the slot.
             if self.room.watched:
                 self.room.slot_allocator.learn([
                     array for k, array in enumerate(arrays) if flat_of(array) is not None
@@ -178,7 +179,7 @@ cdef class Encoder:
         return 0
 
     cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
-        """Implement `encode_parts`, storing the result in `record`."""
+        """Implement `encode_parts`, and store the result in `record`."""
         cdef Room room = self.room
         cdef Py_ssize_t base = room.reserve(0) if room.target is not None else aligned(room.used)
         cdef Py_ssize_t end = base
@@ -235,14 +236,14 @@ cdef class Encoder:
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
-    """Store a word only if the previous batch's word differs. A copy that reads two words at once would
-    stall on two recent stores."""
+    """Store a word, but only if it is different from the previous batch. A copy that reads two words at
+    once would be delayed by two recent stores."""
     if word[0] != value:
         word[0] = value
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
-    """Copy an array to the location given by its layout, and cast the array if needed."""
+    """Copy an array to the location in its layout, and cast it if necessary."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
     if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
@@ -260,10 +261,11 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 
 @cython.final
 cdef class ObjectTable:
-    """Holds an object or None for each entry (a ring cell). Whoever may write the cell owns the entry.
+    """A table with an object or None for each cell of a ring. The party that may write the cell owns the
+    entry.
 
-    The objects are in a list of constant length. The core exchanges items without the list's lock and
-    reference count, which both sides would write for every batch. Entries have separate cache lines.
+    The objects are in a list of constant length. The core does not use the lock and the reference count
+    of the list, which both sides would have to write for every batch. Each entry has its own cache line.
     """
 
     def __cinit__(self, Py_ssize_t cells):
@@ -287,7 +289,7 @@ cdef class ObjectTable:
 
 @cython.final
 cdef class TicketWriter(BatchWriter):
-    """The worker side of the slots: opens a room for each ticket and publishes the batch in the room.
+    """The worker's side of the slots: opens a room for each ticket, and publishes the batch in it.
 
     Parameters
     ----------
@@ -309,7 +311,7 @@ cdef class TicketWriter(BatchWriter):
         return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
-        """Decode the batch in a converter ticket's slot. The next batch is written after that one."""
+        """Decode the batch in the slot of a converter's ticket. The next batch is written after it."""
         self.room.select(runner.slot, runner.capacity, sum(runner.record))
         return decode(self.room.loan(), runner.record)
 
@@ -318,13 +320,13 @@ cdef class TicketWriter(BatchWriter):
         return self.encoder.encode(batch)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write and publish a batch if none of its arrays can be in the slot. Return True if published."""
+        """Write and publish a batch, unless its arrays may be in the slot. Return True if published."""
         cdef cseq_cell* c = runner.held()
         CSEQ_POINT("index")
         if self.room.target is not None or self.room.loaned:
             return False
         self.encoder.write_batch(batch, c.record)
-        # Objects may have created arrays in the slot while being pickled, and may have kept them.
+        # While objects were pickled, they may have created arrays in the slot and kept them.
         if self.room.loaned:
             return False
         self.hand_over(runner, c, 0)
@@ -340,7 +342,7 @@ cdef class TicketWriter(BatchWriter):
         self.deliver(runner, ENDED, (0, 0, 0, 0))
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Write the exception to the slot, or only its text if there is not enough memory."""
+        """Write an exception to the slot, or only its text if there is too little memory."""
         try:
             record = self.write_error(runner, failure.pack(error))
         except MemoryError:
@@ -361,7 +363,7 @@ cdef class TicketWriter(BatchWriter):
         return record
 
     cdef int deliver(self, Runner runner, uint32_t status, record) except -1:
-        """Publish the ticket with the slot's `codec.Record`."""
+        """Publish the ticket with a `codec.Record` for the slot."""
         cdef cseq_cell* c = runner.held()
         cdef uint64_t* fields = c.converted if runner.stage else c.record
         fields[0], fields[1], fields[2], fields[3] = record
@@ -369,7 +371,7 @@ cdef class TicketWriter(BatchWriter):
         return 0
 
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot with the ticket. This process no longer owns the slot afterwards."""
+        """Publish the slot with the ticket. After this, the slot no longer belongs to this process."""
         if self.room.slots is not None:
             cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
             self.room.slot = -1
@@ -380,15 +382,15 @@ cdef class TicketWriter(BatchWriter):
 
 @cython.final
 cdef class Objects(BatchWriter):
-    """Both ends of a transfer between threads, with one object per ring cell.
+    """Both ends of a transfer between threads, with one object per cell of a ring.
 
     Parameters
     ----------
     cells : int
     below : SlotReader, optional
-        Reads the batches of the previous stage if that stage writes to slots.
+        Reads batches from the previous stage, if that stage writes batches to slots.
     objects : ObjectTable, optional
-        A table shared by several rings. The entries of this ring start at `first`.
+        A table that several rings share. The entries of this ring start at `first`.
     """
 
     cdef readonly ObjectTable objects
@@ -400,12 +402,12 @@ cdef class Objects(BatchWriter):
         self.below = below
 
     def decoder(self, *, convert=None, leaf_for=None):
-        """Make a decoder that removes the objects and frees the slots of the previous stage."""
+        """Create a decoder that also removes the objects, and frees the slots of the previous stage."""
         slots = None if self.below is None else self.below.arena.slots
         return Decoder(objects=self.objects, slots=slots, convert=convert, leaf_for=leaf_for)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Store the batch in the cell's entry and publish the ticket."""
+        """Store the batch in the entry of the cell, and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
@@ -419,7 +421,7 @@ cdef class Objects(BatchWriter):
         runner.publish(BATCH, record)
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Store the exception in the cell's entry and publish the ticket."""
+        """Store the exception in the entry of the cell, and publish the ticket."""
         self.objects[self.first + runner.cell] = error
         runner.publish(status)
 
@@ -431,13 +433,13 @@ cdef class Objects(BatchWriter):
         return self.objects[self.first + runner.cell]
 
     def decode(self, Py_ssize_t entry, slot, capacity, record):
-        """Return the object."""
+        """Return the object in an entry."""
         return self.objects[entry]
 
     def error(self, Py_ssize_t entry, slot, capacity, record):
-        """Return the exception, read from the slot if the previous stage raised it."""
+        """Return the exception, which is in the slot if the previous stage raised it."""
         error = self.objects[entry]
-        # A thread may raise before it reads the batch from the slot.
+        # A thread may have raised before it read the batch from the slot.
         if error is None:
             error = self.below.error(entry, slot, capacity, record)
         return error
@@ -445,22 +447,22 @@ cdef class Objects(BatchWriter):
 
 @cython.final
 cdef class Decoder:
-    """Decodes batches from cells and slots in C where possible.
+    """Decodes batches in cells and slots in C, if possible.
 
     Parameters
     ----------
     objects : ObjectTable, optional
         The batches from threads.
     slots : SlotTable, optional
-        The slots used by processes. If omitted, tickets have no slots.
+        The slots of batches from processes. If this is None, tickets have no slots.
     mapped : list of Mapping or None, optional
         The mapping of each slot, for batches from processes.
     lend : callable, optional
         See `decode`.
     convert : callable, optional
-        A function applied to each batch. The pool applies it to batches that are not decoded here.
+        A function to apply to each batch. For batches that must be decoded in Python, the pool calls it.
     leaf_for : callable, optional
-        Returns the same conversion for single leaves where possible; see `Plan.converters`.
+        A function that returns the same conversion for single leaves; see `Plan.converters`.
     """
 
     def __cinit__(self, *, ObjectTable objects=None, SlotTable slots=None, list mapped=None, lend=None,
@@ -471,15 +473,15 @@ cdef class Decoder:
         self.converters = {}
 
     cdef object peek(self, uint32_t entry, cseq_cell* c):
-        """Return the converted batch in a cell for `take_peeked`, or UNREAD if Python must decode it.
+        """Return the converted batch in a cell, for `take_peeked`, or UNREAD if Python must decode it.
 
-        Also set `left`. The batch stays in the cell, and must not be one that is handed over unchanged.
+        The batch stays in the cell. `left` is set. Do not call this if `hands_over` returns True.
         """
         batch = self.decode(entry, c)
         return batch if batch is UNREAD else self.divide(batch)
 
     cdef object divide(self, batch):
-        """Return a decoded batch and set `left` to the samples missing from it."""
+        """Return a decoded batch, and set `left` to the samples that are missing from it."""
         self.left = None
         if (<PyObject*>batch).ob_type is PARTIAL:
             batch, self.left = batch
@@ -524,7 +526,7 @@ cdef class Decoder:
         return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
     cdef list leaves_of(self, plan):
-        """Return the converters for a plan's leaves, or None if leaves are not converted individually."""
+        """Return the converters for the leaves of a plan, or None if only whole batches are converted."""
         cdef list leaves
         if self.leaf_for is None:
             return None
@@ -546,15 +548,15 @@ def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64
         See `codec.Record`.
     lend : callable, optional
         ``lend(slot, capacity)`` returns a memory with the same bytes. Arrays of more than `COPIED`
-        bytes are views of that memory, or separate copies if the result is None. Smaller arrays are
-        copies. Without `lend`, all arrays are views of `memory`.
+        bytes are then views of this memory, or copies if it is None. Smaller arrays are copies.
+        Without `lend`, all arrays are views of `memory`.
     slot, capacity : int
         The arguments of `lend`.
 
     Raises
     ------
     IndexError
-        The record does not fit in the memory.
+        If the record does not fit in the memory.
     """
     cdef uint64_t f[4]
     cdef int k

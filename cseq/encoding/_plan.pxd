@@ -1,4 +1,4 @@
-"""Plans: the structure that batches share, and how batches are read."""
+"""Plans, which describe the structure that several batches have in common."""
 
 cimport cython
 from cpython.ref cimport PyObject
@@ -19,17 +19,17 @@ cdef extern from *:
     void cseq_set_own(list items, Py_ssize_t k, object value) noexcept
 
 cdef enum:
-    # `bytes` objects of at least this size are leaves.
+    # `bytes` objects of at least this size are stored as leaves.
     MOST_PICKLED = 4096
-    # The maximum number of plans that a reader caches and that a writer compares in sequence.
+    # The maximum number of plans that a reader caches, and that a writer tries.
     MOST_PLANS = 64
     RECENT = 4
-    # The maximum nesting depth of containers that are searched for leaves.
+    # How deeply nested containers are searched for leaves.
     MOST_SEARCHED = 100
-    # The number of blocks with copied leaves that a plan keeps for reuse.
+    # The number of memory blocks for copies that a plan keeps for reuse.
     BLOCKS = 8
 
-    # Kinds of leaves that are stored as arrays in the slot; pickled objects; kinds of containers.
+    # The kinds of leaves that are stored as arrays, pickled objects, and the kinds of containers.
     ARRAY = 0
     TENSOR = 1
     BYTES = 2
@@ -38,15 +38,16 @@ cdef enum:
     LIST = 5
     DICT = 6
 
-    # The contents of a value: leaves; other objects; only numbers and strings.
+    # What a value contains: leaves, other objects, or only numbers and strings.
     LEAVES = 0
     OBJECTS = 1
     PLAIN = 2
 
-# `rows`: whether the axes are in C order. `axes`: the axes in memory order, outermost first. `words`:
-# the length of the layout (offset, bytes, shape). `dtype`: the type in the slot. `source`: the type of
-# the written array (NULL in a reader). `casts`: whether the types differ. `torch_dtype` and `bits`: for
-# a tensor type that numpy lacks, this type and an integer type of the same size; otherwise NULL.
+# `rows` is true if the axes are in C order. `axes` contains the axes in memory order, outermost first.
+# `words` is the length of the layout (offset, bytes, shape). `dtype` is the type in the slot, and
+# `source` is the type of the array that is written (NULL in a reader). `casts` is true if these types
+# differ. `torch_dtype` and `bits` are NULL unless numpy lacks the type of a tensor. In this case, they
+# are this type and an integer type of the same size.
 cdef struct Leaf:
     int kind, nd
     bint rows
@@ -59,14 +60,14 @@ cdef struct Leaf:
     PyObject* torch_dtype
     PyObject* bits
 
-# `count`: the number of children. `keys`: the keys of a dict. `blank`: a dict from these keys to None.
+# The number of children, the keys of a dict, and a dict that maps these keys to None.
 cdef struct Node:
     int kind, count
     PyObject* cls
     PyObject* keys
     PyObject* blank
 
-# The next node, leaf, layout and object; the end of the leaves in the slot; the contents of the objects.
+# The next node, leaf, layout and object, the end of the leaves in the slot, and what the objects contain.
 cdef struct Cursor:
     int node, leaf
     const char* word
@@ -96,9 +97,9 @@ cdef class Plan:
     cdef int leaf_count, objects
     # The length of the layout in words.
     cdef Py_ssize_t words
-    # References to the objects that nodes and leaves point to.
+    # The objects that nodes and leaves point to, which keeps them alive.
     cdef list kept
-    # The latest blocks, and the index of the block to replace next.
+    # The latest blocks, and the index of the next block to replace.
     cdef PyObject* blocks[BLOCKS]
     cdef int turn
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept

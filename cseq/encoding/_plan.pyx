@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Plans: the structure that batches share, and how batches are read."""
+"""Plans, which describe the structure of batches and read batches."""
 
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
@@ -38,12 +38,12 @@ cdef extern from "numpy/arrayobject.h":
 ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
-# The plans of batches that were read, keyed by structure.
+# The plans for reading batches, by structure.
 cdef dict reader_plans = {}
 
 
 cdef int check_record(Memory memory, const uint64_t* record) except -1:
-    """Raise IndexError if a batch does not fit in the memory."""
+    """Raise IndexError if the parts of a batch are not within the memory."""
     cdef uint64_t end = 0
     cdef int k
     for k in range(4):
@@ -55,16 +55,16 @@ cdef int check_record(Memory memory, const uint64_t* record) except -1:
 
 @cython.final
 cdef class Plan:
-    """A structure shared by batches: arrays in containers. Each structure is surveyed once.
+    """The structure that several batches have in common: containers of arrays.
 
     Parameters
     ----------
     structure : bytes
-        The pickled nodes, which represent this plan in a slot.
+        The pickled nodes, as stored in a slot.
     nodes : sequence
-        The tree, parents first; see `survey`.
+        The tree, with parents first; see `survey`.
     sources : list of numpy.dtype, optional
-        The array types before casting. Without them, the plan can only be used for reading.
+        The types of arrays before they are cast. If omitted, the plan can only be used for reading.
     """
 
     def __cinit__(self, bytes structure not None, nodes not None, list sources=None):
@@ -106,7 +106,7 @@ cdef class Plan:
             Py_XDECREF(block)
 
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept:
-        """Return True if a batch has this structure. The batch's record must have been checked."""
+        """Return True if a batch has this structure. The record must have been checked."""
         return (record[1] == <uint64_t>self.text_bytes
                 and memcmp(self.text, memory.data + record[0], record[1]) == 0)
 
@@ -137,7 +137,7 @@ cdef class Plan:
         return 0
 
     cdef int add_tensor(self, Leaf* leaf, str name) except -1:
-        """Set the tensor type of a leaf; `name` is the torch name of a type that numpy lacks."""
+        """Set the type of a tensor. `name` is the name of a torch type that numpy lacks."""
         if self.torch is None:
             self.torch = torch = import_module("torch")
             self.tensor, self.to_array = torch.Tensor, torch.Tensor.numpy
@@ -150,9 +150,9 @@ cdef class Plan:
     # -- writing
 
     cdef int match(self, object batch, list arrays, list objects) except -1:
-        """Store the leaves of a batch in `arrays` and `objects` if the batch has this structure.
+        """If a batch has this structure, store its leaves in `arrays` and `objects`.
 
-        Return the contents of the objects, or 0 if the structure differs.
+        Return what the objects contain, or 0 if the batch has a different structure.
         """
         cdef Cursor cursor
         cursor.node = cursor.leaf = 0
@@ -170,7 +170,7 @@ cdef class Plan:
             return False
         if not lies_in(array, leaf.axes) and (not leaf.rows or is_permuted(array, axes)):
             return False
-        # numpy ignores metadata and does not distinguish equal types such as long long or np.record.
+        # numpy ignores metadata, and treats some types as equal, such as long long or np.record.
         if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
                 not cnp.PyArray_TYPE(array) == (<cnp.dtype>leaf.source).type_num != cnp.NPY_VOID
                 or PyDataType_METADATA(array.descr) or PyDataType_METADATA(<cnp.dtype>leaf.source)
@@ -221,7 +221,7 @@ cdef class Plan:
         if n.kind == TUPLE:
             if PyTuple_GET_SIZE(value) != n.count:
                 return False
-            # A named tuple may have attributes in addition to its fields.
+            # A named tuple may have other attributes besides its fields.
             if <object>n.cls is not tuple and getattr(value, "__dict__", None):
                 return False
             for k in range(n.count):
@@ -256,7 +256,7 @@ cdef class Plan:
 
     cdef object read(self, Memory memory, const uint64_t* record, object lend, Py_ssize_t slot,
                      uint64_t capacity, list converters):
-        """Make a batch from a checked record. Its arrays are views of `memory` unless `lend` is given.
+        """Make a batch, given a checked record. Without `lend`, arrays are views of `memory`.
 
         Parameters
         ----------
@@ -269,7 +269,7 @@ cdef class Plan:
         cdef Cursor cursor
         cdef list objects = None, arrays = None
         cdef Py_ssize_t total = <Py_ssize_t>(record[0] + record[1] + record[2] + record[3])
-        # The memory that holds large leaves.
+        # The memory that contains large leaves.
         cdef Memory home = memory
         cdef Block block
         if record[2] != <uint64_t>(8 * self.words):
@@ -293,8 +293,8 @@ cdef class Plan:
 
     cdef list read_leaves(self, Cursor* cursor, Memory memory, Memory home):
         """Make all leaves. Large leaves are views of `home`, or copies if `home` is None. Small leaves are
-        copied into shared blocks. This must run before any code that may fork, because the slot may
-        hold another batch when the child reads it.
+        copied to shared blocks. This must be called before any code that may fork, because the slot may
+        contain another batch when the child process reads it.
         """
         cdef list arrays = [None] * self.leaf_count
         cdef const char* word = cursor.word
@@ -308,7 +308,8 @@ cdef class Plan:
             if nbytes <= MOST_COPIED and self.leaf[k].kind != BYTES:
                 small = aligned(small) + nbytes
             word += 8 * self.leaf[k].words
-        # Copying many leaves is slower than a lease, but leases run out early if the loop keeps leaves.
+        # Copying many leaves is slower than a lease, but there would be too many leases if the loop keeps
+        # leaves.
         apart = small <= MOST_COPIED or not getattr(home, "early", False)
         for k in range(self.leaf_count):
             nbytes = self.look(k, cursor.word, cursor.end, &offset)
@@ -331,7 +332,7 @@ cdef class Plan:
         return arrays
 
     cdef Py_ssize_t look(self, int k, const char* word, Py_ssize_t end, Py_ssize_t* offset) except -1:
-        """Set the offset of a leaf and return its size in bytes."""
+        """Set the offset of a leaf, and return its size in bytes."""
         cdef int64_t start, nbytes
         memcpy(&start, word, 8)
         memcpy(&nbytes, word + 8, 8)
@@ -342,7 +343,7 @@ cdef class Plan:
 
     cdef object read_leaf(self, int k, const char* word, Memory memory, Py_ssize_t offset,
                           Py_ssize_t nbytes):
-        """Make the array or `bytes` object whose layout starts at `word` from bytes in a memory."""
+        """Make an array or a `bytes` object from its layout at `word` and its bytes in a memory."""
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef cnp.npy_intp strides[MAX_DIMS]
@@ -363,9 +364,9 @@ cdef class Plan:
                              NULL if leaf.rows else strides, cnp.NPY_ARRAY_CARRAY)
 
     cdef Block spare(self, Py_ssize_t nbytes):
-        """Return memory for copies: an earlier batch's block if one is unreferenced, else a new block.
+        """Return a block for copies, which is reused if an earlier batch no longer needs it.
 
-        A loop that drops its batches alternates between two blocks without any allocation.
+        If the loop drops its batches, it alternates between two blocks, and none are allocated.
         """
         cdef Block block
         cdef PyObject* candidate
@@ -383,7 +384,7 @@ cdef class Plan:
         return block
 
     cdef object build(self, Cursor* cursor, Memory memory, list arrays, list objects, list converters):
-        """Make the next node's value. Leaves come from `arrays`, or from `memory` if `arrays` is None."""
+        """Make the value of the next node. If `arrays` is None, leaves are made from `memory`."""
         cdef Node* n = &self.node[cursor.node]
         cdef int k
         cdef list children
@@ -398,7 +399,7 @@ cdef class Plan:
                 return value
             return (<object>PyList_GET_ITEM(converters, self.leaf_count))(value)
         if n.kind == DICT:
-            # Copying is faster than adding the keys individually.
+            # Copying a dict is faster than adding the keys one by one.
             mapping = PyDict_Copy(<dict>n.blank)
             for k in range(n.count):
                 child = self.build(cursor, memory, arrays, objects, converters)
@@ -434,13 +435,13 @@ cdef class Plan:
         return value if convert is None else convert(value)
 
     def converters(self, leaf_for, convert):
-        """Return a list with one function per leaf, followed by one function for pickled leaves.
+        """Return a list of functions: one per leaf, and one for pickled leaves.
 
         Parameters
         ----------
         leaf_for : callable
-            ``leaf_for(dtype)`` returns a function for new arrays of that type, and
-            ``leaf_for(None)`` a function for tensors. A result of None keeps such leaves unchanged.
+            ``leaf_for(dtype)`` returns a function for new arrays of this type, and ``leaf_for(None)``
+            returns a function for tensors. If it returns None, leaves are not converted.
         convert : callable
             A function that converts any batch.
         """
@@ -460,9 +461,9 @@ cdef inline bint is_plain(object value) noexcept:
 
 
 cdef int contents_of(object value, int depth) except -1:
-    """Return the contents of a value: LEAVES, OBJECTS or PLAIN.
+    """Return what a value contains: LEAVES, OBJECTS or PLAIN.
 
-    Containers are searched to a depth of `depth`. Deeper containers count as LEAVES.
+    Containers are searched to a depth of `depth`. If there are deeper containers, return LEAVES.
     """
     cdef Py_ssize_t k = 0
     cdef PyObject* key
@@ -487,7 +488,7 @@ cdef int contents_of(object value, int depth) except -1:
             return contents
         while contents != LEAVES and k < PySequence_Fast_GET_SIZE(value):
             child = PySequence_Fast_GET_ITEM(value, k)
-            # This is a fast path, since most long lists contain only numbers.
+            # This is a fast path, because most long lists contain only numbers.
             if not is_plain(<object>child):
                 contents = min(contents, contents_of(<object>child, depth - 1))
             k += 1
@@ -495,11 +496,11 @@ cdef int contents_of(object value, int depth) except -1:
 
 
 cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memory home):
-    """Read the pickled leaves. The buffer table follows the pickle.
+    """Read the pickled leaves. The pickle is followed by a table of its buffers.
 
-    If `home` is `memory`, all buffers are views and nothing is copied. Otherwise, the pickle and small
-    buffers are copied, and large buffers are views of `home`, or copies if `home` is None. Unpickling may
-    run any code and may fork, and the slot may hold another batch when the child reads it.
+    If `home` is `memory`, nothing is copied, and all buffers are views. Otherwise, the pickle and small
+    buffers are copied, and large buffers are views of `home`, or copies if `home` is None. The reason is
+    that unpickling may fork, and the slot may contain another batch when the child process reads it.
     """
     cdef list buffers = []
     cdef int64_t count = 0, size = 0, start = 0
@@ -524,7 +525,7 @@ cdef Plan plan_of(Memory memory, const uint64_t* record):
     cdef Plan plan
     cdef bytes structure = memory.data[record[0]:record[0] + record[1]]
     try:
-        # Do not use `get`: another thread's `clear` could free the plan before it is referenced here.
+        # Do not use `get`, because another thread may clear the dict before the plan is referenced here.
         plan = reader_plans[structure]
     except KeyError:
         plan = Plan(structure, loads(structure))

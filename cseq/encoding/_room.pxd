@@ -9,25 +9,26 @@ from cseq.memory._slots cimport SlotTable
 
 @cython.final
 cdef class Room:
-    # The slot up to `capacity`. A new object replaces this one when the slot grows.
+    # The slot up to `capacity`. When the slot grows, this is replaced by a new object.
     cdef readonly Memory memory
     cdef public Py_ssize_t used
     cdef readonly Py_ssize_t capacity
-    # `loaned`: arrays in this slot may be in use. `watched`: large arrays were made for this batch.
+    # Whether arrays in this slot may be in use, and whether large arrays were made for this batch.
     cdef readonly bint loaned, watched
     cdef readonly int64_t slot
     cdef readonly SlotTable slots
     cdef readonly dict mapped
     cdef public object slot_allocator
-    # The mapping in which numpy allocates large arrays, or None while the worker keeps many slots.
+    # The mapping in which numpy allocates large arrays, or None if the worker keeps many slots.
     cdef Mapping target
-    # `older`: mappings of the slot replaced during this ticket. `kept`: (slot, mappings, loans) of slots with
-    # live arrays of earlier batches. `loans`: weak references to the slot's loans. `window`: the current one.
+    # `older` contains mappings of the slot that were replaced during this ticket. `kept` contains (slot,
+    # mappings, loans) for slots with live arrays of earlier batches. `loans` contains weak references
+    # to loans of the slot, and `window` is the current loan.
     cdef list older, kept, loans
     cdef object window
     cdef int fd
     cdef uint64_t width
-    # The number of bytes committed since the last check of free memory.
+    # The number of bytes that were committed since the last check of free memory.
     cdef Py_ssize_t unchecked
     cdef int open_slot(self) except -1
     cdef int take_slot(self) except -1

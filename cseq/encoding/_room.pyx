@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""A room: the slot that a batch is written to, with its arrays and loans."""
+"""A room, which is the slot that a batch is written to."""
 
 from libc.stdint cimport int64_t, uint64_t
 
@@ -22,47 +22,47 @@ from cseq.check import dimensions
 from cseq.memory.arena import room_for
 from cseq.system import MIB, check_available
 
-# The number of bytes committed between two checks of free memory. A check takes about 1 ms.
+# How many bytes to commit between two checks of free memory. A check takes about 1 ms.
 CHECK = 32 * MIB
-# The maximum number of slots that a room keeps mapped. Linux allows 65,530 mappings per process.
+# How many slots a room keeps mapped. Linux allows 65,530 mappings per process.
 MAX_MAPPED = 16_384
-# A worker that keeps this many slots stops making arrays in slots.
+# If a worker keeps this many slots, it stops making arrays in slots.
 KEEPS = 3
 
 
 @cython.final
 cdef class Room:
-    """The slot that a batch is written to: its memory, the bytes in use or on loan, and its growth.
+    """The slot that a batch is written to, which can grow, and in which arrays can be allocated.
 
-    A worker takes a slot when it starts a ticket, and publishes the slot number with the batch. If
-    arrays in the slot are still alive at that point, the worker keeps the slot and publishes a copy of
-    the batch in another slot. A kept slot is freed when no array in it is alive. While a worker keeps
-    several slots, it makes no arrays in slots.
+    A worker takes a slot when it starts to work on a ticket, and publishes the slot with the batch. If
+    arrays in the slot are still alive at this point, the worker keeps the slot, and publishes a copy of
+    the batch in another slot. The kept slot is freed when there are no more live arrays in it. As long as
+    a worker keeps several slots, it does not make arrays in slots.
 
-    Mappings are kept for later tickets, so that no system calls are made in the long run.
+    Mappings are kept for later tickets, so that no system calls are necessary in the long run.
 
     Parameters
     ----------
     fd : int
-        The descriptor of the arena's file, which the caller owns.
+        The descriptor of the arena's file. It must be closed by the caller.
     width : int
         The distance between slots in bytes.
     slots : SlotTable, optional
-        The table from which slots are taken. Without a table, the caller selects slots (`select`), and
-        no array in a slot may be alive when its batch is published.
+        The table that slots are taken from. Without a table, the caller selects slots (`select`), and
+        arrays in a slot must not be alive when the batch is published.
 
     Attributes
     ----------
     memory : Memory
         The memory of the current slot.
     used, capacity : int
-        The numbers of bytes in use and committed. `capacity` must be reported to the trainer.
+        The number of bytes in use, and the number of committed bytes, which the trainer must know.
     slot : int
-        The current slot, which this process has taken, or -1.
+        The current slot, which belongs to this process, or -1.
     mapped : dict
         The Mapping of each slot.
     slot_allocator : SlotAllocator or None
-        Makes numpy allocate the indexer's large arrays in the slot.
+        Makes numpy allocate large arrays of the indexer in the slot.
     """
 
     def __cinit__(self, int fd, uint64_t width, SlotTable slots=None):
@@ -73,7 +73,7 @@ cdef class Room:
     # -- selecting a slot
 
     cdef int open_slot(self) except -1:
-        """Take a slot for the current ticket: a fast path for `begin_slot`."""
+        """Take a slot for the current ticket. This is a fast path for `begin_slot`."""
         cdef Mapping mapping
         cdef uint64_t nbytes
         if self.slots is None or self.slot >= 0 or self.loaned or self.older or self.kept:
@@ -97,9 +97,9 @@ cdef class Room:
         return 0
 
     def begin_slot(self):
-        """Take an empty slot as the current one. Raise MemoryError if there is not enough memory.
+        """Take an empty slot. Raise MemoryError if there is not enough memory.
 
-        If the previous ticket was published without its slot, reuse that slot.
+        If the previous ticket was published without its slot, the slot is used again.
         """
         self.abandon()
         if self.kept:
@@ -111,8 +111,8 @@ cdef class Room:
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
-        """Make a slot owned by the caller the current one. The slot has `capacity` committed bytes, and its
-        first `used` bytes hold a batch, which `loan` may lend."""
+        """Select a slot that belongs to the caller, with `capacity` committed bytes. Its first `used`
+        bytes contain a batch, for which `loan` may be called."""
         self.abandon()
         self.open_at(slot, capacity)
         self.used, self.loaned = used, used > 0
@@ -135,7 +135,7 @@ cdef class Room:
         return self.open_at(self.slot, capacity)
 
     cdef int abandon(self) except -1:
-        """Discard the contents of the current slot, or keep the slot if arrays in it are alive."""
+        """Discard the contents of the current slot, or keep the slot if there are live arrays in it."""
         if self.stop_lending() and self.slots is not None:
             self.keep()
         self.loans, self.window = [], None
@@ -153,13 +153,13 @@ cdef class Room:
     def allocate_in_slots(self):
         """Make numpy allocate large arrays in the current slot.
 
-        This requires Linux, and a GIL so that only one thread allocates at a time.
+        This requires Linux. It also requires the GIL, so that only one thread allocates at a time.
         """
         if sys.platform == "linux" and HAS_GIL:
             self.slot_allocator = SlotAllocator()
 
     def settle(self):
-        """Stop making arrays in the slot after the indexer has returned."""
+        """Stop making arrays in the slot, because the indexer has returned."""
         if self.target is not None and self.slot_allocator is not None:
             self.slot_allocator.pause()
             self.watched = self.slot_allocator.count > 0
@@ -168,9 +168,9 @@ cdef class Room:
                 self.loaned = True
 
     cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1:
-        """Reserve the next `nbytes` of the slot. Return their offset, a multiple of 64 bytes.
+        """Reserve the next `nbytes` bytes of the slot, and return their offset, a multiple of 64.
 
-        If there is not enough memory, raise MemoryError and change nothing.
+        If there is not enough memory, raise MemoryError without changing anything.
         """
         cdef object allocator = self.slot_allocator if self.target is not None else None
         cdef Py_ssize_t used = self.used
@@ -186,7 +186,7 @@ cdef class Room:
         return offset
 
     def empty(self, shape, dtype=float):
-        """Make an uninitialised array in the slot, or in private memory if many slots are kept."""
+        """Make an uninitialized array in the slot, or in private memory if many slots are kept."""
         kind = numpy.dtype(dtype)
         dims = dimensions(shape)
         if kind.hasobject:
@@ -197,7 +197,7 @@ cdef class Room:
         return self.loan().view(offset, kind, dims)
 
     def loan(self):
-        """Return the slot as a `Loan`; `end_slot` checks whether the loan is still referenced."""
+        """Return the slot as a `Loan`. `end_slot` checks whether it is still referenced."""
         if self.window is None:
             self.window = Loan(self.memory, self.capacity)
             self.loans.append(ref(self.window))
@@ -205,9 +205,9 @@ cdef class Room:
         return self.window
 
     cpdef Py_ssize_t offset_of(self, array) except -2:
-        """Return the offset of an array's data within the used bytes of the slot, or -1.
+        """Return the offset of an array in the used part of the slot, or -1.
 
-        Only aligned arrays without gaps are found, in any mapping of this ticket.
+        All mappings of the slot during this ticket are considered, but only aligned arrays without gaps.
         """
         cdef Memory memory
         cdef Py_ssize_t offset, nbytes
@@ -221,10 +221,10 @@ cdef class Room:
         return -1
 
     def end_slot(self):
-        """Finish the slot. If arrays in the slot are alive, keep it and copy the batch to another slot.
+        """Finish the slot. If there are live arrays in it, keep it and copy the batch to another slot.
 
-        The caller must have dropped its references to the batch. Without a slot table, raise RuntimeError
-        if arrays are alive.
+        The caller must have dropped its references to the batch. If there is no slot table, raise
+        RuntimeError instead of copying the batch.
         """
         cdef Memory source = self.memory
         cdef Py_ssize_t used = self.used
@@ -237,7 +237,7 @@ cdef class Room:
             self.reserve(used)
             self.memory.store_from(0, source, used)
             return
-        # A garbage cycle may be the only thing that keeps an array alive.
+        # An array may only be alive because it is in a reference cycle.
         gc.collect()
         if self.is_lent():
             raise RuntimeError(
@@ -245,7 +245,7 @@ cdef class Room:
                 "overwrite the slot: keep a copy (array.copy())")
 
     def close(self):
-        """Drop all mappings. Each is unmapped when its last array is gone."""
+        """Drop all mappings. A mapping is unmapped when there are no more arrays in it."""
         self.stop_lending()
         self.mapped.clear()
         self.kept.clear()
@@ -263,7 +263,7 @@ cdef class Room:
         return False
 
     cdef bint stop_lending(self) except -1:
-        """Stop making arrays in the slot. Return True if arrays in the slot are alive."""
+        """Stop making arrays in the slot. Return True if there are live arrays in it."""
         placed = 0
         if self.target is not None and self.slot_allocator is not None:
             placed = self.slot_allocator.stop()
@@ -271,7 +271,7 @@ cdef class Room:
         return placed > 0 or self.is_lent()
 
     cdef int keep(self) except -1:
-        """Keep the slot for the arrays in it. There is no current slot afterwards."""
+        """Keep the slot for the arrays in it. After this, there is no current slot."""
         self.kept.append((self.slot, [self.memory, *self.older], self.loans))
         self.loans = []
         self.slot = -1
@@ -295,7 +295,7 @@ cdef class Room:
     # -- growth
 
     cdef int grow(self, Py_ssize_t needed) except -1:
-        """Commit and map at least `needed` bytes of the slot. Existing arrays stay valid."""
+        """Commit and map at least `needed` bytes of the slot. Existing arrays remain valid."""
         cdef Py_ssize_t capacity = room_for(needed, self.capacity, self.width)
         self.commit(self.capacity, capacity)
         if self.slots is not None:
@@ -316,7 +316,7 @@ cdef class Room:
         return 0
 
     cdef Mapping map(self, int64_t slot, Py_ssize_t capacity):
-        """Map a slot and keep the mapping. At the limit, drop the newest one: slots are used in turn."""
+        """Map a slot and keep the mapping. At the limit, drop the newest one (slots are used in turn)."""
         self.mapped.pop(slot, None)
         if len(self.mapped) >= MAX_MAPPED:
             self.mapped.popitem()

@@ -1,9 +1,9 @@
-"""Write batches of any shape to slots and read them back.
+"""Writes batches of any structure to slots, and reads them.
 
-There are two tiers. Arrays, CPU tensors and long bytes in tuples, lists, string-keyed dicts and
-named tuples are written and read in C using a `Plan`. Everything else is pickled: numbers, strings,
-and objects of any class, including dataclasses. The data of arrays and tensors in these objects is
-stored in the slot, not in the pickle.
+There are two tiers. Arrays, CPU tensors and long bytes objects are written and read in C with a
+`Plan`, if they are in tuples, lists, named tuples or dicts with string keys. Everything else is
+pickled: numbers, strings, and objects of any class, including dataclasses. If pickled objects
+contain arrays or tensors, their data is stored in the slot and not in the pickle.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
@@ -11,20 +11,20 @@ stored in the slot, not in the pickle.
                                                            ▲ offset    └── lengths ───────┘  Record
 
 The *structure* is a pickle of the containers, types and memory orders. It is written and parsed
-only when it changes. The *layout* contains integers: the offset, size in bytes and shape of each
-array. The *objects* are the other leaves, stored as one pickle and a table of its buffers. The slot
-contains all parts of a batch, so each batch can be read on its own.
+only when it changes. The *layout* consists of integers: the offset, size in bytes and shape of each
+array. The *objects* are the other leaves, which are stored as a pickle and a table of its buffers.
+Because all parts of a batch are in the slot, a batch can be read without other batches.
 
-Both sides represent a structure as a `Plan`. If a batch matches none of the writer's recent plans,
-`survey` makes a new plan. Everything else is C code.
+Both sides represent a structure by a `Plan`. If a batch does not match a recent plan of the writer,
+`survey` creates a new plan. Everything else is C code.
 
-The guarantee: a batch is read with the same types and bits as it was written, and is writable.
-Arrays and tensors without gaps keep their axis order (C, Fortran, channels_last, …). Others
-(expanded, reversed, with gaps) are written row by row. An array that occurs twice in a plan arrives
-as two arrays, and the same holds for containers of arrays. Objects keep their identity. A tensor
-arrives without its graph, and as a leaf that requires gradients if the original required them.
+Batches are guaranteed to be read with the same types and bits as they were written, and to be
+writable. Arrays and tensors without gaps keep the order of their axes (C, Fortran, channels_last,
+…). Other arrays (expanded, reversed, with gaps) are written row by row. If an array occurs twice in
+a plan, it is read as two arrays. This is also true for containers of arrays, but objects keep their
+identity. A tensor loses its graph. If it required gradients, it becomes a leaf that requires them.
 
-The trainer copies leaves of up to 64 KiB (`COPIED`), including those in objects, and all `bytes`.
+The trainer copies `bytes` and leaves of up to 64 KiB (`COPIED`), including leaves in objects.
 Larger leaves stay in the slot.
 """
 
@@ -50,25 +50,26 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-# A batch's location in its slot: the structure's offset, and the lengths of the structure, layout
-# and objects. A cell stores these four words; their sum is the end of the batch.
+# The location of a batch in its slot: the offset of the structure, and the lengths of the
+# structure, the layout and the objects. These four words are stored in a cell. Their sum is the end
+# of the batch.
 Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
 
 
 def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MAX_DEPTH) -> object:
-    """Apply a function to every leaf, but not to tuples, lists, dicts, named tuples or dataclasses.
+    """Apply a function to all leaves in tuples, lists, dicts, named tuples and dataclasses.
 
     Returns
     -------
     object
-        The same containers with the results, or the same object if no leaf changed.
+        The same containers with the results of the function, or `batch` if no leaf has changed.
 
     Raises
     ------
     ValueError
-        The batch contains itself.
+        If the batch contains itself.
     """
     cls: type = type(batch)
     kind = opened(cls)
@@ -89,7 +90,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
     if all(map(operator.is_, mapped, children)):
         return batch
     if type(kind) is tuple:
-        # The class is not called, because `__post_init__` has already run.
+        # Do not call the class, because `__post_init__` has already been called.
         made: object = object.__new__(cls)
         for name, child in zip(state, mapped, strict=True):
             object.__setattr__(made, name, child)
@@ -102,7 +103,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
-    """Copy and cast an array, using the strides that it would have in a slot.
+    """Copy and cast an array. The copy has the same strides as it would have in a slot.
 
     `make` creates an array with a given shape and type.
     """
@@ -117,6 +118,6 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 
 
 def encode_pickled(pickled: Pickled, encoder: Encoder) -> Record:
-    """Write a pickled object to a slot; `decode` returns the object."""
+    """Write a pickled object to a slot. `decode` reads it."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
     return encoder.encode_parts(ONE_OBJECT, buffers, pickled.data)

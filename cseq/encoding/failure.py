@@ -1,8 +1,8 @@
-"""Exceptions, packed in a worker and raised in the training loop.
+"""Exceptions, which are packed in a worker and raised in the training loop.
 
-An exception arrives with the same type and attributes, the name of its batch, and the worker's
-traceback as its cause. The worker pickles *and unpickles* the exception. If that fails, it sends
-the type name and the text, which are raised as a `WorkerError`.
+An exception is raised with the same type and attributes, a description of the batch, and the
+worker's traceback as the cause. Before sending an exception, the worker pickles *and unpickles* it.
+If that fails, only the name of the type and the text are sent, and a `WorkerError` is raised.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = [
 # The opcode of a `raise` statement.
 RAISE = opcode.opmap["RAISE_VARARGS"]
 
-# Exceptions that would terminate a loop, a program or a generator.
+# Exceptions that would end a loop, a program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-# Attributes that every exception has, even if its class hides them or forbids setting them.
+# Attributes of every exception, even if its class hides them or does not allow them to be set.
 NAMES = "args", "__cause__", "__dict__", "__traceback__"
 OWN: list[GetSetDescriptorType] = [vars(BaseException)[name] for name in NAMES]
 ARGS, CAUSE, DICT, TRACE = OWN
 
-# Methods that build the text of an exception from one argument.
+# Methods that make the text of an exception from a single argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
-# File name prefixes of cseq's code. Compiled code has no absolute path.
+# Prefixes of the file names in cseq's tracebacks. Compiled code has no absolute path.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
-# Messages from sqlite3, fsspec and LMDB about objects opened in another process or thread.
+# Messages of sqlite3, fsspec and LMDB about objects that were opened in another process or thread.
 UNSHARED = (
     "created in a thread can only be used in that same thread",
     "This class is not fork-safe",
@@ -61,12 +61,12 @@ DEBUG = (
     "or start a manager by start_test()"
 )
 
-# The maximum number of indices shown in most messages, and in messages about a worker's death.
+# The maximum number of indices in most messages, and in messages about dead workers.
 SHOWN, MOST = 16, 1024
 
 
 def pack(error: BaseException) -> bytes:
-    """Serialize an exception to bytes that `unpack` can always read."""
+    """Serialize an exception, in a form that `unpack` can always read."""
     if type(error).__name__ == "BdbQuit":
         annotate(error, DEBUG)
     return pickle.dumps(
@@ -75,15 +75,15 @@ def pack(error: BaseException) -> bytes:
 
 
 def pack_text(error: BaseException) -> bytes:
-    """Serialize an exception's type, text and traceback, short enough for any slot."""
+    """Serialize the type, text and traceback of an exception. The result fits into any slot."""
     name, message = type(error).__qualname__, str_of(error)[:1500]
     return pickle.dumps((b"", name, message, _traceback_of(error)[-1500:]))
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return an exception's formatted traceback, without its causes if formatting them fails.
+    """Return the formatted traceback of an exception, without causes if they cannot be formatted.
 
-    The traceback starts with the first frame outside cseq, if any.
+    The traceback starts with the first frame outside cseq, if there is one.
     """
     whole: TracebackType | None = TRACE.__get__(error)
     trace = _without(whole, OURS) or whole
@@ -97,14 +97,14 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:
-    """Strip the leading frames whose file names start with one of the given prefixes."""
+    """Strip leading frames from files whose names start with one of the given prefixes."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(files):
         trace = trace.tb_next
     return trace
 
 
 def shorten(error: BaseException) -> None:
-    """Strip leading cseq frames from a traceback, or only the feed's frames if all are cseq's."""
+    """Strip leading frames of cseq from a traceback, or only the feed's if all belong to cseq."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
@@ -112,7 +112,7 @@ def shorten(error: BaseException) -> None:
 def unpack(
     data: bytes, worker: int | None = None, process: str = "worker process"
 ) -> BaseException:
-    """Restore an exception. Its ``__cause__`` shows the traceback from the worker."""
+    """Restore an exception. The ``__cause__`` shows the traceback from the worker."""
     packed: tuple[bytes, str, str, str] = pickle.loads(data)
     pickled, name, message, text = packed
     try:
@@ -129,7 +129,7 @@ def unpack(
 
 
 def _travelling(error: BaseException) -> bytes:
-    """Pickle an exception; return b"" unless it unpickles to the same type and has a text."""
+    """Pickle an exception. Return b"" if unpickling would change the type or lose the text."""
     try:
         data = dumps(_with_args(error))
         back = _load(data)
@@ -143,9 +143,9 @@ def _travelling(error: BaseException) -> bytes:
 
 
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
-    """Return an exception and the exceptions in its arguments (as in groups), with their arguments.
+    """Return an exception and all exceptions in its arguments (as in groups), with their arguments.
 
-    Pickle passes these arguments to the class, whose constructor might format its text twice.
+    pickle passes these arguments to the class, and the constructor might format the text again.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -162,11 +162,11 @@ def _load(pickled: bytes) -> BaseException:
 
 
 class Failure:
-    """The first error from a group of workers, which every `check` raises.
+    """The first error of a group of workers, which `check` raises.
 
-    The traceback of a raised exception refers to the manager, and through the workers to this
-    object, so keeping the exception would create a reference cycle. The exception itself is
-    therefore raised only once. Later calls raise copies, packed as if for another process.
+    When an exception is raised, its traceback refers to the manager, and indirectly to this object.
+    To avoid a reference cycle, the exception itself is raised only once. Later calls raise copies,
+    which are packed as for another process.
     """
 
     def __init__(self) -> None:
@@ -176,12 +176,12 @@ class Failure:
         return self._error is not None
 
     def note(self, error: BaseException) -> None:
-        """Store an error unless one is already stored."""
+        """Store an error, unless there already is one."""
         if self._error is None:
             self._error = ordinary(error)
 
     def check(self) -> None:
-        """Raise the stored error, if any."""
+        """Raise the stored error, if there is one."""
         error = self._error
         if error is None:
             return
@@ -189,13 +189,13 @@ class Failure:
             self._error = unpack(pack(error))
             CAUSE.__set__(self._error, CAUSE.__get__(error))
             raise error
-        # Break the reference cycle: the traceback refers to this frame.
+        # Break the reference cycle through the traceback, which refers to this frame.
         finally:
             del error
 
 
 class _Shown(str):
-    """A string that is its own `repr`, because KeyError shows the `repr` of its argument."""
+    """A string whose `repr` is the string itself, because KeyError shows its argument's `repr`."""
 
     __slots__ = ()
 
@@ -204,10 +204,10 @@ class _Shown(str):
 
 
 def show_traceback(error: BaseException) -> BaseException:
-    """Add a worker process's traceback to the exception's text, as torch does.
+    """Add the traceback from a worker process to the text of an exception, as torch does.
 
-    The new text replaces the argument; the type and attributes stay the same. Exceptions with
-    several arguments or a custom text remain unchanged, because their cause shows the traceback.
+    The new text replaces the argument, but the type and the attributes stay the same. Exceptions
+    with several arguments or a custom text are not changed. Their cause shows the traceback.
     """
     cause, args = CAUSE.__get__(error), ARGS.__get__(error)
     is_plain = type(error).__str__ in PLAIN and len(args) < 2
@@ -220,7 +220,7 @@ def show_traceback(error: BaseException) -> BaseException:
 
 
 def str_of(error: BaseException) -> str:
-    """Return an exception's original text, without an added worker traceback."""
+    """Return the original text of an exception, without a traceback that was added."""
     try:
         cause: object = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback and cause.own is not None:
@@ -239,12 +239,12 @@ def line_of(error: BaseException) -> str:
 
 
 def location_of(epoch: int, batch: int, indices: Sequence[int], most: int = SHOWN) -> str:
-    """Return the name of a batch for messages."""
+    """Return a description of a batch for messages."""
     return f"epoch {epoch}, batch {batch}, indices {listed(indices, most)}"
 
 
 def listed(indices: object, most: int = SHOWN) -> str:
-    """Format a batch's indices; `reprlib` shortens anything other than a list or tuple."""
+    """Format the indices of a batch. Anything but a list or tuple is shortened by `reprlib`."""
     if not isinstance(indices, (list, tuple)):
         return reprlib.repr(indices)
     shown = ", ".join(map(reprlib.repr, indices[:most]))
@@ -253,10 +253,10 @@ def listed(indices: object, most: int = SHOWN) -> str:
 
 
 def ordinary(error: BaseException) -> BaseException:
-    """Return the error to raise for an exception in user code, usually the exception itself.
+    """Return the error to raise for an exception in user code, which is usually the same one.
 
-    An exception that would terminate the loop (StopIteration) or silently exit the program
-    (SystemExit, KeyboardInterrupt) becomes a RuntimeError.
+    Exceptions that would end the loop (StopIteration) or silently exit from the program
+    (SystemExit, KeyboardInterrupt) are converted to RuntimeErrors.
     """
     if not issubclass(type(error), ENDINGS):
         return error
@@ -266,10 +266,10 @@ def ordinary(error: BaseException) -> BaseException:
 
 
 def ends_program(error: BaseException) -> bool:
-    """Return True if an exception originates outside the called code.
+    """Return True if an exception was raised to end the program, and not by the user's code.
 
-    This applies to Ctrl-C, which is not raised by a `raise` statement (and which worker processes
-    ignore), and to SystemExit or KeyboardInterrupt raised by a signal handler.
+    This is true for Ctrl-C, which is not raised by a `raise` statement (and which worker processes
+    ignore), and for a SystemExit or KeyboardInterrupt from a signal handler.
     """
     cls = type(error)
     if issubclass(cls, KeyboardInterrupt) and not is_stated(error):
@@ -278,7 +278,7 @@ def ends_program(error: BaseException) -> bool:
 
 
 def is_stated(error: BaseException) -> bool:
-    """Return True if an exception was raised by a `raise` statement rather than by C code."""
+    """Return True if an exception was raised by a `raise` statement and not by C code."""
     trace: TracebackType | None = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -286,7 +286,7 @@ def is_stated(error: BaseException) -> bool:
 
 
 def of_handler(error: BaseException) -> bool:
-    """Return True if a signal handler raised the exception, according to its traceback."""
+    """Return True if the traceback shows that an exception was raised by a signal handler."""
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
         function = getattr(handler, "func", handler)
@@ -296,7 +296,7 @@ def of_handler(error: BaseException) -> bool:
 
 
 def named(error: BaseException, location: str) -> BaseException:
-    """Return the exception to raise in the loop for an indexer error, with a location note."""
+    """Return the exception to raise in the loop for an error in the indexer, with a note."""
     error = ordinary(error)
     text = str_of(error)
     if any(message in text for message in UNSHARED):
@@ -307,7 +307,7 @@ def named(error: BaseException, location: str) -> BaseException:
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Add a remedy to an exception as a note or, before Python 3.11, to its text."""
+    """Add a remedy to an exception as a note, or to its text before Python 3.11."""
     if hasattr(error, "add_note"):
         _note(error, note)
         return
@@ -317,7 +317,7 @@ def annotate(error: BaseException, note: str) -> None:
 
 
 def _note(error: BaseException, note: str) -> None:
-    """Add a note even if the exception's class rejects attributes, like a frozen dataclass."""
+    """Add a note, even if attributes cannot be set, as for a frozen dataclass."""
     notes: object = DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

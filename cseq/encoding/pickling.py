@@ -1,12 +1,12 @@
-"""Serialize objects to bytes for two kinds of readers.
+"""Serializes objects for new processes and for running workers.
 
-`dump` prepares an object for a new process. cloudpickle writes objects that are unnamed or in
-``__main__`` by value, and everything else by reference, like any pickle. `dumps` prepares transfers
-between the trainer and a running worker. Both have the same modules, each with its own copy of the
-user's classes. Named objects are therefore written by reference and unnamed objects by value.
+`dump` serializes an object for a new process. cloudpickle pickles classes and functions by value if
+they have no name or are in ``__main__``, and otherwise by reference. `dumps` serializes objects
+that the trainer and a running worker exchange. Because both processes have the same modules, and
+their own copies of the user's classes, everything that has a name is pickled by reference.
 
-Both functions keep large arrays and tensors out of the pickle, as buffers that `codec` writes next
-to the pickle. Even a large data set is in memory only once, regardless of the number of workers.
+Both functions store large arrays and tensors in separate buffers, which `codec` writes next to the
+pickle. For this reason, even a large data set is in memory only once, for any number of workers.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ __all__ = [
     "unpicklable",
 ]
 
-# The return type of a reducer: a name or a tuple.
+# The result of a reducer, which is a name or a tuple.
 Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-# The module names of the user's script, here and in multiprocessing children.
+# The names of the module of the user's script, in this process and in multiprocessing's children.
 MAIN = ("__main__", "__mp_main__")
-# Buffers smaller than this many bytes stay inside the pickle.
+# Buffers with fewer bytes than this are stored in the pickle.
 IN_BAND = 512
 # The index of the file name in the arguments of `types.CodeType`.
 FILENAME = 10
 
-# The exceptions that pickle raises for classes and functions that it cannot find by name.
+# The exceptions that pickle raises if it cannot find a class or function by name.
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
 REMEDY = (
@@ -66,26 +66,26 @@ REMEDY = (
     "they are first used, in each worker process and not in the training process"
 )
 
-# Types that only cloudpickle accepts. It changes the type of files and memoryviews.
+# Types that only cloudpickle can pickle. It changes the types of files and memoryviews.
 EMPTY: tuple[dict[str, object], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
 
 
 class UnpicklableError(TypeError):
-    """An object cannot be pickled for another process."""
+    """Raised if an object cannot be pickled for another process."""
 
 
 def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
-    """Return the error for an object that cannot be pickled, called `name` in the message."""
+    """Create an error for an object that cannot be pickled. `name` is what messages call it."""
     return UnpicklableError(f"{name}: {str(error) or type(error).__name__}. {remedy}")
 
 
 class Pickled(NamedTuple):
-    """A serialized object: the pickle of a list that starts with the object, and large buffers.
+    """A serialized object: a pickle of a list that starts with the object, and large buffers.
 
-    The buffers are views of the object's memory, not copies. Write them before the object changes.
-    `modules` lists the modules that the pickle is known to refer to by name.
+    The buffers are views of the object's memory, so they must be written before the object changes.
+    `modules` contains the known modules that the pickle refers to.
     """
 
     data: bytes
@@ -99,17 +99,17 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
     Parameters
     ----------
     obj : object
-        A class, a factory, a `functools.partial`, or an object with data. A `Pickled` is returned
-        unchanged.
+        A class, a factory, a `functools.partial`, or an object with data. If it is a `Pickled`, it
+        is returned unchanged.
     name : str
         The name of the object in error messages.
     reducers : dict, optional
-        The reducers for some types, keyed by type.
+        Reducers by type.
 
     Raises
     ------
     TypeError
-        The object cannot be pickled. The message suggests a remedy and names the attribute that
+        If the object cannot be pickled. The message suggests a remedy, and names an attribute that
         cannot be pickled, if there is one.
     """
     if isinstance(obj, Pickled):
@@ -133,7 +133,7 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
 
 
 def _attributes_of(obj: object) -> dict[str, object]:
-    """Return the attributes that are pickled with an object."""
+    """Return the attributes of an object that are pickled."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return dict(zip(obj._fields, obj, strict=True))
     try:
@@ -148,11 +148,11 @@ def dumps(
     buffers: list[memoryview] | None = None,
     reducers: Callable[[], Reducers] | None = None,
 ) -> bytes:
-    """Pickle an object for the process at the other end of a pool; read it with `pickle.loads`.
+    """Pickle an object for the trainer or a running worker, which can use `pickle.loads`.
 
-    If `buffers` is given, large buffers of arrays and CPU tensors inside any objects are appended
-    to `buffers`, by default with `data_reducers`. Without `buffers`, the pickle can be read without
-    cseq. Pickling errors propagate unchanged.
+    If `buffers` is given, large buffers of arrays and CPU tensors in any object are appended to
+    this list, by default with `data_reducers`. Without `buffers`, the pickle can be read without
+    cseq. Errors from pickle are not changed.
     """
     keep = None if buffers is None else _keep_in(buffers)
     reducers = reducers or (dict if buffers is None else data_reducers)
@@ -169,12 +169,12 @@ def dumps(
     return file.getvalue()
 
 
-# The merged tables, each with the tables that were merged.
+# Tables of reducers that include copyreg's table, with the tables that they were merged from.
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
 def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
-    """Return copyreg's table merged with the reducers; merge again when either changes."""
+    """Merge copyreg's table and the reducers, unless neither has changed since the last call."""
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
         own: Reducers = copyreg.dispatch_table.copy()
@@ -184,7 +184,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a `buffer_callback` that appends large buffers, or drops all if there is no list."""
+    """Return a `buffer_callback` that stores large buffers in a list, or drops all buffers."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -200,8 +200,8 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
 
 # -- arrays and tensors, out of band ---------------------------------------------------------------
 # torch pickles a tensor as a function of its storage, and a storage as a torch.save file inside the
-# pickle. Here, the bytes of the storage are a buffer. Storages keep their identity: tensors that
-# share a storage also share one in the other process.
+# pickle. In this module, the bytes of a storage are a buffer. Storages keep their identity. If
+# tensors share a storage, they also share a storage in the other process.
 
 
 def data_reducers() -> Reducers:
@@ -212,23 +212,23 @@ def data_reducers() -> Reducers:
 
 
 def _torch_types() -> tuple[type, ...]:
-    """Return torch's Tensor and storage classes, or an empty tuple if torch is not loaded."""
+    """Return torch's classes of tensors and storages, or an empty tuple if torch is not loaded."""
     torch = sys.modules.get("torch")
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
-    # If one is missing, another thread is still importing torch.
+    # If one of them is missing, another thread is still importing torch.
     return (tensor, storage, typed) if tensor and storage and typed else ()
 
 
 def _reduce_array(array: _Array) -> Reduced:
-    """Reduce an array to its buffer and strides. Arrays with gaps are copied first."""
+    """Reduce an array to a buffer and strides. Arrays with gaps are copied first."""
     dtype, flat = array.dtype, flat_of(array)
     if dtype.kind not in "biufcmMSUV" or dtype.hasobject or not dtype.itemsize:
         return array.__reduce_ex__(5)
     if flat is None:
         array = array.copy()
         flat = array.reshape(-1)
-    # numpy does not support the buffer protocol for dates and times.
+    # For dates and times, numpy does not support the buffer protocol.
     view: Any = flat.view(np.uint8) if dtype.kind in "mMV" else flat
     buffer = pickle.PickleBuffer(view)
     data = bytearray(buffer.raw()) if flat.nbytes < IN_BAND else buffer
@@ -237,7 +237,7 @@ def _reduce_array(array: _Array) -> Reduced:
 
 
 def is_usual(dtype: np.dtype[Any]) -> bool:
-    """Return True if `==` compares a dtype completely; it ignores metadata, for example."""
+    """Return True if `==` compares the whole dtype. For example, it ignores metadata."""
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
@@ -250,7 +250,7 @@ def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
     return make, (dtype.char, *flags), *state
 
 
-# If two types are equal (long and long long), numpy's type string and pickle name only one of them.
+# If two types are equal, as long and long long may be, numpy pickles both as the same type.
 DTYPES: Reducers = {
     type(dtype): _reduce_dtype
     for dtype in map(np.dtype, np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
@@ -259,12 +259,12 @@ DTYPES: Reducers = {
 
 
 def _reduce_as_torch(value: object) -> Reduced:
-    """Reduce a torch object with its own untyped method."""
+    """Reduce a torch object with its own method, which has no type hints."""
     return value.__reduce_ex__(5)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced:
-    """Reduce a tensor to its storage and its view of the storage; leave unusual ones to torch."""
+    """Reduce a tensor to its storage and a view. Special tensors are reduced by torch."""
     if str(tensor.layout).startswith("torch.sparse"):
         return _sparse_tensor, _reduce_as_torch(tensor)[1]
     if (
@@ -288,14 +288,14 @@ def _tensor_on(
     part: tuple[int, tuple[int, ...], tuple[int, ...]],
     grad: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Create a tensor from part of a storage."""
+    """Create a tensor from a part of a storage."""
     empty: torch.Tensor = import_torch().empty(0, dtype=dtype, device="cpu")
     tensor = empty.set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
 
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
-    """Make a sparse tensor; torch's own function would keep a reference for `torch.load`."""
+    """Create a sparse tensor. torch's own function would keep a reference for `torch.load`."""
     import torch
 
     if layout is torch.sparse_coo:
@@ -305,7 +305,7 @@ def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a storage to its bytes without copying them."""
+    """Reduce a storage to a buffer with its bytes, which are not copied."""
     if storage.device.type != "cpu":
         return _reduce_as_torch(storage)
     if not storage.nbytes():
@@ -316,13 +316,13 @@ def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
 
 
 def _storage_on(buffer: memoryview) -> torch.UntypedStorage:
-    """Create a storage from a buffer without copying or reading the buffer."""
+    """Create a storage from a buffer, without copying or reading the bytes."""
     tensor: torch.Tensor = import_torch().from_numpy(np.frombuffer(buffer, np.uint8))
     return tensor.untyped_storage()
 
 
 def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
-    """Reduce a typed storage to an untyped storage and the type."""
+    """Reduce a typed storage to an untyped storage and a type."""
     untyped = storage._untyped_storage
     if untyped.device.type != "cpu":
         return _reduce_as_torch(storage)
@@ -336,7 +336,7 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> object:
 
 @functools.cache
 def import_torch() -> Any:
-    """Import torch when the first tensor is made."""
+    """Import torch when the first tensor is created."""
     return importlib.import_module("torch")
 
 
@@ -346,21 +346,21 @@ def import_torch() -> Any:
 def _dump_by_value(
     obj: object, modules: dict[str, None], reducers: Reducers, buffers: list[memoryview] | None
 ) -> bytes:
-    """Pickle with cloudpickle and record the modules that the pickle refers to.
+    """Pickle an object with cloudpickle, and record the modules that the pickle refers to.
 
-    Without a list of buffers, the buffers are dropped. This tests whether an object can be pickled.
+    If `buffers` is None, buffers are dropped. This is used to test if an object can be pickled.
     """
     file = io.BytesIO()
     classes = _Classes()
     reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
 
     def by_name(named: Named) -> bool:
-        """Record a module that a new process may import, then let cloudpickle decide."""
+        """Record the module of an object if a new process may import it. cloudpickle decides."""
         module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
         if module in MAIN:
             if isinstance(named, type):
                 classes.append(named)
-        # A module without a spec was created by another module, which will create it again.
+        # If a module has no spec, another module has created it, and will do so again.
         elif module != "builtins" and getattr(sys.modules.get(module), "__spec__", None):
             modules[module] = None
         if named is _tensor_on:
@@ -368,14 +368,14 @@ def _dump_by_value(
         return False
 
     pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
-    # Put the classes last, because the list is complete only when `obj` has been pickled.
+    # The classes come last, because the list is not complete until `obj` has been pickled.
     pickler.dump([obj, classes])
     return file.getvalue()
 
 
 @functools.cache
 def by_value_pickler() -> Callable[..., pickle.Pickler]:
-    """Make the class of the by-value pickler. cloudpickle is imported here."""
+    """Create the class of picklers by value. This imports cloudpickle."""
     import cloudpickle
 
     base: type = cloudpickle.Pickler
@@ -403,8 +403,8 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
             return NotImplemented
 
     def reduce_code(code: types.CodeType) -> Reduced:
-        # cloudpickle writes "<dynamic-code>" as the file name, so that a notebook function always
-        # has the same pickle. Keep the file and line here for worker tracebacks and stacks.
+        # cloudpickle replaces the file name by "<dynamic-code>", so that functions from a notebook
+        # always have the same pickle. Keep the file and line, for tracebacks and stacks of workers.
         reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
         make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
@@ -413,10 +413,10 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
 
 
 class _Classes(list[type]):
-    """Classes of the user's script pickled by value; unpickling adds them to ``__main__``.
+    """Classes of the user's script that are pickled by value. Unpickling adds them to ``__main__``.
 
-    A worker process can then pickle their instances by name, and the trainer finds its own class
-    under that name.
+    A worker process can then pickle instances by the name of their class, and the trainer finds its
+    own class by this name.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -425,7 +425,7 @@ class _Classes(list[type]):
 
 
 def publish(named: Iterable[type | types.FunctionType]) -> None:
-    """Add a script's classes and functions to ``__main__`` unless their names are taken."""
+    """Add classes and functions of a script to ``__main__``, unless their names are in use."""
     main = sys.modules["__main__"]
     for one in named:
         if one.__module__ in MAIN:
@@ -435,7 +435,7 @@ def publish(named: Iterable[type | types.FunctionType]) -> None:
 
 
 def named_here(obj: Named) -> bool:
-    """Return True if a class or function has a name in this process, importable or not."""
+    """Return True if a class or function has a name in this process, even if not importable."""
     try:
         return operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
     except (AttributeError, KeyError):
@@ -450,13 +450,13 @@ _Memmap: TypeAlias = "np.memmap[Any, Any]"
 
 
 def _reduce_memmap(array: _Memmap) -> Reduced:
-    """Reduce a file-mapped array to its location in the file, or else like any array."""
+    """Reduce a memory-mapped array to its location in the file, or like other arrays."""
     place = _place_in_file(array)
     return _reduce_array(array.view(np.ndarray)) if place is None else (np.memmap, place)
 
 
 def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
-    """Return arguments for `np.memmap` that map the same part of the same file, or None."""
+    """Return arguments of `np.memmap` that map the same part of the file, or None."""
     mapped: mmap.mmap | None = array._mmap  # type: ignore[attr-defined]
     if mapped is None or array.filename is None or array.size == 0:
         return None
@@ -468,7 +468,7 @@ def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
     at = array.ctypes.data - begin + skipped
     with contextlib.suppress(OSError):
         if os.path.getsize(array.filename) >= at + array.nbytes:
-            # A worker's changes stay private to the worker.
+            # Changes that a worker makes are private to the worker.
             mode = "r" if array.mode == "r" else "c"
             return str(array.filename), array.dtype, mode, at, array.shape
     return None

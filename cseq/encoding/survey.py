@@ -1,4 +1,4 @@
-"""Split batches into a plan, arrays, and objects to pickle."""
+"""Splits batches into a plan, arrays, and objects to pickle."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """A batch that lacks the samples that raised; `left` holds their indices and error texts."""
+    """A batch without the samples that raised. `left` contains their indices and error texts."""
 
     batch: object
     left: tuple[tuple[object, str], ...]
 
 
 def castable(dtype: Dtype) -> bool:
-    """Return True if a writer casts arrays of this type: bool, int, uint or float."""
+    """Return True if arrays of this type are cast, which is true for bool, int, uint and float."""
     return dtype.kind in "biuf"
 
 
@@ -64,10 +64,10 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 
 @functools.lru_cache(maxsize=1024)
 def opened(cls: type) -> str | tuple[str, ...] | None:
-    """Return the container kind of a type, the slot names of a dataclass, or None for a leaf.
+    """Return the kind of container of a type, or the slots of a dataclass, or None for a leaf.
 
-    Types with custom pickling are leaves, because their parts may not represent them fully. The
-    methods that dataclass() generates for slots do not count as custom pickling.
+    Types with custom methods for pickling are leaves, because they may consist of more than their
+    parts. Methods that dataclass() generates for slots are not custom methods.
     """
     if cls in (tuple, list):
         return "sequence"
@@ -85,7 +85,7 @@ def opened(cls: type) -> str | tuple[str, ...] | None:
 
 
 class TooDeepError(ValueError):
-    """A batch contains itself or nests containers too deeply."""
+    """Raised if a batch contains itself, or if its containers are nested too deeply."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -94,9 +94,9 @@ class TooDeepError(ValueError):
         )
 
 
-# A leaf in the tree is OBJECT or (token, dtype, axes as in `axes_of`). A container is (class, keys
-# or None, number of children) and precedes its children. A dtype that `==` cannot distinguish from
-# others is stored as its pickle. If numpy lacks a tensor's type, the token is that type's name.
+# In the tree, a leaf is OBJECT or (token, dtype, axes as in `axes_of`). A container is (class, keys
+# or None, number of children), and its children follow. If `==` cannot distinguish a dtype from
+# others, its pickle is stored instead. If numpy lacks the type of a tensor, the token is its name.
 ARRAY = "array"
 TENSOR = "tensor"
 BYTES = "bytes"
@@ -107,7 +107,7 @@ TEXT = {str}
 
 
 class _Survey:
-    """A batch's nodes and leaves in tree order."""
+    """The nodes and leaves of a batch in the order of the tree."""
 
     __slots__ = ("arrays", "cast", "nodes", "objects")
 
@@ -118,7 +118,7 @@ class _Survey:
         self.objects: list[object] = []
 
     def visit(self, value: Any, depth: int) -> None:
-        """Describe a value and its descendants, and collect the leaves."""
+        """Add the nodes for a value and everything in it, and collect the leaves."""
         cls: type = type(value)
         if cls is ndarray or cls is np.memmap:
             array: Array | None = value if cls is ndarray else value.view(ndarray)
@@ -127,7 +127,7 @@ class _Survey:
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
-            # Keys of other types may compare equal although they differ (1 == True).
+            # Keys of other types may be equal but different (1 == True).
             if {*map(type, value)} <= TEXT:
                 return self._container(value, tuple(value), value.values(), depth)
         elif opened(cls) == "named":
@@ -141,8 +141,8 @@ class _Survey:
                 tensor = _plain_tensor(tensor, self.cast)
             bits, name = _bits(tensor.dtype)
             try:
-                # `numpy` rejects tensors that are not strided or not on the CPU, conjugated
-                # tensors, and tensors with a graph.
+                # `numpy` raises an error if a tensor is not strided, not on the CPU, conjugated, or
+                # part of a graph.
                 plain = tensor if bits is None else tensor.view(bits)
                 array = None if tensor.is_cuda else plain.numpy()
             except (RuntimeError, TypeError):
@@ -154,7 +154,7 @@ class _Survey:
     def _container(
         self, value: object, keys: tuple[str, ...] | None, children: Collection[object], depth: int
     ) -> None:
-        """Collect the leaves of a container. A container without arrays is pickled as a whole."""
+        """Add a container. If there are no arrays in it, it is pickled as a whole."""
         if not depth:
             raise TooDeepError
         nodes, arrays, objects = len(self.nodes), len(self.arrays), len(self.objects)
@@ -170,7 +170,7 @@ class _Survey:
         self.objects.append(value)
 
     def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
-        """Collect a leaf's array; `kind` is the array's type in the slot."""
+        """Add the array of a leaf. `kind` is its type in the slot."""
         kind = array.dtype if kind is None else kind
         exact = kind if is_usual(kind) else _dumps(kind)
         self.nodes.append((token, exact, axes_of(array)))
@@ -178,13 +178,13 @@ class _Survey:
 
 
 def _is_flat(dtype: Dtype) -> bool:
-    """Return True if raw bytes fully represent arrays of a type, which excludes np.record."""
+    """Return True if arrays of a type are fully represented by bytes. np.record is not."""
     return not dtype.hasobject and dtype.type is not np.record
 
 
 @functools.cache
 def torch_type(dtype: Dtype) -> torch.dtype:
-    """Return the torch dtype for a numpy dtype. Raise TypeError if there is none."""
+    """Return the torch dtype that corresponds to a numpy dtype. Raise TypeError if none does."""
     import torch
 
     return torch.from_numpy(np.empty(0, dtype)).dtype
@@ -192,7 +192,7 @@ def torch_type(dtype: Dtype) -> torch.dtype:
 
 @functools.cache
 def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
-    """Return an integer dtype of the same size and the name of a torch dtype that numpy lacks."""
+    """If numpy lacks a torch dtype, return an integer dtype of the same size, and its name."""
     import torch
 
     try:
@@ -203,22 +203,22 @@ def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
 
 
 class Plans(Protocol):
-    """An encoder's cast type and known plans."""
+    """The attributes of an encoder that are used here."""
 
     @property
     def cast(self) -> Dtype | None:
-        """The type to which numbers are cast, or None."""
+        """The type that numbers are cast to, or None."""
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans of the most recent structures."""
+        """The plans of the latest structures."""
 
     def remember(self, plan: Plan) -> None:
         """Add a plan to the known plans."""
 
 
 def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[object]]:
-    """Return a batch's plan, arrays and other leaves. The encoder stores the plan."""
+    """Return the plan, the arrays and the other leaves of a batch. The encoder keeps the plan."""
     survey = _Survey(encoder.cast)
     try:
         survey.visit(batch, MAX_DEPTH)
@@ -226,7 +226,7 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
         survey = _Survey(encoder.cast)
         survey.nodes, survey.objects = [OBJECT], [batch]
     nodes, sources = tuple(survey.nodes), [array.dtype for array in survey.arrays]
-    # `match` does not recognise a plan whose tensors are cast.
+    # `match` does not recognize a plan with tensors that are cast.
     for plan in encoder.plans:
         if plan.nodes == nodes and plan.sources == sources:
             return plan, survey.arrays, survey.objects
@@ -236,15 +236,15 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
 
 
 def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
-    """Return the type that arrays of `dtype` have in the slot."""
-    # Check for None first: the float64 dtype equals None.
+    """Return the type of arrays in the slot whose type is `dtype`."""
+    # Check for None first, because the dtype float64 is equal to None.
     if cast is None or not castable(dtype) or dtype == cast:
         return dtype
     return cast
 
 
 def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
-    """Return a cast tensor whose storage has no extra bytes. Return unusual tensors unchanged."""
+    """Cast a tensor, and make its storage as small as possible. Special tensors are unchanged."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
     if tensor.is_nested or (tensor.is_quantized and cast is not None):
@@ -265,14 +265,14 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 
 
 def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
-    """Pickle a batch's other leaves. Return the pickle and its out-of-band buffers."""
+    """Pickle the other leaves of a batch. Return the pickle and its out-of-band buffers."""
     buffers: list[memoryview] = []
     pickled = _dumps(objects, buffers, batch_reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 
 def _number_reducer(dtype: Dtype) -> Callable[[np.generic], Reduced]:
-    """Make a reducer for numpy scalars of a type; numpy's own imports a module on each call."""
+    """Create a reducer for numpy scalars. numpy's own reducer imports a module in each call."""
     make: object = np.float64().__reduce__()[0]
     return lambda number: (make, (dtype, number.tobytes()))
 
@@ -285,10 +285,10 @@ NUMBERS = {
 
 
 def batch_reducers(*, handles: bool = True) -> Reducers:
-    """Return the reducers for the arrays, numbers and tensors in a batch.
+    """Return the reducers for arrays, numbers and tensors in a batch.
 
-    A tensor that uses only part of a storage is reduced to a copy of that part. With `handles`, a
-    CUDA tensor is reduced to a handle to its memory.
+    If a tensor uses only a part of its storage, this part is copied. If `handles` is set, CUDA
+    tensors are reduced to handles to their memory.
     """
     reducers = data_reducers() | NUMBERS
     tensor: type | None = getattr(sys.modules.get("torch"), "Tensor", None)
@@ -307,7 +307,7 @@ def _reduce_part(tensor: torch.Tensor) -> Reduced:
 
 
 def _dumps(value: object, *how: Any) -> bytes:
-    """Pickle part of a batch. If that fails, raise an error that lists the supported contents."""
+    """Pickle a part of a batch. If that fails, raise an error that lists what is supported."""
     try:
         return dumps(value, *how)
     except MemoryError:

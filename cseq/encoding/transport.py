@@ -1,9 +1,9 @@
-"""Transfer batches to the next runner, either as objects or through slots.
+"""Transfers batches to the next runner, either as objects or through slots.
 
-Threads pass the object itself (`Objects`). Processes write the batch to the ticket's slot in shared
-memory (`TicketWriter`), and the trainer decodes the batch there with `SlotReader`, or with
-`converter.export.Imports` if the converters are processes. Each runner has a `BatchWriter`,
-converters also have a `Source`, and the trainer has a `BatchReader`.
+Threads pass the object itself on (`Objects`). Processes write the batch to the slot of the ticket
+in shared memory (`TicketWriter`). The trainer decodes it with `SlotReader`, or with
+`converter.export.Imports` if converters are processes. Each runner has a `BatchWriter`, converters
+also have a `Source`, and the trainer has a `BatchReader`.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 
-# The slot number of a ticket without a slot.
+# The number of the slot if a ticket has no slot.
 NO_SLOT = 0xFFFFFFFF
 
-# Sources do not modify the ticket; `Feed` frees its cell.
+# Sources do not change the ticket. Its cell is freed by the `Feed`.
 Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
 
 
 class SlotReader:
-    """The trainer side of the slots."""
+    """The trainer's side of the slots."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Create a C decoder for batches in slots that are already mapped."""
+        """Create a decoder in C for batches in slots that are already mapped."""
         slots, mapped, lend = self.arena.slots, self.arena.mapped, self.arena.lease
         return Decoder(slots=slots, mapped=mapped, lend=lend, convert=convert, leaf_for=leaf_for)
 
     def decode(self, entry: int, slot: int, capacity: int, record: Fields) -> object:  # noqa: ARG002
-        """Decode the batch. Small leaves are copied; large ones stay in the slot if possible."""
+        """Decode a batch. Small leaves are copied. Large leaves stay in the slot, if possible."""
         memory = self.arena.mapping_of(slot, capacity)
         return codec.decode(memory, record, self.arena.lease, slot, capacity)
 
     def error(self, entry: int, slot: int, capacity: int, record: Fields) -> BaseException:
-        """Return the exception stored in the slot."""
+        """Return the exception in a slot."""
         if slot == NO_SLOT:
             return MemoryError("no room in shared memory for a batch or for the text of its error")
         packed: Any = SlotReader.decode(self, entry, slot, capacity, record)
         return failure.unpack(packed)
 
     def fetch(self, runner: Runner) -> object:
-        """Decode the batch of the current ticket in a converter thread and free the slot."""
+        """Decode the batch of the current ticket in a converter thread, and free the slot."""
         slot, used = runner.slot, sum(runner.record)
-        # Nothing is copied, because the page-locked batch is dropped once it reaches the device.
+        # Nothing is copied, because the page-locked batch is dropped after it is on the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
         self.arena.slots.free_cell(runner.ring, runner.cell)
         return batch
