@@ -1,4 +1,4 @@
-"""Slots of shared memory: the owner and size of each slot."""
+"""Slots of shared memory, with their owners and sizes."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -11,14 +11,14 @@ cdef enum:
     CHUNK = 1024
     PAGE = 4096
 
-# The `owner` of a slot is FREE, a worker number, or TRAINER. The owner writes the number of
-# committed bytes, `nbytes`. The trainer writes `uses`: LEASED and PINNED.
+# The `owner` of a slot is FREE, the number of a worker, or TRAINER. The owner writes `nbytes`, the
+# number of committed bytes. The trainer writes `uses` (LEASED and PINNED).
 cdef struct slot_chunk:
     uint32_t owner[CHUNK]
     uint32_t uses[CHUNK]
     uint64_t nbytes[CHUNK]
 
-# `made` is the number of slots. No free slot is known below `hint`.
+# The number of slots, and a slot below which there are no known free slots.
 cdef struct slot_table:
     uint64_t made
     uint64_t hint
@@ -29,9 +29,9 @@ cdef struct slot_table:
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
-    # `most` is the maximum number of slots. If `depth` differs from the process's number of forks, this
-    # object is a copy, which changes nothing. `held` leases are alive, with `held_bytes` in their slots.
-    # `peak` resets the peaks. `leases` maps slots to the leases of tickets in the ring.
+    # `most` is the maximum number of slots. If `depth` differs from the fork depth of this process, this
+    # object is a copy, which must not change anything. `held` leases are alive, and their slots have
+    # `held_bytes`. `peak` resets the peaks. `leases` maps slots to leases of tickets in the ring.
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd
@@ -54,7 +54,7 @@ cdef class SlotTable:
         # SYNC: entries of slots are there
         return 0 if self.table == NULL else <Py_ssize_t>cseq_load_acq_u64(&self.table.made)
     cdef inline uint64_t committed(self, Py_ssize_t slot) noexcept nogil:
-        """Return the committed bytes of a slot: exact for its owner, a hint for others."""
+        """Return the number of committed bytes in a slot, which is exact only for the owner."""
         return cseq_load_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK])
     cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
         cseq_store_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK], nbytes)

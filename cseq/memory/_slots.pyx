@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Slots of shared memory: their owners, sizes and leases."""
+"""Slots of shared memory, with their owners, sizes and leases."""
 
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset, strerror
@@ -13,8 +13,8 @@ from cseq._memory cimport Mapping, Memory, forks_here
 import os
 from weakref import ref as weak_reference
 
-# A search over more than FAR slots raises the hint. A loop that drops its batches holds fewer than
-# HARDLY_ANY leases. A slot's uses are LEASED and PINNED.
+# A search over more than FAR slots raises the hint. If the loop drops its batches, there are fewer than
+# HARDLY_ANY leases. The uses of a slot are LEASED and PINNED.
 cdef enum:
     FREE = 0
     FAR = 64
@@ -24,8 +24,8 @@ cdef enum:
 
 TRAINER = 0xFFFFFFFF
 
-# Weak references to the trainer's `SlotTable`s. They are protected by the critical section of the
-# guard, because list methods enter the critical section of the list.
+# Weak references to the `SlotTable`s of the trainer. They are protected by the critical section of the
+# guard, because methods of a list enter the critical section of the list.
 cdef list tables = []
 cdef object tables_guard = object()
 
@@ -33,30 +33,30 @@ cdef object tables_guard = object()
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
-    """The table of slots: one word per slot with its owner, in memory shared by all processes.
+    """The table of slots, which contains a word with the owner of each slot in shared memory.
 
-    The table is in the file's first slot, which holds no data. A process takes a slot before writing::
+    The table is in the first slot of the file. A process must take a slot before it writes to it::
 
         FREE ──► worker k ──► TRAINER ──► FREE
         FREE ──► TRAINER ──► FREE                     used by the trainer: requests, `give_back`
                  worker k ──► FREE                    a slot that was kept, or whose worker is gone
 
-    `take` changes FREE with a compare-and-swap. Worker k may change k until it has published the slot
-    number in a cell. Then the trainer changes k (`free_from`) before that cell stops naming the slot. Only
-    the trainer changes TRAINER. After worker k is gone, its tickets are reposted and the slots of its
-    published tickets are known, the supervisor changes k in all other slots (`reclaim`, also by
-    compare-and-swap).
+    `take` replaces FREE with a compare-and-swap. Worker k may replace k until it has published the slot in
+    a cell. After that, the trainer replaces k (`free_from`) while the slot is still in the cell. Only the
+    trainer replaces TRAINER. When worker k is gone, its tickets have been reposted, and the slots of its
+    published tickets are known, the supervisor replaces k in all other slots (`reclaim`), also with a
+    compare-and-swap.
 
-    A trainer slot is leased while its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
-    which may be dropped on any thread, even during garbage collection. A fork adds PINNED to leased
-    slots until the next epoch starts, because the child may read them. Whoever sets `uses` to 0 frees the
-    slot. A copy of this object in a forked process changes nothing.
+    A slot of the trainer is leased if its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
+    which may be dropped in any thread, even during garbage collection. When the process is forked, PINNED
+    is added to leased slots until the next epoch, because the child process may read them. The slot is
+    freed when `uses` becomes 0. In a forked process, a copy of this object does not change anything.
 
-    The search for the lowest free slot starts at the `hint`. Freeing a lower slot lowers the hint. A long
-    search raises the hint and then checks the skipped slots again. A wrong hint only costs memory.
+    The search for the lowest free slot starts at `hint`. When a lower slot is freed, the hint is lowered.
+    A long search raises the hint, and then checks the skipped slots again. A wrong hint only costs memory.
 
-    The caller owns the file `fd`, in which slots are `width` bytes apart. `owner` is TRAINER, which
-    creates the table, or a worker number from 1.
+    The file `fd` belongs to the caller. `width` is the distance between slots in bytes. `owner` is
+    TRAINER, which creates the table, or the number of a worker, starting with 1.
     """
 
     def __cinit__(self, int fd, uint64_t width, Py_ssize_t slots, uint32_t owner=TRAINER):
@@ -69,7 +69,7 @@ cdef class SlotTable:
         self.depth = forks_here[0]
         self.leases = {}
         if owner == TRAINER:
-            # Without the guard, another thread's table could be lost, and forks would not pin its leases.
+            # Without this, the table of another thread might be lost, and forks would not pin its leases.
             with cython.critical_section(tables_guard):
                 tables[:] = [ref for ref in tables if ref() is not None]
                 tables.append(weak_reference(self))
@@ -91,8 +91,8 @@ cdef class SlotTable:
         return 0
 
     def close(self):
-        """Unmap the table. If leases are alive, the table is unmapped with this object instead. No slot
-        may be taken after this call."""
+        """Unmap the table. If there are live leases, it is unmapped with this object instead. No slots may
+        be taken after this."""
         if not self.leased:
             self.table = NULL
             self.mapping = None
@@ -110,17 +110,17 @@ cdef class SlotTable:
         return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Set a slot's number of committed bytes. The caller must own the slot."""
+        """Set the number of committed bytes in a slot, which must belong to the caller."""
         self.check(slot)
         self.set_committed(slot, nbytes)
 
     def owners(self):
-        """Return each slot's owner in a list: 0 if free, a worker number, or TRAINER."""
+        """Return a list of the owners of all slots: 0 if free, the number of a worker, or TRAINER."""
         return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
     def spare(self):
-        """Return the free slots with committed memory as (slot, bytes), lowest first, and the number of
-        slots in use."""
+        """Return (slot, bytes) for free slots with committed memory, lowest first, and the number of slots
+        in use."""
         cdef list free = []
         cdef Py_ssize_t slot
         cdef Py_ssize_t used = 0
@@ -137,7 +137,7 @@ cdef class SlotTable:
         return cseq_load_acq_u32(self.uses(slot)) != 0
 
     cdef int extend(self) except -1:
-        """Add free slots. Several processes may do this concurrently."""
+        """Add free slots. Several processes may do this at the same time."""
         cdef uint64_t made = cseq_load_acq_u64(&self.table.made)
         cdef uint64_t upto = min(<uint64_t>self.most, made + CHUNK)
         if made == upto:
@@ -147,7 +147,7 @@ cdef class SlotTable:
         return 0
 
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil:
-        """Take the lowest free slot from `first` on. Return its number, or -1 if none is free."""
+        """Take the lowest free slot that is not below `first`. Return the slot, or -1 if there is none."""
         cdef Py_ssize_t upto = self.count()
         cdef Py_ssize_t slot, below
         for slot in range(first, upto):
@@ -163,7 +163,7 @@ cdef class SlotTable:
         return -1
 
     cpdef Py_ssize_t take(self) except -1:
-        """Take the lowest free slot and return its number. If none is free, add slots."""
+        """Take the lowest free slot and return it. If there is none, add slots."""
         cdef Py_ssize_t slot
         if self.table == NULL:
             raise RuntimeError("the slots are closed")
@@ -176,7 +176,7 @@ cdef class SlotTable:
             self.extend()
 
     cdef void lower(self, Py_ssize_t slot) noexcept nogil:
-        """Lower the hint to a free slot."""
+        """Lower the hint if a slot below it is free."""
         cdef uint64_t hint = cseq_load_acq_u64(&self.table.hint)
         while <uint64_t>slot < hint:
             if cseq_cas_sc_u64(&self.table.hint, hint, <uint64_t>slot):
@@ -184,21 +184,21 @@ cdef class SlotTable:
             hint = cseq_load_acq_u64(&self.table.hint)
 
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
-        """Free a slot owned by the caller; safe on any thread, even during garbage collection."""
+        """Free a slot that belongs to the caller, in any thread, even during garbage collection."""
         if forks_here[0] == self.depth and self.table != NULL:
             cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
             self.lower(slot)
 
     def free(self, Py_ssize_t slot):
-        """Free a slot owned by this process."""
+        """Free a slot that belongs to this process."""
         self.check(slot)
         if cseq_load_acq_u32(self.word(slot)) != self.owner:
             raise RuntimeError(f"slot {slot} is not taken")
         self.set_free(slot)
 
     def give_back(self, Py_ssize_t slot, uint32_t owner=FREE):
-        """Return the pages of a slot to the system and free the slot. `owner` is FREE or a worker that is
-        gone. Return False if another process owns the slot or the system does not support this.
+        """Return the pages of a slot to the system, and free the slot. `owner` is FREE or a worker that is
+        gone. Return False if the slot belongs to another process, or if the system does not support this.
         """
         cdef int error
         self.check(slot)
@@ -212,9 +212,9 @@ cdef class SlotTable:
         return not error
 
     def lease(self, Py_ssize_t slot, Mapping mapping not None):
-        """Lend a ticket's slot to the batch that is being decoded.
+        """Lease the slot of a ticket to the batch that is being decoded.
 
-        All calls before `free_from` return the same `Lease`, so an interrupted decode and its retry share one.
+        All calls before `free_from` return the same `Lease`, in case decoding is interrupted and repeated.
         """
         cdef Lease lease = self.leases.get(slot)
         self.check(slot)
@@ -232,8 +232,8 @@ cdef class SlotTable:
         return lease
 
     cdef int free_from(self, cseq_cell* c) except -1:
-        """Free the slot, if any, of a committed or cancelled ticket. A leased slot is freed when the last
-        view of its `Lease` is dropped."""
+        """Free the slot of a ticket that was committed or cancelled, if it has one. A leased slot is freed
+        when the last view of its `Lease` is dropped."""
         cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
         cdef uint64_t* f = c.converted if c.stage else c.record
         cdef Lease lease
@@ -256,25 +256,25 @@ cdef class SlotTable:
         return 0
 
     def free_cell(self, Ring ring not None, uint32_t cell):
-        """Call `free_from` for a cell that no `Feed` handles."""
+        """Call `free_from` for a cell that does not belong to a `Feed`."""
         self.free_from(ring.at(cell))
 
     def peak(self):
-        """Return the peak bytes of a ticket and the peak number of leases since the last call."""
+        """Return the maximum bytes of a ticket, and the maximum number of leases, since the last call."""
         peak = cseq_load_rlx_u64(&self.peak_bytes), cseq_load_rlx_u64(&self.peak_held)
         cseq_store_rlx_u64(&self.peak_bytes, 0)
         cseq_store_rlx_u64(&self.peak_held, cseq_load_acq_u64(&self.held))
         return peak
 
     def pin(self):
-        """Keep leased slots until `unpin`, because a forked child may read them."""
+        """Keep leased slots until `unpin`, because a forked child process may read them."""
         cdef Py_ssize_t slot
         for slot in range(1, self.count() if forks_here[0] == self.depth else 0):
             if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):
                 self.pinned = True
 
     def unpin(self):
-        """Free the pinned slots that are no longer leased."""
+        """Free pinned slots that are no longer leased."""
         cdef Py_ssize_t slot
         if self.pinned:
             self.pinned = False
@@ -283,8 +283,8 @@ cdef class SlotTable:
                     self.set_free(slot)
 
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil:
-        """End a use of a slot. Return True if this was the last use and the caller has to free the slot. In
-        a forked process, do nothing, because uses belong to the parent."""
+        """End a use of a slot. Return True if this was the last use, and the caller must free the slot. In
+        a forked process, do nothing, because the uses belong to the parent."""
         if (forks_here[0] != self.depth or self.table == NULL
                 or cseq_add_sc_u32(self.uses(slot), -use) != use):
             return False
@@ -293,7 +293,7 @@ cdef class SlotTable:
 
 
 def pin_leased():
-    """Pin all leased slots before a fork. This is pure C code, so no signal handler runs here."""
+    """Pin all leased slots before a fork. This is C code, in which no signal handler can run."""
     with cython.critical_section(tables_guard):
         refs = tables[:]
     for ref in refs:
@@ -309,10 +309,10 @@ if hasattr(os, "register_at_fork"):
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot. Deallocating this object on any thread ends the lease.
+    """A leased slot. The lease ends when this object is deallocated, in any thread.
 
-    A lease is `early` if the loop held hardly any other batches when the lease started. `slots` is
-    None while the slot belongs to its ticket.
+    A lease is `early` if there were hardly any other leases when it started. `slots` is None as long as
+    the slot belongs to its ticket.
     """
 
     cdef readonly bint early

@@ -1,10 +1,10 @@
-"""Open, send and receive the descriptors of files that processes share.
+"""Opens, sends and receives descriptors of files that processes share.
 
-Every descriptor is opened close-on-exec, since another thread may execute a program at any time.
-On Windows, the descriptors are section handles, which `send` duplicates into the other process.
+All descriptors are opened as close-on-exec, because another thread may execute a program at any
+time. On Windows, descriptors are section handles, which `send` duplicates into the other process.
 
-Descriptor numbers are above 2, even in a process that has closed its standard streams, such as a
-daemon. Otherwise, the output of a C library could end up in shared memory or in a message.
+The numbers of descriptors are above 2, even if a process has closed its standard streams, as
+daemons do. Otherwise, output of a C library could end up in shared memory or in a message.
 `Descriptor`, `receive` and `lifted` ensure this.
 """
 
@@ -28,15 +28,15 @@ __all__ = ["anonymous_file", "lifted", "own_offsets", "receive", "send", "sparse
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
-    """Open an empty unnamed file, which disappears when its last descriptor is closed.
+    """Open an empty file without a name, which disappears when its last descriptor is closed.
 
-    Return the descriptor and whether the file can be sealed (`fcntl.F_ADD_SEALS`). ``/proc`` shows
-    `name`. A sandbox or a kernel with vm.memfd_noexec=2 may reject a memfd.
+    Return the descriptor, and whether the file can be sealed (`fcntl.F_ADD_SEALS`). ``/proc`` shows
+    `name`. A memfd may be rejected by a sandbox, or by a kernel with vm.memfd_noexec=2.
 
     Raises
     ------
     OSError
-        The file cannot be opened, for example because there are too many descriptors.
+        If the file cannot be opened, for example because there are too many descriptors.
     """
     if hasattr(os, "memfd_create"):
         try:
@@ -45,7 +45,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
             if error.errno == errno.EMFILE:
                 text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
                 raise OSError(error.errno, text) from error
-    # This import is slow and rarely needed.
+    # This import is slow and seldom needed.
     import tempfile
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
@@ -53,15 +53,15 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
 
 
 def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
-    """Open a sparse file of `nbytes` zeros, which use no memory yet. ``/proc`` shows `name`.
+    """Open a sparse file of `nbytes` zeros, which do not use memory yet. ``/proc`` shows `name`.
 
-    The file size is sealed, because truncating a mapped file would cause a SIGBUS. A sandbox may
-    reject the seals, but cseq itself never truncates files.
+    The size of the file is sealed, because truncating a mapped file would cause a SIGBUS. A sandbox
+    may reject the seals, but cseq never truncates files.
 
     Raises
     ------
     OSError
-        The file system does not support a file of that size.
+        If the file system does not support a file of this size.
     """
     if os.name == "nt":
         return Descriptor(section, nbytes)
@@ -81,18 +81,18 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
 
 
 def lifted(sock: socket.socket) -> socket.socket:
-    """Return `sock` if its descriptor is above 2, else a copy above 2 that replaces `sock`."""
+    """Return `sock` if its descriptor is above 2. Otherwise, replace it by a copy above 2."""
     if os.name == "nt" or sock.fileno() > 2:
         return sock
     return socket.socket(fileno=lift(sock.detach()))
 
 
 def own_offsets() -> None:
-    """Give a forked process its own offset in each file that it opened read-only.
+    """Reopen all read-only files of a forked process, so that it has its own file offsets.
 
-    Forked processes share file offsets, so a seek in one process changes reads in the others. On
-    Linux, a file can be reopened under the same number even if it has no name. Writable files keep
-    the shared offset so that logs stay intact. Files that cannot be reopened also keep it.
+    Forked processes share file offsets, so a seek in one process would affect reads in another. On
+    Linux, a file can be reopened with the same number, even if it has no name. Writable files keep
+    the shared offset, so that logs are not damaged, as do files that cannot be reopened.
     """
     if not os.path.isdir("/proc/self/fd"):
         return
@@ -113,10 +113,10 @@ def own_offsets() -> None:
 
 
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
-    """Send bytes with descriptors, to be read by `receive` at the other end.
+    """Send bytes and descriptors to the other end of a socket, which calls `receive`.
 
-    On Windows, `process` is the handle of the process at the other end, which receives its own
-    handles. Raise ConnectionError if that process no longer exists.
+    On Windows, `process` is the handle of the process at the other end, into which the descriptors
+    are duplicated. Raise ConnectionError if this process no longer exists.
     """
     if process is None:
         socket.send_fds(sock, [data], fds)
@@ -131,23 +131,23 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
 
 
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
-    """Receive up to `size` bytes together with up to `most` descriptors.
+    """Receive up to `size` bytes with up to `most` descriptors.
 
-    If the result has no bytes, the other end is closed.
+    If there are no bytes in the result, the other end was closed.
     """
     # Windows has no recvmsg.
     if not hasattr(sock, "recvmsg"):
         data = receive_exactly(sock, size)
         [count] = array("i", receive_exactly(sock, 4)) or [0]
         return data, array("i", receive_exactly(sock, 4 * count)).tolist()
-    # Do not use `socket.recv_fds`, which ignores the flags (CPython 3.11).
+    # Do not use `socket.recv_fds`, which ignores the flags in CPython 3.11.
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     fds = array("i")
     data, parts, _, _ = sock.recvmsg(size, socket.CMSG_LEN(most * fds.itemsize), flags)
     for level, kind, content in parts:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    # macOS lacks the flag, so set close-on-exec here as early as possible.
+    # macOS does not have this flag, so set close-on-exec as early as possible.
     if not hasattr(socket, "MSG_CMSG_CLOEXEC"):
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its signature
@@ -155,7 +155,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes, or return no bytes if the other end closes before that."""
+    """Receive exactly `size` bytes, or return no bytes if the other end is closed before that."""
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))
