@@ -1,5 +1,5 @@
-"""Batches from other machines, made by Ray actors that a crew's threads call.
+"""Batches from other machines, which are made by Ray actors.
 
-``ray``   the public fleet class, its actors, and the threads that call them
+``ray``   the public class of fleets, the actors, and the threads that call them
 ``wire``  the connection between a thread and an actor
 """

@@ -1,12 +1,12 @@
-"""Fleets of Ray actors, and the thread crew that requests batches.
+"""Fleets of Ray actors, and the crew of threads that requests batches from them.
 
 ::
 
     loop ◄── ring ◄── thread ═══ numbers ══► agent (a Ray process) ──► indexer
                              ◄══ batch ════
 
-Each thread requests one batch at a time from one agent over one connection, so replies need no
-matching, and the connection closes when the agent dies. Ray starts, spreads and restarts agents.
+Each thread has a connection to one agent, and requests one batch at a time. The connection is
+closed when the agent dies. Ray starts agents, distributes them to nodes, and restarts them.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-    # Wrap the reference in a list, because Ray would fetch a bare one for each call.
+    # The reference is in a list, because Ray would otherwise fetch the object for each call.
     Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# The limits on agents lost per batch, concurrent Ray calls per agent, and agents contacted at once.
-# An agent's first batch may take `STARTING` times `timeout`.
+# The maximum number of agents lost per batch, of concurrent Ray calls per agent, and of agents to
+# contact at once. The first batch of an agent may take `STARTING` times `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
-# The seconds to wait for an agent before trying others, and between rounds.
+# How many seconds to wait for an agent before trying others, and between rounds.
 AGAIN, PAUSE = 0.1, 0.05
-# The seconds until a thread retries its own agent, and until it logs that no agent is ready.
+# After how many seconds a thread tries its own agent again, and logs that no agent is ready.
 AWAY, SHORT = 2.0, 10.0
-# The exceptions for an agent that is not ready yet and for a lost agent.
+# The exceptions for an agent that is not ready yet, and for a lost agent.
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -85,28 +85,28 @@ INSTALL = (
 
 
 class Raised(NamedTuple):
-    """A packed exception sent instead of a batch. `is_setup` is True if no indexer exists yet."""
+    """A packed exception instead of a batch. `is_setup` is True if there is no indexer yet."""
 
     packed: bytes
     is_setup: bool
 
 
 def versions() -> str:
-    """Return the versions that must match for two processes to exchange batches."""
+    """Return the versions that must be equal in two processes that exchange batches."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
 
 def unpickled(payload: list[Payload]) -> Any:
-    """Load the worker from Ray's object store."""
+    """Unpickle the worker, which is in Ray's object store."""
     data, buffers = ray.get(payload[0])
     return pickle.loads(data, buffers=[memoryview(buffer) for buffer in buffers])[0]
 
 
 class Agent:
-    """A worker process, in which one thread makes and sends batches in sequence.
+    """A worker process, in which one thread makes and sends batches.
 
-    If a batch takes longer than `timeout`, the process logs its threads' stacks and exits.
+    If a batch takes longer than `timeout`, the process logs the stacks of all threads, and exits.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Receive the worker, which Ray does not keep for a constructor. Return PID and node."""
+        """Set the worker, as Ray drops arguments of a constructor. Return the PID and the node."""
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "
@@ -132,11 +132,11 @@ class Agent:
         return os.getpid(), self._node
 
     def meet(self, address: tuple[Any, ...], key: bytes) -> None:
-        """Serve a trainer on another thread, because Ray resets `system.OPENMP` after this call."""
+        """Serve a trainer in a new thread, because Ray resets `system.OPENMP` after this call."""
         threading.Thread(target=self._serve, args=(address, key), daemon=True).start()
 
     def make_batch(self, *request: Any) -> Message:
-        """Make a batch and return it through Ray."""
+        """Make a batch, and return it through Ray."""
 
         def make() -> Message:
             data, buffers = self._message(*request)
@@ -180,7 +180,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch, and make it again if it imported a module with a new random generator."""
+        """Make a batch. If this imports a module with a new random generator, make it again."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
             if self._threads is not None and system.OPENMP not in own:
@@ -202,45 +202,45 @@ class Agent:
 
 
 class RayFleet:
-    """Worker processes (Ray actors) that make batches on a Ray cluster's nodes.
+    """Worker processes on the nodes of a Ray cluster, which are Ray actors and make batches.
 
-    Pass a fleet to `RaySequence` instead of `worker`. Multiple ranks, and sequences with different
-    seeds and batch sizes, can share a fleet concurrently. A pickled fleet (for a Ray task or a
+    Pass a fleet to `RaySequence` instead of `worker`. Several ranks, and sequences with different
+    seeds and batch sizes, can use a fleet at the same time. A pickled fleet (for a Ray task or a
     `TorchTrainer`) refers to the same actors. The constructor starts the actors without waiting for
-    them. If Ray is not connected yet, the constructor calls ``ray.init()`` first.
+    them. If Ray is not connected, it calls ``ray.init()`` first.
 
     Parameters
     ----------
     worker : object
-        As in `MSequence`, but built once in each actor. Arrays are stored once per node and are
+        As in `MSequence`, but built once per actor. Arrays are stored once per node, and are
         read-only.
     nodes, num_workers : int, optional
-        Ray spreads `nodes` times `num_workers` worker processes. The defaults are the number of
-        nodes with enough CPUs at startup and the maximum number of workers per node.
+        Ray distributes `nodes` times `num_workers` worker processes. By default, these are the
+        number of nodes with enough CPUs at startup, and the maximum number of workers per node.
     num_cpus : float
-        The number of CPUs for each worker process.
+        The number of CPUs per worker process.
     timeout : float, optional
-        The time limit for a batch in seconds. An actor's first batch may take ten times as long. If
-        a batch exceeds the limit, Ray restarts the actor, and another actor makes the batch.
+        The time limit for a batch in seconds. The first batch of an actor may take ten times as
+        long. If a batch takes longer, Ray restarts the actor, and another actor makes the batch.
     threads : int or None
         The number of library threads per worker process, or None for Ray's setting (one per CPU).
     seed_globals : bool
         As in `MSequence`.
     **options
-        `ray.remote` options for each actor, such as `num_gpus` and `runtime_env`. By default,
+        Options of `ray.remote` for each actor, such as `num_gpus` and `runtime_env`. By default,
         `scheduling_strategy` is 'SPREAD' and `max_restarts` is -1.
 
     Attributes
     ----------
     handles : list
-        The actors. The list is empty after the fleet is closed.
+        The actors. After the fleet is closed, the list is empty.
 
     Raises
     ------
     TypeError
-        If the worker cannot be pickled, or another argument has the wrong type.
+        If the worker cannot be pickled, or if another argument has the wrong type.
     ValueError
-        If an argument is invalid, or no node has enough CPUs and `nodes` or `num_workers` is None.
+        If an argument is invalid, or if no node has enough CPUs to choose `nodes` or `num_workers`.
     """
 
     is_own = False
@@ -282,17 +282,17 @@ class RayFleet:
 
     @property
     def worker(self) -> Any:
-        """The user's object that makes an indexer, or a copy of it in an unpickled fleet."""
+        """The user's object, or a copy in an unpickled fleet, which makes an indexer."""
         if self._worker is None:
             self._worker = unpickled(self._payload)
         return self._worker
 
     def ask(self, handle: ray.Handle) -> ray.ObjectRef[tuple[int, str]]:
-        """Request an actor's PID and node as a sign of life."""
+        """Request the PID and node of an actor, to find out if it is alive."""
         return handle.about.remote(self._payload, versions())
 
     def close(self) -> None:
-        """Kill the actors. An unpickled fleet only drops its references."""
+        """Kill the actors. If this fleet was unpickled, only drop its references."""
         handles, self.handles, self._payload = self.handles, [], []
         for handle in handles if ray.is_initialized() and not self._is_copy else ():
             ray.kill(handle)
@@ -319,11 +319,11 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
 
 
 class Caller:
-    """A thread's indexer, which requests batches from the thread's own agent if available."""
+    """The indexer of a thread, which requests batches from an agent."""
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
-        # The thread's own agent and the agent in use. With RAY_USE_TLS, there is no connection.
+        # The thread's own agent, and the agent in use. With RAY_USE_TLS, there is no connection.
         self._own_agent = self._agent = worker % len(crew.handles)
         self._connection: Connection | None = None
         self._until = 0.0
@@ -362,7 +362,7 @@ class Caller:
         raise died if crew.on_error == "skip" else crew.failed(died)
 
     def _open(self, *, is_lost: bool) -> None:
-        """Connect to this thread's own agent, or to another one while its own is unavailable."""
+        """Connect to this thread's own agent, or to another agent if it is not available."""
         if time.monotonic() < self._until:
             return
         crew, due = self._crew, time.monotonic() + SHORT
@@ -435,14 +435,14 @@ class Caller:
         return agent.receive(crew.take_memory)
 
     def close(self) -> None:
-        """Close the connection. A call that is waiting for a reply raises."""
+        """Close the connection. If a call is waiting for a reply, it raises an exception."""
         self._until = 0.0
         if self._connection is not None:
             self._connection.close()
 
 
 def of_fleet(job: Job) -> Job:
-    """Return a job with one thread per agent in its fleet, creating the fleet if necessary."""
+    """Return a job with one thread per agent of its fleet, which is created if necessary."""
     fleet, options = job.fleet, job.options
     if fleet is None:
         own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
@@ -463,7 +463,7 @@ def of_fleet(job: Job) -> Job:
 
 
 class FleetCrew(ThreadCrew):
-    """Threads that request batches from agents and deliver them."""
+    """Threads that request batches from agents."""
 
     of = "RaySequence"
 
@@ -479,21 +479,21 @@ class FleetCrew(ThreadCrew):
         super().__init__(tickets)
 
     def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the function that makes the indexers."""
+        """Set the function that creates the indexers."""
         super().prepare(self._caller, name)
 
     def _caller(self) -> Caller:
-        """Create a thread's indexer. Only one thread at a time calls this."""
+        """Create the indexer of a thread. Only one thread at a time calls this."""
         self._callers.append(Caller(self, len(self._callers)))
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Raise an error in the training loop, because no other agent could avoid the error."""
+        """Raise an error in the training loop, because it would occur with any agent."""
         self._group.fail(error)
         return error
 
     def close(self, *, hurried: bool) -> None:
-        """Stop the threads, and close the fleet if the crew owns it."""
+        """Stop the threads. Close the fleet if it belongs to this crew."""
         self.closed.set()
         for caller in self._callers:
             caller.close()

@@ -1,6 +1,6 @@
 """The connection between a trainer and an agent, for requests and replies.
 
-Both ends unpickle messages, so each must first prove that it has the connection's key.
+Both ends unpickle messages, so both must first prove that they have the key of the connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cseq._memory import Block, Loan, Memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    # A pickle and the buffers to which it refers.
+    # A pickle, and the buffers that it refers to.
     Message: TypeAlias = tuple[bytes, list[Any]]
 
 __all__ = ["Buffers", "Connection"]
@@ -31,18 +31,18 @@ ALIGN = 64
 SMALL = 1 << 17
 # Blocks of at least this many bytes are reused.
 LARGE = 1 << 20
-# A machine is considered lost if it neither responds nor accepts data for 25 s.
+# A machine is considered lost if it does not respond or accept data for 25 s.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 class Buffers:
-    """Memory for received batches. Large blocks are reused once their batch is gone."""
+    """Memory for received batches. Large blocks are reused when their batch is gone."""
 
     def __init__(self) -> None:
         self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
-        """Return `size` bytes. There are never more blocks than were in use at the same time."""
+        """Return `size` bytes. No more blocks are kept than were ever in use at the same time."""
         if size < LARGE:
             return Block(size)
         block = None
@@ -56,7 +56,7 @@ class Buffers:
 
 
 class Connection:
-    """One end of a connection. The constructor raises unless the other end has the key."""
+    """One end of a connection. The constructor raises if the other end does not have the key."""
 
     def __init__(self, raw: socket.socket, key: bytes, *, is_agent: bool) -> None:
         self._raw, self._out = raw, raw.makefile("wb", SMALL)
@@ -95,12 +95,12 @@ class Connection:
         self._out.flush()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait up to `seconds`. Return True if a message or the end of the stream has arrived."""
+        """Wait at most `seconds`. Return True if there is a message or the stream has ended."""
         self._raw.settimeout(seconds)
         return bool(connection.wait([self._raw], seconds))
 
     def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
-        """Receive a message and place its buffers in memory from `allocate`."""
+        """Receive a message. The memory for its buffers comes from `allocate`."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size))
         head: tuple[bytes, list[int]] = pickle.loads(self._read(size))
         data, sizes = head
@@ -119,7 +119,7 @@ class Connection:
         return data
 
     def close(self) -> None:
-        """Close the connection. Calls that are waiting in other threads raise."""
+        """Close the connection. Calls that are waiting in other threads raise exceptions."""
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Counts worker deaths in an epoch and decides when there are too many."""
+"""Counts the workers that die in an epoch, and decides when there are too many."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# The maximum number of deaths per ticket, and of consecutive startup deaths per worker.
+# How often workers may die of the same ticket, or a worker may die in a row before it is ready.
 TRIES = 3
 
 
 class Held(NamedTuple):
-    """A ticket that a worker held when it died, for messages and errors.
+    """A ticket that a worker was working on when it died, for messages and errors.
 
-    `location` names the epoch, batch and indices. The loop can skip a ticket if `is_batch` is set.
+    `location` describes the epoch, batch and indices. If `is_batch` is set, the loop can skip it.
     """
 
     epoch: int
@@ -32,18 +32,18 @@ class Held(NamedTuple):
 
 
 class Deaths:
-    """Counts worker deaths in an epoch and creates the error when there are too many.
+    """Counts the workers that die in an epoch, and creates an error if there are too many.
 
     Parameters
     ----------
     budget : int
-        The number of replacements allowed per epoch.
+        The maximum number of replacements per epoch.
     unit, advice : str
-        The noun for a ticket in messages ('batch'), and the remedy if a ticket kills its workers.
+        A noun for a ticket in messages ('batch'), and what to do if workers die of a ticket.
     lost : str
-        Text appended to the log message about a replaced worker.
+        A text to add to the log message when a worker is replaced.
     fails : bool
-        If True, a batch that kills its workers becomes a `WorkerDied`, and the run continues.
+        If True, and workers die of a batch, it is replaced by a `WorkerDied` and the run continues.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Deaths:
         self.restarts = self.retries = 0
 
     def begin_epoch(self) -> None:
-        """Reset the counts for a new epoch."""
+        """Reset the counts at the start of an epoch."""
         self._deaths = 0
         self._by_location.clear()
 
@@ -80,10 +80,10 @@ class Deaths:
         was_ready: bool,
         is_overdue: bool = False,
     ) -> WorkerDied | None:
-        """Count a death and return an error if the limit is exceeded.
+        """Count a dead worker. Return an error if there are too many.
 
-        If an error is returned, `has_failed` is True if the run continues without the batch.
-        `is_overdue` means that the worker was killed because it exceeded its timeout.
+        In this case, `has_failed` is True if the run continues without the batch. `is_overdue`
+        means that the worker was killed because of a timeout.
         """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
@@ -124,7 +124,7 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Return a message suffix that reports new out-of-memory kills."""
+        """Return a text for messages if there were new out-of-memory kills."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

@@ -1,7 +1,7 @@
 """Forwards log records from worker processes to the trainer.
 
-A worker forked from the trainer inherits the trainer's handlers and sends nothing. A worker whose
-root logger has its own handlers sends nothing either.
+A worker that was forked from the trainer inherits the handlers of the trainer, and does not send
+records. This is also true for a worker whose root logger has its own handlers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels", "Records", "Sender", "levels"]
 
-# The levels of loggers that have one set, by name. The root logger's name is "".
+# The levels that are set for loggers, by name. The name of the root logger is "".
 Levels = dict[str, int]
 
 MOST = 10_000
@@ -35,16 +35,16 @@ log = logging.getLogger("cseq")
 class Sender(logging.Handler):
     """Sends log records to another process, which handles them.
 
-    Initially, this is the handler of last resort, which receives records without another handler.
-    `settle` makes it the root logger's handler unless user code has configured a different one.
+    At first, this is the handler of last resort, which gets records that have no other handler.
+    `settle` adds it to the root logger, unless user code has added a different handler.
 
     Parameters
     ----------
     worker : int
     levels : dict
-        The trainer's logger levels, applied to loggers that have no level in this process.
+        The levels of loggers in the trainer. They are set for loggers without a level here.
     send : callable
-        Called with the bytes of each record.
+        A function that is called with the bytes of each record.
     """
 
     def __init__(self, worker: int, levels: Levels, send: Callable[[bytes], object]) -> None:
@@ -59,12 +59,12 @@ class Sender(logging.Handler):
                 logger.setLevel(level)
 
     def settle(self) -> None:
-        """Also handle records propagated from loggers that have their own handlers."""
+        """Also handle records of loggers that have their own handlers, if they propagate."""
         if not logging.root.handlers:
             logging.root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record unless this process was forked from the worker."""
+        """Send a record, unless this process was forked from the worker."""
         if os.getpid() != self._pid:
             if self._usual is not None and record.levelno >= self._usual.level:
                 self._usual.handle(record)
@@ -77,7 +77,7 @@ class Sender(logging.Handler):
 
 
 def _packed(record: logging.LogRecord, name: str) -> bytes:
-    """Pickle a record with its formatted text. Unpicklable fields are converted to strings."""
+    """Pickle a record with its formatted text. Fields that cannot be pickled become strings."""
     record = copy.copy(record)
     record.msg, record.args = record.getMessage(), None
     record.processName = name
@@ -96,7 +96,7 @@ def _packed(record: logging.LogRecord, name: str) -> bytes:
 
 
 def levels() -> Levels:
-    """Return this process's logger levels."""
+    """Return the levels of loggers in this process."""
     loggers = list(logging.root.manager.loggerDict.items())
     set_levels = {
         name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger)
@@ -105,15 +105,15 @@ def levels() -> Levels:
 
 
 class Records:
-    """Handles records sequentially on the thread used by `cseq.threads.log_later`."""
+    """Handles records one after another, in the thread of `cseq.threads.log_later`."""
 
     def __init__(self) -> None:
-        # `queue_record` updates the first pair. The handling thread updates the second pair.
+        # `queue_record` updates the first pair, and the thread that handles records the second.
         self._queued = self._lost = 0
         self._handled = self._reported = 0
 
     def queue_record(self, body: bytes) -> None:
-        """Queue a record, or drop it if too many are pending. A log message reports the drops."""
+        """Queue a record, or drop it if too many are pending. Dropped records are logged."""
         if self._queued - self._handled >= MOST:
             self._lost += 1
             return

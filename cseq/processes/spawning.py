@@ -1,8 +1,9 @@
-"""Pickles multiprocessing objects for workers that are not forked.
+"""Pickles objects of multiprocessing for workers that are not forked.
 
-A lock, event, value or queue can be pickled only while multiprocessing starts a child, because
-pickling passes the object's descriptors to the thread's current `Popen`. During pickling, cseq
-installs its own `Popen`. Workers reopen the descriptors and the files behind shared-memory tensors.
+A lock, event, value or queue can only be pickled while multiprocessing starts a child, because
+pickling passes descriptors to the current `Popen` of the thread. For this reason, cseq installs its
+own `Popen` while it pickles objects. Workers reopen the descriptors, and the files of tensors in
+shared memory.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from cseq.encoding.pickling import Reduced, Reducers
 __all__ = ["Reopened", "spawning"]
 
-# Typeshed is missing the attributes used below.
+# Typeshed does not know the attributes that are used below.
 CONTEXT: Any = context
 PICKLER: Any = reduction.ForkingPickler
 
 
 class Reopened(NamedTuple):
-    """A descriptor in the trainer that every worker can reopen, even a later replacement."""
+    """A descriptor in the trainer, which every worker can reopen, even a replacement."""
 
     pid: int
     fd: int
@@ -40,7 +41,7 @@ class Reopened(NamedTuple):
     inode: int
 
     def detach(self) -> int:
-        """Reopen the descriptor in this process."""
+        """Open the descriptor in this process."""
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", self.mode | os.O_CLOEXEC)
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (self.device, self.inode):
@@ -50,11 +51,11 @@ class Reopened(NamedTuple):
 
 
 class Workers:
-    """Stands in for a `Popen` object that represents all of a manager's workers."""
+    """Acts as the `Popen` of all workers of a manager."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:
-        """Return the descriptor if workers can open it; otherwise raise RuntimeError."""
+        """Return the descriptor. Raise RuntimeError if workers cannot open it."""
         if not os.path.exists(f"/proc/{os.getpid()}/fd/{fd}"):
             raise RuntimeError(f"descriptor {fd} cannot be opened by other processes here")
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -63,7 +64,7 @@ class Workers:
 
     @staticmethod
     def DupFd(fd: int) -> Reopened:  # noqa: N802
-        """Describe a descriptor so that a worker can reopen it."""
+        """Return an object with which a worker can reopen a descriptor."""
         import fcntl
 
         status = os.fstat(fd)
@@ -73,9 +74,9 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[Reducers]:
-    """Yield the `reducers` that let `dump` pickle multiprocessing objects in this context.
+    """Yield `reducers`, with which `dump` can pickle objects of multiprocessing in this context.
 
-    On Windows, multiprocessing objects are handles, and there are no reducers.
+    On Windows, these objects are handles, and there are no reducers.
     """
     if os.name == "nt":
         yield {}
@@ -102,7 +103,7 @@ def _reducers() -> Reducers:
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a torch storage. A storage in shared memory is shared with the workers."""
+    """Reduce a storage of torch. If it is in shared memory, the workers share it."""
     strategy: str = sys.modules["torch"].multiprocessing.get_sharing_strategy()
     is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
     if not is_file or strategy != "file_descriptor":

@@ -1,7 +1,7 @@
-"""Starts, replaces and shuts down the worker processes of one pool.
+"""Starts, replaces and stops the worker processes of a pool.
 
-The supervisor thread runs in the trainer and sleeps on the workers' sockets. End of file means that
-a worker process is exiting. Its tickets are reposted once its exit status is known.
+The supervisor is a thread in the trainer, which waits for the sockets of workers. End of file means
+that a worker process is exiting. When the exit status is known, its tickets are reposted.
 
 ::
 
@@ -62,40 +62,41 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# These selectors open no descriptor, which could reuse the number of a closed standard stream.
+# These selectors do not open a descriptor, which might get the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# A wait for the first item is logged after SLOW seconds or twice `slowest`, whichever is longer.
+# If the first item takes longer than SLOW seconds and longer than twice `slowest`, this is logged.
 SLOW, slowest = 10.0, 0.0
-# The seconds allowed for a voluntary exit, after a kill, and after the worker's socket has closed.
+# How many seconds a worker may take to exit on its own, after it was killed, and after its socket
+# was closed.
 GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
 STARTING = (ENTERED, LOADED)
 
 
 class Supervisor:
-    """Supervises the worker processes that use rings and slots in shared memory.
+    """Supervises worker processes, which use rings and slots in shared memory.
 
-    The constructor starts nothing.
+    The constructor does not start anything.
 
     Parameters
     ----------
     shared : Arena
-        The shared memory, which the caller owns and must close after calling `close`.
+        The shared memory. The caller must close it after calling `close`.
     readers : int
         The maximum number of workers. Processes with higher numbers do not get the user's object.
     task, describe : callable
-        ``task(runner_number)`` returns a process's `Setup.task`. ``describe(worker, cell)``
-        describes a ticket held by a worker. Both are called on the supervisor thread.
+        ``task(runner_number)`` returns `Setup.task` for a process. ``describe(worker, cell)``
+        describes a ticket of a worker. Both are called in the supervisor thread.
 
     Attributes
     ----------
     failure : Failure
-        The failure, if any, of a worker or of the supervisor thread. `check` raises it.
+        The failure of a worker or of the supervisor thread, if there is one. `check` raises it.
     takes_objects : bool
-        Whether workers are forked from this process and thus inherit objects without pickling.
+        Whether workers are forked from this process, and inherit objects without pickling.
     closed : bool
-        Whether `close` was called. Dead workers are no longer replaced after that.
+        Whether `close` was called. Dead workers are not replaced after that.
     processes : dict
-        Each worker's latest process by worker number, even after the process has exited.
+        The latest process of each worker by number, even if the process has exited.
     """
 
     def __init__(
@@ -116,9 +117,9 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        # The number of readers that should run, and the id of the thread that called `launch`.
+        # How many readers should be running, and the id of the thread that has called `launch`.
         self._active, self._caller = readers, 0
-        # The runners to fork while the loop's thread waits, and the latches it waits on.
+        # The runners to fork while the loop's thread is waiting, and the latches it is waiting for.
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
         self._beside = ""
@@ -128,11 +129,11 @@ class Supervisor:
         self._failed: dict[str, WorkerDied] = {}
         self._noted, self._preloads, self._gone = False, True, False
         self._records = Records()
-        # Set when `Launcher.prepare` has returned, when workers may start, when all workers have
-        # started once, and when all workers are gone for good, respectively.
+        # Latches that are set when `Launcher.prepare` has returned, when workers may start, when
+        # all workers have been started, and when all workers are gone.
         self._prepared, self._wanted = Latch(), Latch()
         self._launched, self._ended = Latch(), Latch()
-        # Only the supervisor thread uses the selector. Other threads wake it through the waker.
+        # Only the supervisor thread uses the selector. Other threads wake it up with the waker.
         self._selector: selectors.BaseSelector
         self._waker: socket.socket | None = None
         self._thread = Threads()
@@ -149,27 +150,28 @@ class Supervisor:
     ) -> None:
         """Prepare everything that the workers need before `launch`.
 
-        The supervisor thread starts the launcher and the workers. Signal handlers do not run on
-        that thread and thus cannot leak a process. If this method raises, `close` cleans up.
+        The launcher and the workers are started by the supervisor thread. No process can get lost,
+        because signal handlers do not run in that thread. If this method raises, `close` cleans up.
 
         Parameters
         ----------
         worker : object
-            The user's object, which may already be `Pickled`.
+            The user's object, which may be a `Pickled`.
         name : str
             The name of `worker` in error messages.
         preload : bool
-            Whether a fork server imports, once for all workers, the modules that `worker` and the
-            workers' code use.
+            Whether a fork server imports the modules that `worker` and the workers' code need, once
+            for all workers.
         needs : sequence of str
             The modules that the workers' code imports.
         timeout : float, optional
-            The time limit in seconds per batch or item. For imports, multiply by `START_SHARE`.
+            The time limit for a batch or item in seconds. For imports, it is `START_SHARE` times as
+            long.
         """
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        # Work on this thread would compete with the supervisor thread for the GIL.
+        # Do nothing in this thread for now, which would compete with the supervisor for the GIL.
         self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:
@@ -184,41 +186,41 @@ class Supervisor:
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            # The pickled buffers keep references to the user object's memory.
+            # The pickled buffers refer to the memory of the user's object.
             del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
     def launch(self) -> None:
-        """Start the workers once without waiting until they are ready.
+        """Start the workers, without waiting until they are ready.
 
-        If a signal handler raises during a call or calls this method, the next call continues.
+        If a signal handler raises during this call, or calls this method, the next call continues.
 
         Raises
         ------
         OSError
-            A worker cannot be forked. Errors from other start methods are not raised here.
+            If a worker cannot be forked. Errors of other start methods are not raised here.
         """
         if not self._wanted.wait(0):
             self._launcher.context = contextvars.copy_context()
             self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
-            # This process must not fork while this thread imports a module or holds a lock, because
-            # the child would wait forever. `_staff` follows the same rule.
+            # This process must not be forked while this thread imports a module or holds a lock,
+            # because the child would wait forever. See `_staff`.
             self._launched.wait()
-        # Worker exceptions are raised in the loop, no matter how early they occur.
+        # Exceptions of workers are always raised in the loop, even if they occur early.
         if self._ended.wait(0):
             self.check()
 
     def begin_epoch(self) -> None:
-        """Start an epoch: reset the death budget and free unused memory."""
+        """Start an epoch. Reset the count of dead workers, and free unused memory."""
         self.deaths.begin_epoch()
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
-        """Write the user's object to its own file in the same format as requests in slots."""
+        """Write the user's object to a file, in the same format as requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # An upper bound on the total size of the aligned buffers, their table and the structure.
+        # An upper bound for the size of the aligned buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -230,7 +232,7 @@ class Supervisor:
         finally:
             room.close()
 
-    # -- on the supervisor thread
+    # -- in the supervisor thread
 
     def _run(self) -> None:
         try:
@@ -246,14 +248,14 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            # Set `_ended` before `_let_go`, since `_await_forks` adds its latch before checking it.
+            # Set `_ended` before `_let_go`, because `_await_forks` adds a latch and then checks it.
             self._ended.set()
             self._prepared.set()
             self._launched.set()
             self._let_go()
 
     def _serve(self) -> None:
-        """Start the workers and watch them until `close` is called and all are gone."""
+        """Start the workers, and watch them until `close` has been called and they are gone."""
         self._launcher.prepare(preload=self._preloads)
         self._prepared.set()
         self._wanted.wait()
@@ -266,7 +268,7 @@ class Supervisor:
             self._handle_events()
             self._staff()
             if self.shared.ended:
-                # Workers that sent LOADED before the ring was closed must not be killed.
+                # If a worker has sent LOADED before the ring was closed, it must not be killed.
                 self._handle_events(0)
                 self._kill_starting()
 
@@ -278,10 +280,11 @@ class Supervisor:
                 self._receive(key.data)
 
     def _staff(self) -> None:
-        """Start all missing workers, whether new or replacements for dead workers.
+        """Start all missing workers, which may be replacements for dead workers.
 
-        The loop's thread may be importing or holding a lock. A forked copy would wait forever for
-        that lock, so this process forks only while the loop's thread waits in `_await_forks`.
+        This process is only forked while the loop's thread is waiting in `_await_forks`. At other
+        times, that thread may import a module or hold a lock, for which a child process would wait
+        forever.
         """
         missing = [
             runner_number for runner_number in self.wanted() if runner_number not in self._workers
@@ -304,7 +307,7 @@ class Supervisor:
                 self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
-        """Kill workers that have not loaded the user's object, because its imports may be slow."""
+        """Kill workers that have not loaded the user's object, because imports may be slow."""
         for worker in self._workers.values():
             if worker.state in (b"", ENTERED):
                 worker.child.kill()
@@ -346,10 +349,10 @@ class Supervisor:
                 log_later(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Ensure that a worker has exited and repost its tickets. `_staff` replaces the worker."""
+        """Make sure that a worker has exited, and repost its tickets. `_staff` replaces it."""
         child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
-        # A process may close its socket and keep running, or the server's report may arrive late.
+        # A process may have closed its socket but keep running, or the server may report it late.
         if exitcode is None:
             if not child.gone:
                 child.kill()
@@ -372,13 +375,13 @@ class Supervisor:
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         was_ready = worker.state == READY
-        # True if the worker exited voluntarily after `resize`.
+        # Whether the worker has exited on its own because of `resize`.
         left = was_ready and exitcode == 0 and not held
         event = "end" if left else "death"
         self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        # Count the death first, as reposted tickets may end the epoch before this thread resumes.
+        # Count the dead worker first. After tickets are reposted, the epoch may end at any time.
         if counts:
             error = self.deaths.count_death(
                 runner_number - 1,
@@ -409,18 +412,18 @@ class Supervisor:
         self.failure.note(error)
         self.shared.notify_all()
 
-    # -- on any thread
+    # -- in any thread
 
     def died_of(self, ring_number: int, cell: int) -> WorkerDied | None:
-        """Return the error for a cell's batch if that batch killed its workers, or None."""
+        """Return the error to raise if workers have died of the batch in a cell, or None."""
         if not self._failed:
             return None
         return self._failed.pop(self._describe(ring_number, cell).location, None)
 
     def check(self) -> None:
-        """Raise any error from a worker or from the supervisor thread.
+        """Raise an error that has occurred in a worker or in the supervisor thread.
 
-        The loop's thread calls this before it waits. The call also replaces dead forked workers.
+        The loop's thread calls this before it waits. Forked workers that are dead are replaced.
         """
         if self.closed:
             raise InterruptedError(
@@ -431,7 +434,7 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log why the wait for the first item, which began at `began` (`now_ns`), is long."""
+        """If the first item takes a long time, log why. The wait began at `began` (`now_ns`)."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
@@ -455,7 +458,7 @@ class Supervisor:
         log_later(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
-        """Let the supervisor thread fork missing workers, and wait until it has done so."""
+        """Wait while the supervisor thread forks missing workers."""
         forked = Latch()
         try:
             self._waiting.append(forked)
@@ -474,17 +477,18 @@ class Supervisor:
     def _snapshot(self) -> list[WorkerProcess]:
         """Return the current workers.
 
-        Only the supervisor thread changes the dict, and a copy is one C call, so no lock is needed.
+        This needs no lock, because only the supervisor thread changes the dict, and it is copied by
+        a single call of C code.
         """
         return list(self._workers.values())
 
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
     ) -> None:
-        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill it if `restart` is True.
+        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill it if `restart` is set.
 
         `working` contains the number, start time and task of each busy runner; see `overdue`.
-        Workers that are still starting are checked as well.
+        Workers that are still starting are also checked.
         """
         starting = [(w.runner_number, w.entered) for w in self._snapshot() if w.state in STARTING]
         for runner_number, took in overdue(working, starting, timeout):
@@ -499,47 +503,47 @@ class Supervisor:
                 worker.child.kill()
 
     def await_launch(self) -> None:
-        """Wait until all workers have been started once if `launch` was called."""
+        """If `launch` was called, wait until all workers have been started."""
         if self._thread.begun and self._wanted.wait(0):
             self._launched.wait()
 
     def wanted(self) -> list[int]:
-        """Return the runner numbers that should have a process."""
+        """Return the numbers of runners that should have a process."""
         runner_numbers = range(1, self.shared.owners + 1)
         return [k for k in runner_numbers if not self._active < k <= self._readers]
 
     def resize(self, count: int) -> None:
-        """Change the number of workers to `count` (at least 1) and start new workers if needed.
+        """Change the number of workers to `count` (at least 1). Start new workers if necessary.
 
-        Surplus workers exit on their own once `Ring.fit` has lowered the limit on indexers.
+        If there are too many workers, some of them exit after a call of `Ring.fit`.
         """
         if count != self._active:
             self._active = count
             self._wake()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Return True if a worker has reported READY and is not known to have exited."""
+        """Return True if a worker has reported READY, and is not known to have exited."""
         worker = self._workers.get(runner_number)
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of all workers, with None for a worker without a process."""
+        """Return the process ids of all workers, or None for workers without a process."""
         workers = [self._workers.get(runner_number) for runner_number in self.wanted()]
         return [None if worker is None else worker.child.pid for worker in workers]
 
     # -- shutdown
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the rings and stop all workers. After `GRACE` seconds, kill the remaining workers.
+        """Close the rings, and stop all workers. Kill workers that do not exit in `GRACE` seconds.
 
-        Workers still loading the user's object are killed immediately, because that may be slow.
-        If `hurried`, workers that are not ready or are busy are killed after `HURRY` seconds.
-        Repeated calls are safe, even if a signal handler raised during an earlier call.
+        Workers that are still loading the user's object are killed immediately, because that may be
+        slow. If `hurried` is set, workers that are busy or not ready are killed after `HURRY`
+        seconds. This may be called again, even if a signal handler has raised during a call.
 
         Raises
         ------
         RuntimeError
-            A process did not exit although it was killed.
+            If a process does not exit although it was killed.
         """
         self.closed = True
         self.shared.end()
@@ -557,14 +561,14 @@ class Supervisor:
                     log_later(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
-        # The thread was never started or hangs, or some processes are still alive.
+        # The thread was not started or hangs, or some processes are still alive.
         if not self._gone:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_logged(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        # Break the reference cycle with the supervisor that would keep the user's object alive.
+        # Break the reference cycle with the supervisor, which would keep the user's object alive.
         self._launcher.local = None
         for worker in self._snapshot():
             worker.close()
@@ -572,7 +576,7 @@ class Supervisor:
             self._object.close()
 
     def hurry(self, deadline: float) -> None:
-        """Kill the workers that are still busy at `deadline` if `close` was called. Thread-safe."""
+        """If `close` was called, kill workers that are still busy at `deadline`. Thread-safe."""
         if not (self.closed and self._thread.begun):
             return
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
@@ -584,7 +588,7 @@ class Supervisor:
 
 
 def _other_threads(caller: int) -> str:
-    """Name the threads that a fork would lose, excluding `caller`, this thread and cseq's own."""
+    """Name threads that a fork would not copy, except for `caller`, this thread and cseq's own."""
     threads = threading.enumerate()
     pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())

@@ -1,4 +1,4 @@
-"""One worker process: setup, messages and stack traces, on both sides.
+"""A worker process: setup, messages and stack traces, on both sides.
 
 ::
 
@@ -7,12 +7,12 @@
       WorkerProcess.receive ◄── ENTERED, LOADED … ─  send_state
                             ◄── end of file ───────  exit
 
-A worker sends ENTERED before it reads the user's object, which may import modules, then LOADED
-(immediately if forked), and finally READY. FAILED carries the exception that prevented the worker
-from becoming ready. NOTED carries a warning, and LOGGED carries a log record.
+A worker sends ENTERED before it reads the user's object, which may import modules. When the object
+is loaded, it sends LOADED, and READY when it is ready to work. FAILED is sent with an exception
+that has kept the worker from becoming ready, NOTED with a warning, and LOGGED with a log record.
 
-On a signal, a worker writes its stack traces to an anonymous file shared with the trainer. It does
-not use the socket, because the signal handler may run while a message is being sent.
+When a worker gets a signal, it writes stack traces to an anonymous file that it shares with the
+trainer. The signal handler does not use the socket, because it may interrupt another message.
 """
 
 from __future__ import annotations
@@ -69,22 +69,23 @@ NOT_FOUND = (
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
-# A message consists of a kind, a body length and a body. A setup message has no kind.
+# A message consists of a kind, the length of the body, and the body. A setup message has no kind.
 HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# In seconds: the time limit for stack traces, and the quiet period that marks them as complete.
+# How long to wait for stack traces, and after what pause they are complete, in seconds.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 NO_STACK = "(its stack is not available)\n"
 
 
 class Setup(NamedTuple):
-    """The setup message for a worker process, which is sent with file descriptors.
+    """The setup message for a worker process. File descriptors are sent with this message.
 
-    It contains the worker's number and its owner number on the ring, the ring's offset and size in
-    its file, the slot width in bytes, the number of slots that the worker may use, the record of
-    the user's object in its file, and the logger levels unless a fork inherits them.
+    The message contains the number of the worker, its number in the ring, the offset and size of
+    the ring in its file, the width of slots in bytes, the number of slots that the worker may use,
+    the record of the user's object in its file, and the levels of loggers, unless they are
+    inherited.
     """
 
     worker: int
@@ -101,7 +102,7 @@ class Setup(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """The result of `enter` in a worker process. `sender` forwards the worker's log records."""
+    """The result of `enter` in a worker process. `sender` forwards log records."""
 
     sock: socket.socket
     setup: Setup
@@ -111,9 +112,9 @@ class Entered(NamedTuple):
     sender: Sender | None
 
     def read_object(self, local: object) -> object:
-        """Return the user's object, which is read from its file or is `local` in a forked worker.
+        """Return the user's object, which is read from a file, or is `local` in a forked worker.
 
-        The file is mapped copy-on-write, so changes to the object's arrays stay in this process.
+        The file is mapped copy-on-write, so changes to arrays do not affect other processes.
         """
         record, worker = self.setup.record, local
         if record is not None:
@@ -125,14 +126,14 @@ class Entered(NamedTuple):
                 failure.annotate(error, NOT_FOUND)
                 raise
             send_state(self.sock, LOADED)
-        # If the trainer closed before it received LOADED, it kills this worker anyway.
+        # If the trainer has closed the ring before it gets LOADED, it will kill this worker.
         if self.ring.closed == 1:
             _leave(0)
         return worker
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Send READY when the context exits. On an exception, send it and exit the process."""
+        """Send READY at the end of the context. If there is an exception, send it and exit."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -144,7 +145,7 @@ class Entered(NamedTuple):
 
 
 def enter(sock: socket.socket) -> Entered:
-    """Set up this process as a worker that exits when the trainer closes `sock`."""
+    """Set up this process as a worker, which exits when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:
@@ -173,20 +174,21 @@ def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
 
 
 def _leave(code: int = 1) -> NoReturn:
-    """Exit without a message, because the trainer is gone or shutting down."""
+    """Exit without a message, because the trainer is gone or is shutting down."""
     os._exit(code)
 
 
 _outgoing: deque[bytes] = deque()
-# The thread that holds this lock sends all outgoing messages.
+# The thread that holds this lock sends the messages of all threads.
 _sending = threading.RLock()
 _is_sending = False
 
 
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
-    """Send the trainer this worker's state, or a NOTED or LOGGED message.
+    """Send the state of this worker to the trainer, or a NOTED or LOGGED message.
 
-    Thread-safe. If a signal handler calls this during a send, the new message is sent afterwards.
+    This function is thread-safe. If a signal handler calls it while a message is being sent, the
+    new message is sent after that one.
     """
     global _is_sending
     with _sending:
@@ -205,18 +207,18 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 
 
 class WorkerProcess:
-    """A worker process as seen by the trainer.
+    """A worker process, from the view of the trainer.
 
     Attributes
     ----------
     runner_number : int
-        The runner number, starting at 1.
+        The number of the runner, starting with 1.
     state : bytes
-        The latest state received (ENTERED, LOADED, READY or FAILED), or empty before the first.
+        The latest state that was received (ENTERED, LOADED, READY or FAILED), or b"".
     entered : int
-        The `now_ns` time at which the first message arrived.
+        The time when the first message was received (`now_ns`).
     is_overdue : bool
-        Whether the worker was killed because it exceeded its timeout.
+        Whether the worker was killed because of a timeout.
     """
 
     def __init__(self, runner_number: int, child: Child) -> None:
@@ -235,13 +237,13 @@ class WorkerProcess:
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
-        # Ignore errors, because `receive` sees end of file if the worker is already dead.
+        # Ignore errors, because if the worker is dead, `receive` will find end of file.
         with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:
-        """Read the socket and return complete messages with a body, or None at end of file."""
+        """Read from the socket. Return complete messages with a body, or None at end of file."""
         try:
             data = self.child.sock.recv(65536)
         except ConnectionError:
@@ -267,19 +269,19 @@ class WorkerProcess:
         return messages
 
     def stack(self) -> str:
-        """Return the worker's stack traces. This works even while C code holds the worker's GIL."""
-        # Keep the file open during this call.
+        """Return the stack traces of the worker, even if C code is holding its GIL."""
+        # This reference keeps the file open during this call.
         file = self._stacks
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK
         fd = file.fd
-        # The worker shares this descriptor's file offset.
+        # This descriptor has the same file offset as the descriptor of the worker.
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
         self.child.send_signal(STACK_SIGNAL)
         size, grown = 0, 0.0
         deadline = time.monotonic() + STACK_SECONDS
-        # This latch is never set. Waiting on it pauses without holding the GIL.
+        # This latch is never set. Waiting for it is a pause without the GIL.
         quiet = Latch()
         while (now := time.monotonic()) < deadline:
             written = os.fstat(fd).st_size
@@ -292,6 +294,6 @@ class WorkerProcess:
         return text or "(it does not answer: is it stopped?)\n"
 
     def close(self) -> None:
-        """Close the socket and the stack file."""
+        """Close the socket and the file for stack traces."""
         self.child.sock.close()
         self._stacks = None

@@ -1,7 +1,7 @@
-"""Starts worker processes by fork server, spawn or fork, behind one interface.
+"""Starts worker processes with a fork server, spawn or fork, behind one interface.
 
-A worker process receives one end of a pair of connected sockets and runs ``entry(sock)``. The
-trainer keeps the other end. End of file means that the process at the other end is dead or dying.
+A worker process gets one end of a pair of connected sockets, and calls ``entry(sock)``. The trainer
+keeps the other end. End of file means that the process at the other end is dead or about to exit.
 
 ::
 
@@ -11,17 +11,18 @@ trainer keeps the other end. End of file means that the process at the other end
     spawn        trainer ── spawn ──> worker
     fork         trainer ── fork  ──> worker
 
-For all three methods:
+With all three methods:
 
-- A worker never runs the user's script. Its ``sys.path`` and ``sys.argv`` match the trainer's, its
-  standard input is empty, and it may start processes.
-- From their first instruction, workers and the server ignore signals meant for the trainer
-  (`SHIELDED`, such as Ctrl-C or a job scheduler's notice). Processes forked by a worker do not.
-- Only the worker and the trainer keep their ends of the socket. A process that user code forks from
-  either side closes its inherited copy (`close_in_forks`). Executed programs inherit no socket.
-- Exit codes follow `subprocess`: a killed process has a negative signal number.
-- A worker exits when ``entry`` returns. Its process pools shut down and its ``atexit`` functions
-  run, but threads are not awaited. On Linux, killing a worker also kills the processes it started.
+- A worker never runs the user's script. It has the same ``sys.path`` and ``sys.argv`` as the
+  trainer and an empty standard input, and it may start processes.
+- From the start, workers and the server ignore signals that are meant for the trainer (`SHIELDED`),
+  such as Ctrl-C or a signal from a job scheduler. Processes that a worker forks do not ignore them.
+- Only the worker and the trainer keep their ends of the socket. If user code forks a process from
+  one of them, it closes the inherited copy (`close_in_forks`). Executed programs do not inherit it.
+- Exit codes are the same as in `subprocess`. A negative number is the signal that killed a process.
+- A worker exits when ``entry`` returns. Its process pools are shut down and its ``atexit``
+  functions are called, but it does not wait for threads. On Linux, if a worker is killed, the
+  processes that it has started are killed as well.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ __all__ = [
 
 
 def make_launcher(method: str | None = None, *, entry: str, threads: int | None = None) -> Launcher:
-    """Create a launcher. It starts nothing until `launch` or `prepare` is called.
+    """Create a launcher. No process is started before `launch` or `prepare` is called.
 
     Parameters
     ----------
     method : str or None
         'forkserver', 'spawn' or 'fork', or None for the first of `start_methods()`.
     entry : str
-        The ``module:function`` that workers run.
+        The function that workers call, as ``module:function``.
     threads : int or None
-        The number of compute threads for the workers' libraries, or None for their default.
+        The number of compute threads for libraries in workers, or None for their default.
 
     Raises
     ------
     ValueError
-        The method is not available on this system.
+        If the method is not available on this system.
     RuntimeError
-        Called during an import in a worker process or the fork server, or gevent or eventlet has
+        If a worker process or the fork server is importing a module, or if gevent or eventlet has
         patched modules that the processes need.
     """
     check_reading()

@@ -1,4 +1,4 @@
-"""Starts and exits a worker. This code runs in the new process."""
+"""How a worker process starts and exits. This code runs in the new process."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ if TYPE_CHECKING:
 
 
 LOKY = ("loky", "joblib.externals.loky")
-# Process pool modules that stop their processes at interpreter exit, before `atexit`.
+# Modules of process pools that stop their processes when the interpreter exits, before `atexit`.
 POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in LOKY))
 
 
 def prepare(start: Start) -> socket.socket:
-    """Set up this new interpreter according to `start` and return its socket."""
+    """Set up this new interpreter as described in `start`, and return its socket."""
     _shield()
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    # `_adopt` needs this module. If imported later, it would mistake this process for the trainer.
+    # Import this for `_adopt`. If it were imported later, it would mistake this process for the
+    # trainer.
     importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the worker that this interpreter was started for, with garbage collection enabled."""
+    """Enable garbage collection, and run the worker that this interpreter was started for."""
     sock = prepare(start)
     gc.enable()
     work(sock, start["worker"], start["entry"], start["trainer"])
@@ -60,7 +61,7 @@ def begin_as_copy(
         _measure_as(is_measured())
         own_offsets()
         system.limit_threads(threads)
-        # Otherwise, garbage collection would copy the memory pages of the trainer's objects.
+        # Otherwise, garbage collection would copy all pages with objects of the trainer.
         gc.freeze()
         atexit._clear()
         signal.set_wakeup_fd(-1)
@@ -68,7 +69,7 @@ def begin_as_copy(
         threading.current_thread().name = "MainThread"
         _shield()
         _empty_stdin()
-        # The trainer's stdin stream may hold buffered input.
+        # There may be buffered input in the trainer's stream.
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     except BaseException:  # noqa: BLE001
         leave(report(worker), worker)
@@ -79,7 +80,7 @@ _measures = False
 
 
 def is_measured() -> bool:
-    """Return True if coverage measures this process and those started by multiprocessing."""
+    """Return True if coverage measures this process and processes of multiprocessing."""
     measuring: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
     current = None if measuring is None else measuring.current()
     return current is not None and "multiprocessing" in current.get_option("run:concurrency")
@@ -91,12 +92,12 @@ def _measure_as(measures: bool) -> None:  # noqa: FBT001
 
 
 def _measure() -> None:
-    """Start coverage as in a `multiprocessing.Process`. An `atexit` function writes the data."""
+    """Start coverage as in a `multiprocessing.Process`. The data is written by `atexit`."""
     coverage: Any = importlib.import_module("coverage")
     measuring = coverage.Coverage(data_suffix=True, auto_data=True)
     measuring._warn_preimported_source = measuring._warn_no_data = False
     measuring.start()
-    # Coverage may have installed a SIGTERM handler.
+    # Coverage may have installed a handler for SIGTERM.
     _shield()
 
 
@@ -109,10 +110,10 @@ def _own_socket(handle: int | bytes) -> socket.socket:
 
 
 def _shield() -> None:
-    """Ignore signals meant for the trainer.
+    """Ignore signals that are meant for the trainer.
 
-    This installs a handler instead of `SIG_IGN`, which executed programs would inherit. A worker
-    could then not stop its own children with SIGTERM.
+    This installs a handler instead of `SIG_IGN`, which executed programs would inherit. As a
+    result, a worker could not stop its own children with SIGTERM.
     """
     for signum in SHIELDED:
         signal.signal(signum, ignore)
@@ -123,7 +124,7 @@ def _shield() -> None:
 
 
 def _unshield() -> None:
-    """Restore the default signal handlers in a process forked from a worker."""
+    """Restore the default handlers in a process that was forked from a worker."""
     for signum in SHIELDED:
         if signal.getsignal(signum) is ignore:
             usual = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
@@ -141,14 +142,14 @@ def _drop_handlers() -> None:
 
 
 def _empty_stdin() -> None:
-    """Make standard input empty, because the terminal's input belongs to the trainer.
+    """Make standard input empty, because input from the terminal belongs to the trainer.
 
     Standard output and error are opened if the trainer has closed them. Otherwise, other files
-    could reuse their descriptors.
+    might get their descriptors.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
-    # In a container without devices, use the read end of a pipe.
+    # In a container without devices, use the end of a pipe.
     except OSError:
         fd, writer = os.pipe()
         os.close(writer)
@@ -163,14 +164,14 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Clear ``__main__``, into which classes from the user's script will be placed."""
+    """Clear ``__main__``, so that classes of the user's script can be added."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
 
 
 def set_name(name: str) -> None:
-    """Set the process name that the system's process list shows."""
+    """Set the name that the system shows for this process."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="utf-8") as file:
         file.write(name)
 
@@ -178,7 +179,7 @@ def set_name(name: str) -> None:
 def work(
     sock: socket.socket, worker: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
-    """Run a worker's entry function and exit. Forked copies that return here exit as well."""
+    """Call the entry function of a worker, and exit. Forked copies that return here also exit."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
@@ -203,7 +204,7 @@ def work(
 def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     """Tell multiprocessing and process pools that this is a new process.
 
-    Otherwise, they would keep the parent process's threads and finalizers. This calls the same
+    Otherwise, they would use threads and finalizers of the parent process. This calls the same
     private functions as `multiprocessing.Process`.
     """
     modules: Any = sys.modules
@@ -227,7 +228,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# Joblib's pools, kept alive because their finalizers would wait for threads that do not exist.
+# Pools of Joblib are kept alive, because their finalizers would wait for threads that do not exist.
 _inherited: list[Any] = []
 
 
@@ -236,7 +237,7 @@ def _imported(*names: str) -> list[Any]:
 
 
 def _hung_up(sock: socket.socket) -> bool:
-    """Return True if the other end of a socket is closed. Unread data is discarded."""
+    """Return True if the other end of a socket was closed. Unread data is discarded."""
     try:
         while sock.fileno() >= 0 and readable(sock.fileno(), 0):
             if not sock.recv(65536):
@@ -247,7 +248,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
-    """Return the exit code for a worker whose entry function raised, and report errors."""
+    """Report an exception of the entry function, and return the exit code of the worker."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
     if isinstance(error, ConnectionError) and _hung_up(sock):
@@ -256,7 +257,7 @@ def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
 
 
 def report(worker: int) -> int:
-    """Print the current exception, which terminates a worker, and return the exit code."""
+    """Print the current exception, which ends a worker, and return the exit code."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) ends with an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
@@ -264,9 +265,9 @@ def report(worker: int) -> int:
 
 
 def leave(code: int, worker: int) -> NoReturn:
-    """Exit the process without waiting for its threads."""
+    """Exit from the process without waiting for threads."""
     try:
-        # Otherwise, multiprocessing would wait forever for the pools' processes.
+        # Otherwise, multiprocessing would wait forever for the processes of pools.
         for pools in _imported(*POOLS):
             with contextlib.suppress(OSError):
                 pools._python_exit()

@@ -1,4 +1,4 @@
-"""Closes sockets that forked processes must not keep open."""
+"""Closes sockets in forked processes, which must not keep them open."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-# Held while a new socket is missing from _private. (Typeshed is missing one of RLock's methods.)
+# Held while a new socket is not yet in _private. (Typeshed does not know all methods of RLock.)
 _fork_guard: Any = threading.RLock()
 
 
 def in_forked_children(function: Callable[[], object]) -> None:
-    """Call a function in every process forked from this one."""
+    """Call a function in every process that is forked from this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
 
 def close_in_forks(sock: socket.socket) -> None:
-    """Make processes forked from this process close their copies of a socket.
+    """Make forked processes close their copies of a socket.
 
-    Otherwise, a copy would keep the connection open, and the other end would never see end of file.
+    Otherwise, a copy would keep the connection open, and there would be no end of file.
     """
     _private.add(sock)
 
@@ -39,9 +39,9 @@ def _close_private() -> None:
     _private.clear()
 
 
-# User threads may fork as well, so C code acquires and releases the guard around a fork. In Python
-# code, a signal handler could raise before the release, and the thread that starts workers would
-# then wait forever. In a child, the guard is free.
+# Any thread of the user may fork, so the guard is acquired before a fork, and released after it, in
+# C code. In Python code, a signal handler could raise before the guard is released, and the thread
+# that starts workers would wait forever. In a child process, the guard is free.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_fork_guard.acquire,
@@ -56,7 +56,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     with _fork_guard:
         ours, theirs = map(lifted, socket.socketpair())
         for sock in (ours, theirs):
-            # Otherwise, messages on these TCP sockets would wait up to 200 ms for an ACK.
+            # These are TCP sockets, on which messages would otherwise wait up to 200 ms for an ACK.
             if os.name == "nt":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             close_in_forks(sock)
@@ -65,7 +65,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def handing_over(sock: socket.socket) -> Iterator[None]:
-    """Let a process forked in this context keep this socket and no other private socket."""
+    """Let a process that is forked in this context keep this socket, but no other private one."""
     with _fork_guard:
         _private.discard(sock)
         yield

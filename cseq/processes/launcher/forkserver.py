@@ -1,9 +1,9 @@
-"""A fork server as seen by the trainer, and the launcher that uses it.
+"""Fork servers, from the view of the trainer, and the launcher that uses them.
 
 ::
 
     trainer ── IMPORT, FORK ──► server
-            ◄─ replies ── on a socket passed with the request
+            ◄─ replies ── on a socket that is sent with the request
 
 A worker inherits the server's end of this socket. End of file means that both processes are gone.
 """
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SERVER = "cseq.processes.launcher.server"
-# In seconds: the time limit for starting a server, which may read torch from a cold network disk,
-# and the interval between checks by a thread that waits for a server.
+# How long a server may take to start, as it may read torch from a slow network disk, and how often
+# a thread that waits for a server checks it, in seconds.
 START, LOOK = 120.0, 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
@@ -52,10 +52,10 @@ REASONS = {
     None: "ends the process",
 }
 
-# The fork servers, keyed by their start arguments.
+# The fork servers by their start arguments.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()
-# After any server has been found unfit, each worker imports its modules itself.
+# If a server has become unfit, every worker imports modules on its own.
 _any_unfit = False
 
 
@@ -68,7 +68,7 @@ in_forked_children(_forget_servers)
 
 
 class ForkServer:
-    """One fork server process, as seen by the trainer."""
+    """A fork server process, from the view of the trainer."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         self.has: set[str] = set()
@@ -78,20 +78,20 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """True if the server is in use and is not known to be unfit or dead."""
+        """Whether the server is in use, and is not known to be unfit or dead."""
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
-        """Send a request and return the socket on which replies and end of file arrive."""
+        """Send a request, and return the socket for the replies, which also reports end of file."""
         ours, theirs = pair()
-        # Send the request in one piece, because other launchers may send requests concurrently.
+        # Send the request in one piece, because other launchers may send requests at the same time.
         request = MESSAGE.pack(kind, value) + data
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
         return ours
 
     def close(self, deadline: float) -> bool:
-        """Stop and reap the server. Return True if it is gone."""
+        """Stop the server and reap it. Return True if it is gone."""
         self.process.sock.close()
         self.process.status(deadline - time.monotonic())
         if not self.process.gone:
@@ -101,9 +101,9 @@ class ForkServer:
 
 
 class _ServedChild(Child):
-    """A worker that a fork server starts and reaps. The server reports how the worker exited.
+    """A worker that a fork server starts and reaps. The server reports how the worker has exited.
 
-    The server's only thread may be stopped or import for minutes, so a zombie counts as exited.
+    A zombie counts as exited, because the server may be stopped, or may import modules for minutes.
     """
 
     def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
@@ -111,12 +111,12 @@ class _ServedChild(Child):
         self._reports = reports
 
     def _send(self, number: int, *, tree: bool) -> None:
-        # After the report has arrived, the pid may belong to another process.
+        # When there is a report, the pid may belong to another process.
         if not readable(self._reports.fileno(), 0):
             super()._send(number, tree=tree)
 
     def status(self, timeout: float) -> int | None:
-        """Return the exit code like `Child.status`, even if the server's report arrives late."""
+        """Return the exit code like `Child.status`, even if the server reports it late."""
         super().status(timeout)
         self._has_ended(unreported=True)
         return self.code
@@ -125,7 +125,7 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # Read the status first. If there is no report even after that, the pid is the worker's.
+            # Read the status first. If there is no report after that, it is the worker's pid.
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)
@@ -140,11 +140,11 @@ class _ServedChild(Child):
 
 
 class ForkServerLauncher(Launcher):
-    """Starts each worker by forking a small process that has imported the workers' modules."""
+    """Starts workers by forking a small process that has imported the modules they need."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         super().__init__(entry, threads)
-        # The modules that a server imports before its first fork, and the time limit for each.
+        # The modules that a server imports before the first fork, and the time limit for each.
         self._modules: Sequence[str] = ()
         self._preloads = True
         self._seconds = FOREVER
@@ -156,15 +156,15 @@ class ForkServerLauncher(Launcher):
         self._present()
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Make the server import modules before it forks the next worker."""
+        """Make the server import modules before the next worker is forked."""
         self._modules, self._seconds = modules, seconds
 
     def _answer(
         self, server: ForkServer, answers: socket.socket, seconds: float
     ) -> tuple[bytes, int] | None:
-        """Wait for a server's reply. Return None if the server is dead or found unfit.
+        """Wait for a reply from a server. Return None if the server is dead or unfit.
 
-        The time limit excludes earlier imports for other launchers.
+        Earlier imports for other launchers do not count toward the time limit.
         """
         end = time.monotonic() + seconds
         while not readable(answers.fileno(), min(LOOK, end - time.monotonic())):
@@ -192,7 +192,7 @@ class ForkServerLauncher(Launcher):
             self._import(server, lacking[0])
 
     def _import(self, server: ForkServer, name: str) -> None:
-        """Make a server import a module. Abandon the server if it cannot safely fork afterwards."""
+        """Make a server import a module. If it cannot fork safely after that, stop using it."""
         global _any_unfit
         self.importing, data = name, name.encode()
         server.importers.append(self)
@@ -202,7 +202,7 @@ class ForkServerLauncher(Launcher):
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
                 _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # An import for another launcher killed the server, so this module is not to blame.
+            # The server died of an import for another launcher, and not because of this module.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)
@@ -226,7 +226,7 @@ class ForkServerLauncher(Launcher):
         )
 
     def _present(self) -> ForkServer:
-        """Return the current server, replacing a dead or unfit one."""
+        """Return the current server. If it is dead or unfit, start a new one."""
         with _guard:
             if self._servers and self._servers[-1].is_usable:
                 return self._servers[-1]
@@ -240,10 +240,10 @@ class ForkServerLauncher(Launcher):
             return server
 
     def _launch(self, worker: int) -> Child:
-        # Try twice, because a dead server may not be noticed before a request.
+        # Try twice, because a server may have died unnoticed before the request.
         for _ in range(2):
             server = self._serving()
-            # On an error, closing the socket makes the worker exit.
+            # If there is an error, the worker exits because the socket is closed.
             with contextlib.ExitStack() as undo:
                 ours, theirs = pair()
                 undo.callback(ours.close)
@@ -256,7 +256,7 @@ class ForkServerLauncher(Launcher):
                         raise OSError(value, f"no worker process: {os.strerror(value)}")
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
-            # Wait for the server to exit. Otherwise, it could appear alive and be asked again.
+            # Wait until the server has exited. Otherwise, it may seem to be alive, and be reused.
             code = server.process.status(LAST)
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {worker}; if it "
@@ -268,7 +268,7 @@ class ForkServerLauncher(Launcher):
         return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
-        """Stop a server unless another launcher uses it. Return True if it is gone or in use."""
+        """Stop a server, unless another launcher uses it. Return True if it is gone or in use."""
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False
         server.users -= 1

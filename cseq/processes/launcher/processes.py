@@ -1,4 +1,4 @@
-"""The trainer side: child processes, launchers and new interpreters."""
+"""The trainer's side: child processes, launchers and new interpreters."""
 
 from __future__ import annotations
 
@@ -42,24 +42,26 @@ PAUSE = 0.001
 
 
 class Child:
-    """A child process as seen by the trainer.
+    """A child process, from the view of the trainer.
 
-    `gone` and `status` reap the process and set `ended` and `code`. A signal handler that raises
-    inside them would lose the exit status, so only the threads that watch workers call them. Any
-    thread may read `ended` and `code` and may send signals.
+    `gone` and `status` reap the process, and set `ended` and `code`. They are only called by
+    threads that watch workers, because the exit status would be lost if a signal handler raised in
+    one of them. Any thread may read `ended` and `code`, and may send signals.
 
     Parameters
     ----------
     sock : socket
         The trainer's end of the connection to the process.
     pid : int
+        The process id.
 
     Attributes
     ----------
     handle : int or None
-        The process handle on Windows.
+        The handle of the process on Windows.
     ended, code : Latch, int or None
-        A latch that is set on exit, and the exit code, which is set before the latch if known.
+        A latch that is set when the process has exited, and the exit code, which is set before the
+        latch if it is known.
     """
 
     handle: int | None = None
@@ -69,24 +71,24 @@ class Child:
         self.ended = Latch()
         self.code: int | None = None
         self._parent_pid = os.getpid()
-        # Held while a signal is sent, because the pid may be reused once the process is reaped.
-        # Reentrant, because a signal handler may interrupt a send and send another signal.
+        # Held while a signal is sent, because the pid may be reused after the process is reaped.
+        # The lock is reentrant, because a signal handler may send a signal during this time.
         self._lock = Lock()
 
     @property
     def gone(self) -> bool:
-        """True if the process has definitely exited and no longer accesses memory."""
+        """Whether the process has definitely exited, and no longer accesses memory."""
         self.status(0)
         return self.ended.wait(0)
 
     def kill(self) -> None:
-        """Kill the process and, on Linux, its descendants unless the process is gone."""
+        """Kill the process, unless it is gone. On Linux, also kill its descendants."""
         self.send_signal(KILL, tree=True)
 
     def send_signal(self, signum: int, *, tree: bool = False) -> None:
-        """Send a signal unless the process is gone. A later process with its pid gets no signal.
+        """Send a signal to the process, unless it is gone, but never to a later process.
 
-        On Linux, `tree=True` also sends the signal to the process's descendants.
+        On Linux, with `tree=True`, the descendants of the process also get the signal.
         """
         if os.getpid() != self._parent_pid:
             return
@@ -100,11 +102,11 @@ class Child:
             )
 
     def status(self, timeout: float) -> int | None:
-        """Wait for the process to exit and return its exit code.
+        """Wait until the process exits, and return the exit code.
 
-        Return None if the process does not exit within `timeout` seconds (`gone` is False). Return
-        None as well if the exit code is unknown (`gone` is True) because the fork server died first
-        or other code in the trainer reaped the process.
+        Return None if the process does not exit within `timeout` seconds (`gone` is False), or if
+        the exit code is unknown (`gone` is True), because the fork server died before the process
+        or because other code in the trainer has reaped it.
         """
         deadline = time.monotonic() + timeout
         while not self._has_ended():
@@ -121,10 +123,10 @@ class Child:
                 os.kill(pid, signum)
 
     def _has_ended(self) -> bool:
-        """Return True after reaping the process, or False if it has not exited."""
+        """Reap the process. Return False if it has not exited."""
         with self._lock.hold():
             if not self.ended.wait(0):
-                # Other code may have reaped the process, in which case its status is lost.
+                # If other code has reaped the process, the status is lost.
                 with contextlib.suppress(ChildProcessError):
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                     if pid == 0:
@@ -135,7 +137,7 @@ class Child:
 
 
 class _WindowsChild(Child):
-    """A child process on Windows, where an open handle prevents reuse of the pid."""
+    """A child process on Windows, where a pid is not reused as long as a handle is open."""
 
     def __init__(self, sock: socket.socket, popen: subprocess.Popen[bytes]) -> None:
         super().__init__(sock, popen.pid)
@@ -160,8 +162,8 @@ class _WindowsChild(Child):
 class Launcher:
     """The base class of all start methods.
 
-    A launcher may be used only in the process that created it, and only on threads that run no
-    signal handlers. `cancel` is thread-safe.
+    A launcher may only be used in the process that created it, and only by threads in which signal
+    handlers do not run. `cancel` is thread-safe.
 
     Parameters
     ----------
@@ -171,9 +173,9 @@ class Launcher:
     Attributes
     ----------
     takes_objects : bool
-        Whether workers inherit `local`, which is passed to ``entry(sock, local)``, and `context`.
+        Whether workers inherit `context`, and `local`, which is passed to ``entry(sock, local)``.
     importing : str
-        The module currently being imported for all workers, or "".
+        The module that is being imported for all workers, or "".
     """
 
     takes_objects = False
@@ -187,27 +189,27 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start a fork server without waiting. If `preload`, it will import workers' modules."""
+        """Start a fork server without waiting for it. `preload` says if it will import modules."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Make a fork server import modules for all workers before the next `launch`.
+        """Make a fork server import modules for all workers, before the next `launch`.
 
-        If a module cannot safely be imported before a fork, kills the server or takes longer than
-        `seconds`, the workers import all modules themselves, and a log message names the module.
+        If importing a module before a fork is not safe, ends the server or takes longer than
+        `seconds`, workers import all modules on their own, and a log message names the module.
         """
 
     def cancel(self) -> None:
-        """Interrupt `launch` and start no more workers."""
+        """Interrupt `launch`, and do not start more workers."""
         self._cancelled = True
 
     def launch(self, worker: int) -> Child:
-        """Start a worker process that is named after its number and calls ``entry(sock)``.
+        """Start a worker process, which calls ``entry(sock)``. Its name contains its number.
 
         Raises
         ------
         OSError
-            The process cannot be started or does not start in time (TimeoutError), or `cancel` was
-            called (InterruptedError).
+            If the process cannot be started, if it does not start in time (TimeoutError), or if
+            `cancel` was called (InterruptedError).
         """
         self._check()
         self._children -= {child for child in set(self._children) if child.ended.wait(0)}
@@ -223,10 +225,10 @@ class Launcher:
             raise InterruptedError("no worker was started, because the workers are being ended")
 
     def close(self, deadline: float) -> bool:
-        """Kill the workers that are still running and stop the servers.
+        """Kill workers that are still running, and stop the servers.
 
         A server that is still running at `deadline` (`time.monotonic`) is killed. Return True if
-        all processes are gone and reaped. If a process survives, a second call tries again.
+        all processes are gone and have been reaped. Otherwise, this may be called again.
         """
         children = set(self._children)
         for child in children:
@@ -237,16 +239,16 @@ class Launcher:
         return self._end_servers(deadline) and all(child.gone for child in children)
 
     def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """Stop the servers that started the workers. Return True if the servers are gone."""
+        """Stop the servers that have started workers. Return True if they are gone."""
         return True
 
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield this process's socket and the socket for a process started in this context.
+    """Yield a socket for this process, and a socket for a process that is started in this context.
 
-    Signals meant for the trainer are blocked in this thread until the context exits, and in the new
-    process until it can ignore them.
+    Signals that are meant for the trainer are blocked in this thread until the context exits, and
+    in the new process until it can ignore them.
     """
     ours, theirs = pair()
     with contextlib.ExitStack() as undo:
@@ -259,9 +261,9 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         undo.pop_all()
 
 
-# The program that a new interpreter runs. It sets the trainer's sys.path before it imports cseq, so
-# no file in the current folder can shadow a standard library module. It disables the garbage
-# collector, which would otherwise traverse the imported objects repeatedly.
+# The program that a new interpreter runs. It sets sys.path as in the trainer before it imports
+# cseq, so that files in the current folder do not shadow modules of the standard library. It
+# disables the garbage collector, which would traverse imported objects again and again.
 _BOOTSTRAP = """\
 import gc, marshal, os, sys
 gc.disable()
@@ -276,9 +278,9 @@ import_module(start["module"]).begin_process(start)
 
 
 def spawn(start: Start, title: str, threads: int | None) -> Child:
-    """Start a new interpreter that calls `begin_process(start)` in the module named in `start`.
+    """Start a new interpreter, which calls `begin_process(start)` in the module that `start` names.
 
-    Libraries in the interpreter and its children use `threads` compute threads.
+    Libraries in this interpreter and its children use `threads` compute threads.
     """
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
@@ -287,41 +289,41 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
     with connected() as (ours, theirs):
         if os.name == "nt":
-            # pythonw has no streams, and subprocess would create pipes that nothing reads.
+            # pythonw has no streams, and subprocess would create pipes that nobody reads.
             lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
             popen = subprocess.Popen(
                 command,
                 env=environment,
                 stdin=subprocess.PIPE,
-                # A new process group does not receive Ctrl-C.
+                # A new process group does not get Ctrl-C.
                 creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
-            # Ignore errors, because the socket is at end of file if the process is already dead.
+            # Ignore errors, because if the process is dead, the socket is at end of file.
             with contextlib.suppress(OSError), popen.stdin as pipe:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
             return _WindowsChild(ours, popen)
-        # Do not use a `Popen` pipe, whose ends could reuse the numbers of closed standard streams.
+        # Do not use a pipe of `Popen`, which may get the numbers of closed standard streams.
         given, _ = anonymous_file("cseq-start")
         fd = theirs.fileno()
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        # Prevent `Popen` from waiting, because `Child` waits for the process.
+        # Keep `Popen` from waiting, because `Child` waits for the process.
         popen.returncode = 0
         return Child(ours, popen.pid)
 
 
 def trainer_identity() -> Identity:
-    """Return this process's identity."""
+    """Return the identity of this process."""
     process: Any = sys.modules.get("multiprocessing.process")
     name = "MainProcess" if process is None else process.current_process().name
     return name, os.getpid()
 
 
 def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
-    """Create the first message to a new interpreter, for a numbered worker or a fork server."""
+    """Create the first message to a new interpreter, which is a worker or a fork server."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
     start: Start = {"module": module, "entry": entry, "worker": worker}
     start |= {"path": _search_path(), "argv": words}
@@ -329,10 +331,10 @@ def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
 
 
 def _search_path() -> list[str]:
-    """Return sys.path with cseq's own import folder appended if it is missing."""
+    """Return sys.path, to which the folder of cseq is added if it is missing."""
     path = [os.fsdecode(folder) for folder in sys.path if isinstance(folder, (str, bytes))]
     home = os.path.dirname(os.path.abspath(sys.modules["cseq"].__path__[0]))
-    # Relative paths stay relative, because the working directory may have been deleted.
+    # Relative paths remain relative, because the working directory may have been deleted.
     folders = [os.path.normpath(folder) for folder in path if os.path.isabs(folder)]
     return path if home in folders else [*path, home]
 
@@ -350,7 +352,7 @@ def _executable() -> tuple[str, dict[str, str]]:
         )
     base = getattr(sys, "_base_executable", executable)
     if os.name == "nt" and executable == sys.executable != base:
-        # Like a virtual environment's python.exe, which is a stub, start the base interpreter.
+        # Start the base interpreter, like python.exe of a virtual environment, which is a stub.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
 
@@ -369,7 +371,7 @@ class ForkLauncher(Launcher):
 
     def _launch(self, worker: int) -> Child:
         flush_output()
-        # The logging thread may hold the standard streams' locks.
+        # The thread that logs may hold locks of the standard streams.
         await_logged(time.monotonic() + LAST)
         if self._threads is not None:
             system.find_openblas()

@@ -1,4 +1,4 @@
-"""The fork server process, which imports modules once and forks workers."""
+"""The process of the fork server, which imports modules once and forks workers."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
 
 IS_LINUX = sys.platform == "linux"
-# Names of threads that libraries restart after a fork. Only jemalloc (in pyarrow) has one.
+# The names of threads that libraries start again after a fork. Only jemalloc (in pyarrow) has one.
 FORKING = ("jemalloc_bg_thd",)
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the server that this interpreter was started for, with garbage collection disabled."""
+    """Run the server that this interpreter was started for, without garbage collection."""
     Forker(prepare(start), start["entry"], start["trainer"]).serve()
 
 
 class Forker:
-    """The fork server, whose single thread forks and reaps workers and reports both events.
+    """The fork server, which has a single thread. It forks and reaps workers, and reports both.
 
-    The server exits when the trainer dies or closes its socket. Each worker has its own socket.
+    The server exits when the trainer dies or closes the socket. Each worker has its own socket.
     """
 
     def __init__(self, sock: socket.socket, entry: str, trainer: Identity) -> None:
@@ -60,7 +60,7 @@ class Forker:
         self._woken, self._wake = socket.socketpair()
 
     def serve(self) -> NoReturn:
-        """Serve requests until the trainer is gone."""
+        """Handle requests until the trainer is gone."""
         set_name("cseq-server")
         for name in ("numpy", self._entry.partition(":")[0]):
             importlib.import_module(name)
@@ -77,10 +77,10 @@ class Forker:
         os._exit(0)
 
     def _step(self) -> bool:
-        """Handle a request or a child's exit. Return False if the trainer is gone."""
+        """Handle a request, or the exit of a child. Return False if the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            # Drain the socket before reaping so that a later exit wakes the server again.
+            # Drain the socket before reaping, so that a later exit wakes up the server again.
             self._woken.recv(4096)
             self._reap()
         if self._sock.fileno() not in ready:
@@ -103,8 +103,8 @@ class Forker:
         return True
 
     def _fork(self, reports: socket.socket, fd: int, worker: int) -> None:
-        """Fork a worker, which owns the socket `fd`, and report the worker's process id."""
-        # Otherwise, each worker's garbage collector would copy the server's memory pages.
+        """Fork a worker, which gets the socket `fd`, and report its process id."""
+        # Otherwise, the garbage collector of each worker would copy memory pages of the server.
         gc.freeze()
         try:
             pid = fork()
@@ -115,14 +115,14 @@ class Forker:
             return
         if pid == 0:
             self._become_worker(reports, fd, worker)
-        # Close this copy before replying, so that the socket is closed once the worker exits.
+        # Close this copy before the reply, so that the socket is closed when the worker exits.
         os.close(fd)
         answer(reports, BORN, pid)
         close_in_forks(reports)
         self._reports[pid] = reports
 
     def _become_worker(self, reports: socket.socket, fd: int, worker: int) -> NoReturn:
-        """Run a worker in this copy of the server. `reports` closes once both have exited."""
+        """Run a worker in this copy of the server. `reports` is closed when both have exited."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -142,13 +142,13 @@ class Forker:
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
                 if reports is not None:
                     answer(reports, ENDED, code)
-            # Reap after reporting, because the system may reuse the process id after reaping.
+            # Report the exit before reaping, because the system may then reuse the process id.
             if IS_LINUX:
                 os.waitpid(pid, 0)
 
 
 def _ended_child() -> tuple[int, int] | None:
-    """Return an exited child's process id and exit code, or None. On Linux, do not reap it yet."""
+    """Return the process id and exit code of an exited child, or None. On Linux, do not reap it."""
     if not IS_LINUX:
         pid, status = os.waitpid(-1, os.WNOHANG)
         return (pid, os.waitstatus_to_exitcode(status)) if pid else None
@@ -174,7 +174,7 @@ def _import(name: str) -> int:
 
 
 def _tasks() -> set[str]:
-    """Return the threads that a fork would lose, or an empty set if they cannot be listed."""
+    """Return the threads that a fork would not copy, or an empty set if they cannot be listed."""
     tasks = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -188,7 +188,7 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """Return the open descriptors, including CUDA's, or an empty set if they cannot be listed."""
+    """Return open descriptors, such as CUDA's, or an empty set if they cannot be listed."""
     files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
