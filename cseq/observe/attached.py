@@ -1,8 +1,8 @@
-"""Reads the runs of other processes without involving those processes.
+"""Reads statistics about runs in other processes, which do not notice this.
 
-A run keeps its rings in an anonymous file that the same user can open through ``/proc/<pid>/fd``.
-The file's name in `/proc` identifies the run. The core's `Ring` reads a copy of the file, so
-nothing is written. Files that are truncated, overwritten or from another version cause errors.
+The rings of a run are in an anonymous file, which the same user can open at ``/proc/<pid>/fd``. The
+name of the file in `/proc` identifies the run. `Ring` reads a copy of the file, so that nothing is
+written. If the file is truncated, overwritten or from another version, an error is raised.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachedRun", "Watcher", "runs_of"]
 
-# The number of seconds between searches for new runs.
+# How often to search for new runs, in seconds.
 LOOK = 2.0
-# The number of seconds over which the rate and the waiting time are measured.
+# The time in seconds over which the rate and the waiting time are measured.
 RECENT = 2.0
-# The number of seconds on which the advice is based.
+# The time in seconds that the advice is based on.
 WINDOW = 20.0
-# The maximum number of stored readings.
+# The maximum number of readings to keep.
 KEPT = 20
 
 
 class AttachedRun:
-    """A run of another process and the readings taken from it.
+    """A run in another process, and the latest readings.
 
     Parameters
     ----------
     file : Descriptor
-        The run's file, opened for reading.
+        The file of the run, opened for reading.
     pid : int
         The process id in this namespace.
     facts : dict of str to int
@@ -55,11 +55,11 @@ class AttachedRun:
     stats : Stats
         The latest reading.
     tasks : dict of int to (int, int, int)
-        Each worker's current task: the epoch, the batch and the start time (ns).
+        The current task of each worker: the epoch, the batch, and the start time (ns).
     next_batch : (int, int) or None
-        The epoch and number of the next batch or item for the loop.
+        The epoch and the number of the next batch or item for the loop.
     ended : str
-        The reason why reading stopped, or an empty string.
+        The reason why the run can no longer be read, or an empty string.
     """
 
     def __init__(self, file: Descriptor, pid: int, facts: dict[str, int]) -> None:
@@ -73,19 +73,19 @@ class AttachedRun:
 
     @property
     def is_alive(self) -> bool:
-        """True if the process is still running and its id has not been reassigned."""
+        """Whether the process is still running, and its id was not reused."""
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return a number recorded in the file name, or 0 if the name does not contain it."""
+        """Return a number from the name of the file, or 0 if it is missing."""
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
-        """Return a worker's pid, or 0 if the worker is a thread or in another namespace."""
+        """Return the pid of a worker, or 0 if it is a thread or in another namespace."""
         return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
     def update(self, now: float) -> None:
-        """Take a reading. The last reading is kept after the run has ended."""
+        """Take a reading. When the run has ended, the last reading is kept."""
         if self.ended:
             return
         try:
@@ -102,7 +102,7 @@ class AttachedRun:
             self._file.close()
 
     def _rings(self) -> Iterator[Ring]:
-        """Copy the file and yield the rings in the copy."""
+        """Copy the file, and yield the rings in the copy."""
         size = os.fstat(self._file.fd).st_size
         copy = Block(size)
         if os.preadv(self._file.fd, [copy], 0) < size:
@@ -111,7 +111,7 @@ class AttachedRun:
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
     def _read(self, rings: list[Ring]) -> None:
-        # `closed` is 1 if the run is closed, or the number of the first worker that leaves.
+        # `closed` is 1 if the run is closed, or the number of the first runner that is exiting.
         count, leaving = self.fact("workers"), rings[0].closed
         self.stats = stats = Stats.read(
             rings,
@@ -124,7 +124,7 @@ class AttachedRun:
             for cell in range(ring.capacity):
                 token, (epoch, batch, _) = ring.token(cell), ring.ticket(cell)
                 owner, since = ring.holder(cell)
-                # Streams count epochs from 1 and have one ring per worker.
+                # Streams count epochs from 1, and have one ring per worker.
                 if not stats.buffer:
                     epoch, batch, owner = epoch - 1, ring.start(cell), owner and k + 1
                 if owner:
@@ -133,24 +133,24 @@ class AttachedRun:
                     first, self.next_batch = token, (epoch, batch)
 
     def since(self, seconds: float) -> Stats:
-        """Return stats for the last `seconds`, or for the whole run if it has ended."""
+        """Return statistics for the last `seconds`, or for the whole run if it has ended."""
         for then, earlier in self._past if not self.ended else ():
             if 0 < self._past[-1][0] - then <= seconds:
                 return added(self.stats, earlier)
         return self.stats
 
     def window(self) -> Stats:
-        """Return stats for the last 20 s, or for the whole run if there are too few batches."""
+        """Return statistics for the last 20 s, or for the whole run if it has few batches."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
     def advice(self) -> Advice:
-        """Return advice for the current window, given the program's number of cores."""
+        """Return advice for the current window, based on the number of cores of the program."""
         return advise(replace(self.window().window(), cores=max(1, self.fact("cores"))))
 
     @property
     def title(self) -> list[str]:
-        """The parts of the title: the program, the process and the rank."""
+        """The parts of the title, which are the program, the process and the rank."""
         title, world = [self.script, f"pid {self.pid}"], self.fact("world_size")
         if world > 1:
             title.append(f"rank {self.fact('rank')} of {world}")
@@ -158,7 +158,7 @@ class AttachedRun:
 
 
 def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
-    """Yield a process's run files as (inode, run) pairs, skipping inodes in `opened`.
+    """Yield (inode, run) for each run of a process, except for inodes in `opened`.
 
     Raises OSError if the process is gone or belongs to another user.
     """
@@ -171,14 +171,14 @@ def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, Attach
             if not called.startswith(f"/memfd:{RUN}") or number in opened:
                 continue
             facts = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
-            # A forked process inherits its parent's files.
+            # A forked process inherits the files of its parent.
             if facts.get("pid", own) == own:
                 file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 yield number, AttachedRun(file, pid, facts)
 
 
 def _script(pid: int) -> str:
-    """Return the name of the script that a process runs."""
+    """Return the name of the script that a process is running."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode("utf-8", "replace").split("\0")
         script = next((word for word in words[1:] if word and word[0] != "-"), words[0])
@@ -194,14 +194,14 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _own_number(pid: int) -> int:
-    """Return the id of a process in its own namespace, such as inside a container."""
+    """Return the id of a process in its own namespace, for example in a container."""
     return int(_status(pid).get("NSpid", str(pid)).split()[-1])
 
 
 class Watcher:
-    """Tracks the runs of a process and its descendants, or of all readable processes.
+    """Watches the runs of a process and its descendants, or of all processes that can be read.
 
-    `problems` lists runs that could not be read, with the reasons.
+    `problems` contains the reasons why some runs could not be read.
     """
 
     def __init__(self, pid: int | None) -> None:
@@ -213,14 +213,14 @@ class Watcher:
 
     @property
     def runs(self) -> list[AttachedRun]:
-        """All runs, sorted by rank and process id, with ended runs last."""
+        """All runs, sorted by rank and process id. Runs that have ended come last."""
         return sorted(
             self._runs.values(), key=lambda run: (bool(run.ended), run.fact("rank"), run.pid)
         )
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run to show in full until it ends: the one whose loop waited the longest."""
+        """The run to show in full, whose loop has waited longest. Another is chosen when it ends."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}
@@ -228,7 +228,7 @@ class Watcher:
         return self._shown
 
     def update(self) -> None:
-        """Read all runs, and periodically look for new ones."""
+        """Read all runs, and search for new runs from time to time."""
         now = now_ns() / 1e9
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now
@@ -240,7 +240,7 @@ class Watcher:
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
         self.problems = []
         for pid in pids if self._pid is None else tree(self._pid):
-            # A process may have exited or belong to another user.
+            # The process may have exited, or may belong to another user.
             with contextlib.suppress(OSError):
                 for number, run in runs_of(pid, self._runs):
                     run.update(now)
@@ -248,7 +248,7 @@ class Watcher:
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
                         self._runs[number] = run
-        # Drop an ended run if its process is still running and may start another run.
+        # Drop a run that has ended if the process is still running, because it may start another.
         for number, run in list(self._runs.items()):
             if run.ended and run.is_alive:
                 del self._runs[number]

@@ -1,6 +1,6 @@
 """``cseq bench FILE.py:make``: compares a loader with and without cseq's workers.
 
-Each row calls ``make()`` to create its own loader.
+For each row of the table, ``make()`` is called to create a loader.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     Loader = MSequence[Any] | DataLoader[Any]
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
-# The number of seconds to measure the rate, and to measure the waiting time.
+# How many seconds to measure the rate, and the waiting time.
 MEASURED = 5.0
-# The warm-up before each measurement: the maximum number of seconds and of batches.
+# The warm-up before each measurement ends after this number of seconds or batches.
 WARM = 0.5, 20
 # The batch size to use if ``make()`` returns a data set.
 BATCH_SIZE = 32
@@ -49,10 +49,10 @@ LABELS = {
 
 
 class Made(NamedTuple):
-    """The loader returned by ``make()``.
+    """A description of the loader that ``make()`` has returned.
 
-    `text` describes the loader in one line. `kinds` are the rows to measure, and `current` is the
-    row that uses the loader unchanged. The DataLoaders of torch and cseq use `workers` workers.
+    `text` is a one-line description. `kinds` contains the rows to measure. In the row `current`,
+    the loader is not changed. The DataLoaders of torch and cseq use `workers` workers.
     """
 
     text: str
@@ -62,22 +62,22 @@ class Made(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The figures measured so far for a row.
+    """The figures of a row so far.
 
     Attributes
     ----------
     rate : float
-        Batches per second, or 0 if unknown.
+        The number of batches per second, or 0 if it is unknown.
     cpu : float or None
-        The CPU time of all processes per batch, in seconds.
+        The CPU time of all processes per batch in seconds.
     waits : float or None
-        The fraction of time that a loop with the given step time spends waiting.
+        The fraction of the time that a loop waits, with the given time per step.
     first : float or None
-        The time from ``iter()`` to the first batch, in seconds.
+        The time from ``iter()`` to the first batch in seconds.
     advice : str
-        The advice from cseq's workers for a loop with that step time.
+        The advice of cseq for a loop with this time per step.
     error : str
-        The reason why the measurement failed or stopped early.
+        The reason why the measurement has failed or was not completed.
     """
 
     rate: float = 0.0
@@ -89,7 +89,7 @@ class Figures(NamedTuple):
 
 
 def load(path: str, name: str) -> Callable[[], object]:
-    """Import a function from a file. Raise ValueError if the file or function is unsuitable."""
+    """Import a function from a file. Raise ValueError if the file or the function is unsuitable."""
     folder, file = os.path.split(os.path.abspath(path))
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {path}")
@@ -112,7 +112,7 @@ def load(path: str, name: str) -> Callable[[], object]:
 
 
 def loader_of(made: Any) -> Loader:
-    """Return the loader that ``make()`` returned, or create one for a data set."""
+    """Return the loader that ``make()`` has returned. If it is a data set, create a loader."""
     data = sys.modules.get("torch.utils.data")
     is_stream = data is not None and isinstance(made, data.IterableDataset)
     if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
@@ -133,7 +133,7 @@ def loader_of(made: Any) -> Loader:
 
 
 def look(made: object) -> Made:
-    """Describe the object returned by ``make()``."""
+    """Describe the object that ``make()`` has returned."""
     loader = loader_of(made)
     if isinstance(loader, MSequence):
         return Made(f"{loader!r}", ("none", "manager"), "manager", 0)
@@ -145,7 +145,7 @@ def look(made: object) -> Made:
 
 
 def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[Any]:
-    """Return a context manager that starts and returns a row's loader."""
+    """Return a context manager that starts and returns the loader of a row."""
     if isinstance(loader, MSequence):
         return loader.start_test() if kind == "none" else loader.start()
     from torch.utils import data
@@ -166,7 +166,7 @@ def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[An
 
 
 def _some(batches: Iterable[object], seconds: float, most: int) -> Iterator[object]:
-    """Yield up to `most` batches, and stop after `seconds` seconds."""
+    """Yield at most `most` batches, for at most `seconds` seconds."""
     end = time.monotonic() + seconds
     for batch in itertools.islice(batches, most):
         yield batch
@@ -175,7 +175,7 @@ def _some(batches: Iterable[object], seconds: float, most: int) -> Iterator[obje
 
 
 def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
-    """Yield the batches of consecutive epochs."""
+    """Yield the batches of one epoch after another."""
     while True:
         empty = True
         for batch in loader:
@@ -188,7 +188,7 @@ def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
 def measure(
     loader: Loader, kind: str, workers: int, step: float, seconds: float
 ) -> Iterator[Figures]:
-    """Yield a row's figures incrementally: first the rate and then, with a step, the waiting."""
+    """Yield the figures of a row so far: first the rate, and then the waiting time for a step."""
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)
@@ -206,7 +206,7 @@ def measure(
         asked = row.stats() if kind in ("cseq", "manager") and not error else None
         yield (figures := figures._replace(waits=_waits(batches, step, seconds)))
         if asked is not None:
-            # A new epoch may have just started, with too few batches for advice.
+            # If an epoch has just started, there may be too few batches for advice.
             for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):
                 time.sleep(step)
                 if row.stats().batches >= ENOUGH_BATCHES:
@@ -215,14 +215,14 @@ def measure(
 
 
 def _fallen_back() -> str:
-    """Return the reason why torch's own workers ran instead of cseq's, or "" if cseq's did."""
+    """Return the reason why torch's workers were used instead of cseq's, or an empty string."""
     from cseq.adapters.torch.fallback import made
 
     return next((f"torch's own workers, since {reason}" for _, reason in made if reason), "")
 
 
 def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
-    """Return the fraction of time that a loop spends waiting if each step takes `step` seconds."""
+    """Return the fraction of the time that a loop waits if each step takes `step` seconds."""
     for _ in _some(batches, *WARM):
         time.sleep(step)
     waited, begun = 0.0, time.perf_counter()
@@ -236,7 +236,7 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 
 
 def _explain(error: Exception) -> str:
-    """Return cseq's own error message, or the traceback of an error in user code."""
+    """Return the message of an error from cseq, or the traceback of an error in user code."""
     trace = error.__traceback__
     # The last prefix matches "<frozen importlib._bootstrap>".
     inner = (__file__, str(importlib.__file__), "<")
@@ -248,7 +248,7 @@ def _explain(error: Exception) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Parse a duration such as '30ms', '0.5s', '800us' or a number of seconds."""
+    """Parse a duration, such as '30ms', '0.5s', '800us' or a number of seconds."""
     for unit, scale in (("ms", 1e-3), ("us", 1e-6), ("µs", 1e-6), ("s", 1.0), ("", 1.0)):
         if text.endswith(unit):
             with contextlib.suppress(ValueError):
@@ -260,14 +260,15 @@ def seconds_of(text: str) -> float:
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
-    """Measure all rows and print a table. Return the exit status or an error message.
+    """Measure all rows and print a table. Return the exit status, or an error message.
 
-    If `step` is 0, waiting is not measured. Each row takes `seconds`, or twice as long with a step.
+    If `step` is 0, the waiting time is not measured. A row takes `seconds`, or twice as long with a
+    step.
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
-    # The file sees these arguments both here and in its workers.
+    # The file gets these arguments, in this process and in workers.
     sys.argv = [path]
     try:
         make = load(path, name)
@@ -287,7 +288,7 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
 
 
 def _row(make: Callable[[], object], kind: str, workers: int, *seconds: float) -> Figures:
-    """Measure a row. If an error occurs, return the figures measured so far."""
+    """Measure a row. If there is an error, return the figures so far."""
     figures = Figures()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -304,7 +305,7 @@ def _columns(label: str, *cells: str) -> str:
 
 
 def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
-    """Format a row, followed by any error on separate lines."""
+    """Format a row. An error is added on separate lines."""
     figures = measured[kind]
     label = LABELS[kind] + (f", {made.workers}" if kind in ("torch", "cseq") else "")
     row = _columns(
@@ -318,9 +319,9 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Describe the gain if data were free, and the advice from cseq's workers.
+    """Describe how much faster the loop would be if data were free, and the advice of cseq.
 
-    `current` is the key in `measured` for the unchanged loader from ``make()``.
+    `current` is the row in which the loader from ``make()`` is not changed.
     """
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]

@@ -1,4 +1,4 @@
-"""`progress`: a tqdm bar that shows how much a loop waits and why."""
+"""`progress`: a tqdm bar that shows how much a loop waits, and why."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ if TYPE_CHECKING:
 
 __all__ = ["progress"]
 
-# The bar does not name these causes after the waiting time.
+# Causes that are not shown after the waiting time.
 NO_CAUSES = ("unknown", "loop")
 
 
 def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
-    """Iterate over a loader with a tqdm bar that shows how much the loop waits and why.
+    """Iterate over a loader with a tqdm bar that shows how much the loop waits, and why.
 
     ``for batch in cseq.progress(manager): …`` shows ``26%|██▌  | 412/1563 [00:21<01:00, 19.1it/s,
-    waits 41 %: workers]``. The cause is from `manager.advice()` for the time since the bar started.
+    waits 41 %: workers]``. The cause is the same as in `manager.advice()`, since the bar started.
 
     Parameters
     ----------
     loader : iterable
-        A manager, a `DataLoader` or any other iterable. Without ``stats()``, the bar is plain.
+        A manager, a `DataLoader`, or any other iterable. If it has no method ``stats``, the bar
+        does not show the waiting time.
     **options
-        Options for ``tqdm.tqdm``, such as ``desc``, ``leave`` and ``initial`` (the number of
-        batches consumed before resuming).
+        Options of ``tqdm.tqdm``, such as ``desc``, ``leave`` and ``initial`` (the number of batches
+        that were consumed before a resume).
 
     Returns
     -------
     tqdm.tqdm
-        The bar to iterate over. Nothing is drawn if there is no terminal.
+        The bar to iterate over, which is not drawn if there is no terminal.
 
     Examples
     --------
@@ -67,7 +68,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
 
 
 def _said(before: Stats | None, now: Stats | None) -> str:
-    """Describe how much the loop has waited since `before`. Return "" if there are no figures."""
+    """Describe how much the loop has waited since `before`, or return an empty string."""
     if now is None or not now.num_workers:
         return "" if now is None else "num_workers=0"
     now = added(now, before)

@@ -1,4 +1,4 @@
-"""Records a program's longest runs for the ``cseq run --report`` page."""
+"""Records the longest runs of a program, for the page of ``cseq run --report``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def of_run(run: Run[Any]) -> Part:
     if not isinstance(pool.tickets, Batches):
         return Part("DataLoader" if run.about else "Streams", run.about, stats)
     assert pool.tickets.sampler is not None
-    # A sampler that has changed has a different reader.
+    # The changed sampler has its own reader.
     sampler = pool.tickets.sampler.changed()
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
@@ -32,9 +32,9 @@ def of_run(run: Run[Any]) -> Part:
 
 
 class Recorder:
-    """Keeps this process's longest run of each kind and writes a page when the program ends.
+    """Keeps the longest run of each kind in this process, and writes a page at the end.
 
-    `path` may contain %p for the process id and %r for the rank.
+    In `path`, %p is replaced by the process id and %r by the rank.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,12 +42,12 @@ class Recorder:
         # Raise OSError now if the folder does not exist.
         os.stat(os.path.join(os.path.dirname(self._path), ""))
         self._kept: dict[tuple[str, str], Part] = {}
-        # Runs may end on any thread or in a signal handler.
+        # Runs may end in any thread, or in a signal handler.
         self._guard = threading.RLock()
         on_close.append(self.note)
 
     def note(self, run: Run[Any]) -> None:
-        """Keep a run's figures if the run is the longest of its kind so far."""
+        """Keep the figures of a run if it is the longest of its kind so far."""
         if not run.pool.stats().batches:
             return
         part = of_run(run)
@@ -57,7 +57,7 @@ class Recorder:
                 self._kept[part.name, part.facts] = part
 
     def end(self) -> None:
-        """Write the page unless this process is a forked copy."""
+        """Write the page, unless this is a forked process."""
         if os.getpid() != self._pid:
             return
         for run in present():

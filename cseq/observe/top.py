@@ -1,4 +1,4 @@
-"""``cseq top``: shows live statistics about the loaders in running programs."""
+"""``cseq top``: shows statistics about the loaders in running programs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def top(pid: int | None, *, once: bool) -> int | str:
-    """Show the runs of one process or all processes, either every second or `once` as text.
+    """Show the runs of a process, or of all processes, every second or only `once` as text.
 
     Return the exit status, or the reason why nothing is shown.
     """

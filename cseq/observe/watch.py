@@ -1,7 +1,7 @@
 """``cseq run --watch``: measures the cost of torch DataLoaders in a script.
 
-The DataLoaders run unmodified, except that three methods are timed. When the script ends, the cost
-and the advice are printed for each kind of loader::
+The DataLoaders are not changed, except that three methods are timed. When the script ends, the cost
+and advice are printed for each kind of loader::
 
     __iter__ ──► Turn: an epoch, its workers ──► Watched: a kind of loader ──► Window ──► advise
 """
@@ -23,34 +23,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Watched", "tell", "watch"]
 
-# The prefix for a line about the gain from a faster loader.
+# The start of the line that says how much could be gained with a faster loader.
 FREE = "if data were free:"
 
 
 @dataclass
 class Watched:
-    """The cost of one kind of loader.
+    """The cost of a kind of loader.
 
     Attributes
     ----------
     name : str
-        The data set's class and size, and the loader arguments.
+        The class and size of the data set, and the arguments of the loader.
     num_workers : int
+        The number of workers.
     persistent : bool
-        True if workers are kept between epochs.
+        Whether workers are kept between epochs.
     computed : float
-        The CPU time in seconds after each epoch's first batch, used by the workers or, without
-        workers, by the loop's thread while it creates batches.
+        The CPU time of the workers after the first batch of each epoch, in seconds. Without
+        workers, the CPU time for making batches in the loop's thread.
     queued : float
-        The time in seconds that the workers waited for a core during the same period.
+        How many seconds the workers have waited for a core during this time.
     epochs, batches : int
-        The number of first batches (one per epoch) and the number of all other batches.
+        The number of first batches (one per epoch), and the number of all other batches.
     started : float
-        The total time in seconds from `iter` to the first batch, over all epochs.
+        The total time from `iter` to the first batch in seconds, over all epochs.
     waited, stepped : float
-        The time in seconds that the loop waited for all other batches, and worked between batches.
+        How many seconds the loop has waited for all other batches, and worked between batches.
     turns : list of Turn
-        The epochs in progress.
+        The epochs that are in progress.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Watched:
     turns: list[Turn] = field(default_factory=list)
 
     def window(self, cores: int) -> Window:
-        """Return the figures for `advise`. If the loop waits, workers are assumed to be busy."""
+        """Return the figures for `advise`. While the loop waits, workers are assumed to be busy."""
         count, workers, elapsed = self.batches, self.num_workers, self.waited + self.stepped
         worked = elapsed * workers if workers else self.waited
         if not worked:
@@ -80,7 +81,7 @@ class Watched:
         )  # fmt: skip
 
     def lines(self, cores: int) -> list[str]:
-        """Describe the loaders' cost and the remedy."""
+        """Describe the cost of the loaders, and what to do."""
         window = self.window(cores)
         advice = advise(window)
         count, of = self.batches + self.epochs, f" in {self.epochs} epochs" * (self.epochs > 1)
@@ -102,7 +103,7 @@ class Watched:
 
 
 class Turn:
-    """An epoch in progress. `begun` is the time when the loop called `iter`."""
+    """An epoch that is in progress. `begun` is the time when the loop called `iter`."""
 
     def __init__(self, watched: Watched, begun: float) -> None:
         self.watched, self.begun = watched, begun
@@ -110,13 +111,13 @@ class Turn:
         self._pids: Sequence[int] = ()
 
     def begin_epoch(self, pids: Sequence[int]) -> None:
-        """Record the workers and their CPU time after the first batch."""
+        """Record the workers, and the CPU time that they used for the first batch."""
         self._pids = pids
         self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
 
     def end_epoch(self) -> None:
-        """Add up the workers' CPU time once, before the workers exit."""
+        """Add the CPU time of the workers, before they exit."""
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
@@ -124,7 +125,7 @@ class Turn:
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
-    """Time every torch DataLoader in this process, and add a `Watched` per kind to `loaders`."""
+    """Time all torch DataLoaders in this process. Add a `Watched` for each kind to `loaders`."""
     from torch.utils.data import DataLoader, IterableDataset
 
     from cseq.adapters.torch import names
@@ -139,7 +140,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
     def __iter__(loader: DataLoader[Any]) -> names.Base:  # noqa: N807
         begun = clock()
         iterator = iterate(loader)
-        # Other iterators, such as cseq.DataLoader's, are not timed.
+        # Other iterators are not timed, such as cseq's.
         if type(iterator).__next__ is not names.Base.__next__:
             return iterator
         size = "" if isinstance(loader.dataset, IterableDataset) else _size_of(loader.dataset)
@@ -147,14 +148,14 @@ def watch(loaders: dict[Any, Watched]) -> None:
         name += f", batch_size={loader.batch_size}, num_workers={loader.num_workers}"
         watched = Watched(name, loader.num_workers, loader.persistent_workers)
         watched = loaders.setdefault((name, watched.persistent), watched)
-        # Persistent workers reuse the iterator, so this ends the previous epoch.
+        # With persistent workers, the iterator is used again, so the previous epoch ends here.
         end(iterator)
         vars(iterator)["_cseq_turn"] = Turn(watched, begun)
         return iterator
 
     def __next__(iterator: names.Base) -> object:  # noqa: N807
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
-        # A subclass may have created the iterator without `__iter__`.
+        # A subclass may have created the iterator without calling `__iter__`.
         if turn is None:
             return following(iterator)
         begun, before = clock(), time.thread_time()
@@ -193,7 +194,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
 
 
 def _size_of(dataset: Any) -> str:
-    """Return the number of samples as text, or "" if the data set has no length."""
+    """Return the number of samples as text, or an empty string if there is no length."""
     try:
         return f", {len(dataset):,} samples"
     except (TypeError, NotImplementedError):
@@ -201,7 +202,7 @@ def _size_of(dataset: Any) -> str:
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
-    """Print the lines about all loaders unless this is a forked copy of the process `pid`."""
+    """Print the lines about all loaders, but not in a forked copy of the process `pid`."""
     if os.getpid() != pid or sys.stderr is None:
         return
     rank = os.environ.get("RANK", "")

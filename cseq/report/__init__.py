@@ -1,1 +1,1 @@
-"""Generates a page about a run from its `Stats`. Not imported by `import cseq`."""
+"""Creates a page about a run from its `Stats`. Not imported by `import cseq`."""

@@ -1,6 +1,6 @@
 """``cseq doctor``: finds reasons for a slow machine that other tools do not show.
 
-Each check is a function that yields findings. A finding with a remedy is a warning.
+Each check is a function that yields findings. A finding is a warning if it has a remedy.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "look", "report"]
 
-# The fraction of throttled periods above which a quota slows down the container.
+# A container is slowed down by its quota if more than this fraction of periods is throttled.
 THROTTLED = 0.05
-# Cores are scarce if tasks waited for them during more than this percentage of the last 10 s.
+# Cores are scarce if tasks waited for a core for more than this percentage of the last 10 s.
 PRESSED = 20.0
-# The number of clock readings, and the duration in ns (including the call) that counts as slow.
+# How often to read the clock, and how long a reading may take, including the call, in ns.
 READINGS, SLOW_CLOCK = 1000, 250
-# The number of processes that should be available for other uses, and the number per core.
+# How many more processes should be possible, in total and per core.
 PROCESSES = 32, 4
 
 
 class Finding(NamedTuple):
-    """A finding and its remedy, which is empty if nothing is wrong."""
+    """A finding, and a remedy, which is empty if nothing is wrong."""
 
     text: str
     remedy: str = ""
@@ -41,13 +41,13 @@ class Finding(NamedTuple):
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks, each of which is fast."""
+    """Run all checks. They are fast."""
     for check in (quota, pressure, threads, kills, clock, processes):
         yield from check()
 
 
 def quota() -> Iterator[Finding]:
-    """Compare the core count with the control group quota, and check for throttling."""
+    """Compare the number of cores with the quota of the control group, and check for throttling."""
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(
@@ -66,7 +66,7 @@ def quota() -> Iterator[Finding]:
 
 
 def pressure() -> Iterator[Finding]:
-    """Check whether tasks are currently waiting for cores."""
+    """Check if tasks are waiting for cores."""
     for line in lines(join(ROOT, "proc/pressure/cpu")):
         kind, *pairs = line.split()
         share = float(dict(pair.split("=") for pair in pairs).get("avg10", 0))
@@ -79,7 +79,7 @@ def pressure() -> Iterator[Finding]:
 
 
 def threads() -> Iterator[Finding]:
-    """Check for environment variables that make libraries use many threads in each worker."""
+    """Check for environment variables with which libraries use many threads in each worker."""
     for name in VARIABLES:
         value = os.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
@@ -90,7 +90,7 @@ def threads() -> Iterator[Finding]:
 
 
 def kills() -> Iterator[Finding]:
-    """Check for processes that were killed because memory ran out."""
+    """Check for processes that were killed because there was no more memory."""
     killed = oom_kills(ROOT)
     if killed:
         yield Finding(
@@ -100,7 +100,7 @@ def kills() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Measure how long a clock reading takes."""
+    """Measure how long it takes to read the clock."""
     best = min(_reading() for _ in range(5))
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(ROOT, folder))) or "the system's"
@@ -110,7 +110,7 @@ def clock() -> Iterator[Finding]:
 
 
 def _reading() -> float:
-    """Return the mean duration of a clock reading in nanoseconds."""
+    """Return the mean time for a reading of the clock in nanoseconds."""
     begun = time.perf_counter_ns()
     for _ in range(READINGS):
         now_ns()
@@ -118,7 +118,7 @@ def _reading() -> float:
 
 
 def processes() -> Iterator[Finding]:
-    """Check how many additional processes and threads the control groups allow."""
+    """Check how many more processes and threads the control groups allow."""
     left = []
     for group, name in groups(ROOT, "pids", "pids.max", "pids.max"):
         most, now = number(join(group, name)), number(join(group, "pids.current"))

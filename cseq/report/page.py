@@ -1,6 +1,7 @@
-"""An HTML page about a run: why its loop waits, what would help, and all figures.
+"""Writes an HTML page about a run: why the loop waits, and what would help.
 
-The page needs no scripts or network access. It has light, dark and print styles::
+The page works without scripts and without a network. It has styles for light and dark screens, and
+for printing::
 
     Part (stats, facts, slowest batches) ──► section: verdict, tiles, figures ──► page
 """
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "in_notebook", "page", "write"]
 
-# Figures over time need at least LEAST_POINTS history points and have up to INTERVALS intervals.
+# Figures over time require LEAST_POINTS points of history, and have at most INTERVALS intervals.
 INTERVALS, LEAST_POINTS = 120, 4
-# The maximum number of workers drawn over time. The workers that differ most are preferred.
+# How many workers are drawn over time. Workers that differ most are preferred.
 MOST_ROWS = 16
-# The number of batches in the table of slowest batches.
+# The number of batches in the table of the slowest batches.
 SLOWEST = 8
 RANKS = ("RANK", "WORLD_SIZE")
 
@@ -69,9 +70,9 @@ SHEET = STYLE + RULES
 
 
 class Part(NamedTuple):
-    """One manager, loader or stream on the page: its name, a line of facts and its stats.
+    """A manager, loader or stream on the page, with its name, a line of facts, and its statistics.
 
-    If `has_remake` is True, the page shows code that recreates the slowest batches.
+    If `has_remake` is True, the page shows code that makes the slowest batches again.
     """
 
     name: str
@@ -81,9 +82,10 @@ class Part(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
-    """Write a page atomically so that the file is never incomplete.
+    """Write a page. The file is written atomically, so it is never incomplete.
 
-    The title defaults to the script name. A `path` or `title` of the wrong type raises TypeError.
+    The title defaults to the name of the script. Raises TypeError if `path` or `title` has the
+    wrong type.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -115,7 +117,7 @@ def page(parts: Sequence[Part], title: str | None = None) -> str:
 
 
 def section(part: Part) -> str:
-    """Return the section about one manager, loader or stream."""
+    """Return the section about a manager, loader or stream."""
     stats = part.stats
     figures = "".join(
         f"<figure><h3>{heading}</h3>{chart.inline()}"
@@ -136,7 +138,7 @@ def section(part: Part) -> str:
 
 
 def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
-    """Return HTML for a notebook, with the verdict, tiles, one figure and rows of facts."""
+    """Return HTML for a notebook with the verdict, the tiles, a figure and rows of facts."""
     facts = _table((escape(name), escape(value)) for name, value in rows)
     if not stats.batches:
         return facts
@@ -159,7 +161,7 @@ def verdict(stats: Stats) -> str:
 
 
 def tiles(stats: Stats) -> str:
-    """Return tiles with the five most important figures and the share of cached samples."""
+    """Return tiles with the five most important figures, and the share of cached samples."""
     rates, count = stats.as_dict(""), stats.num_workers
     shown = [
         (number(rates["batches_per_s"]), "batches a second"),
@@ -175,7 +177,7 @@ def tiles(stats: Stats) -> str:
 
 
 def _table(rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
-    """Return an HTML table with the given cells and column headings."""
+    """Return an HTML table with the given cells and headings."""
     lines = ["".join(f"<th>{head}</th>" for head in heads)] if heads else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
@@ -190,7 +192,7 @@ def _details(stats: Stats) -> str:
 
 
 def _machine() -> str:
-    """Return versions, environment variables and `cseq doctor` findings in a collapsed section."""
+    """Return a collapsed section with versions, environment variables and findings of the doctor."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
     rows += [("Python", sys.version), ("cores", str(cores()))]
     for name in ("cseq-loader", "numpy", "torch"):
@@ -204,7 +206,7 @@ def _machine() -> str:
 
 # -- figures
 
-# A figure: its heading, chart and caption.
+# The heading, the chart and the caption of a figure.
 Drawn = tuple[str, Chart, str]
 
 
@@ -228,11 +230,12 @@ def drawn(stats: Stats) -> Iterator[Drawn]:
 
 
 class Over(NamedTuple):
-    """A run divided into intervals of equal length.
+    """A run that is divided into intervals of equal length.
 
-    `edges` are the boundaries of the intervals in seconds since the run started. For each interval,
-    `waiting` is the fraction that the loop waits, `rate` is in batches per second, and each row of
-    `busy` has the fraction that one worker works. `ready` is the number of ready batches per edge.
+    `edges` are the boundaries of intervals in seconds since the start. In each interval, `waiting`
+    is the fraction of the time that the loop waits, `rate` is the number of batches per second, and
+    each row of `busy` is the fraction that a worker works. `ready` is the number of batches that
+    are ready at each edge.
     """
 
     edges: NDArray[np.float64]
@@ -243,7 +246,7 @@ class Over(NamedTuple):
 
     @classmethod
     def of(cls, history: NDArray[Any]) -> Over | None:
-        """Divide a history into intervals. Return None if the history is too short."""
+        """Divide a history into intervals. Return None if it is too short."""
         at = history["seconds"]
         if len(history) < LEAST_POINTS or at[-1] <= at[0]:
             return None
@@ -253,7 +256,7 @@ class Over(NamedTuple):
             return np.diff(np.interp(edges, at, values))
 
         took = np.diff(edges)
-        # With 'auto', there may be columns for workers that never ran.
+        # With 'auto', there may be columns for workers that were never started.
         ran = np.flatnonzero(history["busy"][-1])
         rows = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
         busy = np.array([np.clip(grown(worked) / took, 0, 1) for worked in rows])
@@ -270,7 +273,7 @@ class Over(NamedTuple):
     def area(
         self, heading: str, values: NDArray[Any], kind: str, caption: str, *, is_part: bool = False
     ) -> Drawn:
-        """Draw a value over time. If `is_part` is True, the value is a fraction of the time."""
+        """Draw a value over time, which is a fraction of the time if `is_part` is set."""
         most = 1.0 if is_part else max(float(values.max()) * 1.1, 1.0)
         chart = self.chart(heading, most, "{:.0%}".format if is_part else number)
         chart.steps(self.edges.tolist(), values.tolist(), kind)
@@ -278,7 +281,7 @@ class Over(NamedTuple):
 
 
 def workers(over: Over) -> Drawn:
-    """Draw when each worker was busy, with one row per worker."""
+    """Draw when each worker was busy, in one row per worker."""
     names, about = np.arange(len(over.busy)), ""
     if len(names) > MOST_ROWS:
         means = over.busy.mean(axis=1)
@@ -296,7 +299,7 @@ def workers(over: Over) -> Drawn:
 
 
 def batch_times(stats: Stats) -> Drawn:
-    """Draw a histogram of worker times per batch."""
+    """Draw a histogram of the times that workers take per batch."""
     times, title = stats.index_seconds, "A worker's time for a batch"
     buckets = times.buckets()
     low, high = buckets[0][0], buckets[-1][1]
@@ -312,7 +315,7 @@ def batch_times(stats: Stats) -> Drawn:
 
 
 def enough(stats: Stats) -> Drawn:
-    """Draw the expected rate with more or fewer workers, based on measurements."""
+    """Draw the rate that is expected with more or fewer workers."""
     window, title = stats.window(), "How many workers would be enough"
     now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)
