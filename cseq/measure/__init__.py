@@ -1,8 +1,8 @@
-"""Measurements of loops: meters, statistics, advice and traces.
+"""Measurements of training loops: meters, statistics, advice and traces.
 
-``meters``  the raw figures recorded by the trainer and each runner
-``stats``   counts and times for a run or part of a run
-``advice``  why a loop waits and what helps, as one table of rules
-``_trace``  the tickets recorded by a trace
-``lanes``   a pool's runners, as shown in a trace
+``meters``  the raw figures that the trainer and each runner record
+``stats``   statistics about a run, or a part of a run
+``advice``  determines why a loop waits and what would help, with a table of rules
+``_trace``  the tickets in a trace
+``lanes``   the runners of a pool in a trace
 """

@@ -1,4 +1,4 @@
-"""The tickets recorded by a trace."""
+"""The log of tickets for traces."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -17,5 +17,5 @@ cdef extern from "cseq_trace.h" nogil:
                       unsigned short feed, int queue) noexcept
 
 
-# The trace log of this process.
+# The log of this process.
 cdef cseq_log* log

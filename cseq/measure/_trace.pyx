@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The tickets recorded by a trace."""
+"""Records tickets for traces."""
 
 from libc.stdint cimport uint64_t, uintptr_t
 
@@ -15,15 +15,15 @@ TAKEN = numpy.dtype([
 
 cdef cseq_log here_log
 log = &here_log
-# The array that the log writes into.
+# The array that the log writes to.
 cdef object records = None
 
 
 def begin_log(uint64_t size):
-    """Record tickets as they are taken, and keep the latest `size` tickets."""
+    """Start to record the tickets that loops take. The latest `size` tickets are kept."""
     global records
     array = numpy.empty(size, TAKEN)
-    # Touch the pages now, so that they are allocated before the first ticket.
+    # Write to all pages now, so that they are allocated before the first ticket.
     array.view(numpy.uint8).fill(0)
     log.taken, log.size = <void*><uintptr_t>array.ctypes.data, size
     log.begun = log.done = 0
@@ -32,9 +32,9 @@ def begin_log(uint64_t size):
 
 
 def end_log():
-    """Stop recording. Return an array of the latest tickets and the total count."""
+    """Stop recording. Return an array of the latest tickets, and the total number of tickets."""
     log.on = False
-    # Without a GIL, another thread may still be recording a ticket, which takes a few dozen ns.
+    # Without the GIL, another thread may still be recording a ticket, which takes a few dozen ns.
     while cseq_load_acq_u64(&log.done) != cseq_load_acq_u64(&log.begun):
         pass
     if log.begun < log.size:
@@ -43,5 +43,5 @@ def end_log():
 
 
 def drop_log():
-    """Stop recording in a forked child. The parent process continues recording."""
+    """Stop recording in a forked process. The parent process continues to record."""
     log.on = False

@@ -1,7 +1,7 @@
-"""Determines why a loop waits and what would help, using one table of rules.
+"""Determines why a loop waits and what would help, with a table of rules.
 
-`advise` is a pure function of a `Window`. Rules are tried from top to bottom, and the first match
-determines the cause. `docs/how-to/slow.md` describes the rules in prose.
+`advise` is a pure function of a `Window`. Rules are tried from top to bottom, and the first rule
+that matches determines the cause. `docs/how-to/slow.md` explains the rules.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# The number of batches required for advice, and the longest normal startup time in seconds.
+# How many batches are necessary for advice, and how many seconds a normal start takes at most.
 ENOUGH_BATCHES, START = 8, 2.0
-# The loop is the bottleneck if it waits for less than LITTLE of the time, or if the GPU runs dry in
-# less than FED of the waits, because the other waits cost nothing.
+# The loop is the bottleneck if it waits for less than the fraction LITTLE of the time, or if the
+# GPU runs dry in less than the fraction FED of the waits, because other waits cost nothing.
 LITTLE, FED = 0.05, 0.1
-# If the loop waits less than HANDOVER seconds per batch, larger batches help. The advised batches
-# are up to MOST_LARGER times as large and take LONGER times as long to hand over. OVERHEAD is an
-# upper bound on each side's fixed time per batch in seconds.
+# If the loop waits less than HANDOVER seconds per batch, larger batches help. They are at most
+# MOST_LARGER times as large, and take LONGER times as long to hand over. OVERHEAD is an upper bound
+# for the constant time per batch on each side, in seconds.
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
-# Workers that are busy for more than this fraction of the time are saturated.
+# Workers are saturated if they are busy for at least this fraction of the time.
 BUSY = 0.8
-# A wait for the GIL is long if it takes at least GIL seconds. Threads compete for the GIL if a
-# fraction LONG of their waits is long, the threads use at most ONE_CORE cores but want at least
-# HELD cores, and workers do at least TURNS of the computing. If threads wait for a core STARVED
-# times as long as they compute, the thread that holds the GIL waits for a core as well.
+# A wait for the GIL is long if it takes at least GIL seconds. Threads compete for the GIL if the
+# fraction LONG of their waits is long, if they use at most ONE_CORE cores but want at least HELD
+# cores, and if workers do at least the fraction TURNS of the computing. If threads wait for a core
+# STARVED times as long as they compute, the thread that holds the GIL also waits for a core.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
-# The cores are used up if utilization exceeds USED_UP, or if workers spend QUEUED of their work
-# waiting for a core. If this process then uses less than OTHERS of the cores, other programs do.
+# The cores are used up if their utilization is at least USED_UP, or if workers wait for a core for
+# the fraction QUEUED of their work. If this process then uses less than the fraction OTHERS of the
+# cores, other programs use them.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
-# The workers to advise per worker needed, and the maximum per core if the workers mostly wait.
+# How many workers to recommend per worker that is needed, and per core if workers mostly wait.
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
-# The name of each time unit, its length in seconds, and the shortest time written in it.
+# The name of each unit of time, its length in seconds, and the shortest time in this unit.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
@@ -51,37 +52,39 @@ class Window:
     Attributes
     ----------
     size : float
-        The number of samples in a batch, or 0 if unknown.
+        The number of samples in a batch, or 0 if it is unknown.
     elapsed, waited : float
-        The duration of the epochs, and the time during which the loop waited.
+        The duration of the epochs, and how long the loop waited.
     start, first : float
-        The time that the loop waited for its first batch and, if there was only one epoch, for each
-        other worker's first batch. `elapsed` and `waited` exclude both times.
+        How long the loop waited for its first batch. If there was only one epoch, also how long it
+        waited for the first batches of all other workers. `elapsed` and `waited` include neither.
     step, step_p99 : float
-        The loop's own time per batch: the mean, which omits the longest 5% if steps are uneven, and
-        the 99th percentile.
+        The time that the loop takes per batch: the mean, without the longest 5% if steps are
+        uneven, and the 99th percentile.
     index, index_p99 : float
-        A worker's time per batch: the mean and the 99th percentile.
+        The time that a worker takes per batch: the mean and the 99th percentile.
     busy : float
-        The mean fraction of the time during which a worker works.
+        The mean fraction of the time that a worker works.
     cpu : float or None
-        The fraction of `busy` in which workers compute, or None if unknown.
+        The fraction of `busy` that workers compute, or None if it is unknown.
     queued : float
-        The fraction of `busy` in which workers wait for a core, or 0 if not reported.
+        The fraction of `busy` that workers wait for a core, or 0 if it is unknown.
     loop_cpu, loop_queued : float
-        The fractions of the total time in which the loop's thread computes and waits for a core.
+        The fractions of the total time that the loop's thread computes, and waits for a core.
     cores : int
-        The cores available to this process: the container's quota divided by the local ranks.
+        The number of cores for this process, which is the quota of the container divided by the
+        number of local ranks.
     gil, gil_long : float
-        The 80th percentile of worker threads' waits for the GIL, and the fraction of waits of at
-        least `GIL`. Means would be less useful, because a busy machine causes a few long waits.
+        The 80th percentile of the time that worker threads wait for the GIL, and the fraction of
+        waits of at least `GIL`. Means would not be useful, because of a few long waits on a busy
+        machine.
     computed : float
-        The number of cores that all threads use together, if they share a GIL.
+        The number of cores that all threads use together, if they share the GIL.
     behind, early : float
-        The fractions of the loop's waiting time spent while most other batches are ready, and
-        before the first batch of each later epoch.
+        The fractions of the loop's waiting time while most other batches are ready, and before the
+        first batch of an epoch that is not the first.
     converting : float
-        The mean fraction of the time during which a converter works.
+        The mean fraction of the time that a converter works.
     dry : float or None
         The fraction of waits after which the GPU had no work left, or None without CUDA.
     slowest : str
@@ -125,7 +128,7 @@ class Window:
 
     @property
     def is_stream(self) -> bool:
-        """True for streams such as a DataLoader, whose arguments differ from a sequence's."""
+        """Whether this is a stream, such as a DataLoader, which has different arguments."""
         return not self.buffer
 
     @property
@@ -135,42 +138,42 @@ class Window:
 
     @property
     def queue(self) -> float:
-        """The mean number of worker and loop threads that wait for a core."""
+        """The mean number of threads that wait for a core, including the loop's thread."""
         return self.queued * self.busy * self.workers + self.loop_queued
 
     @property
     def wanted(self) -> float:
-        """The number of cores that the workers and the loop would use if cores were always free."""
+        """The number of cores that the workers and the loop would use if cores were available."""
         return self.own + min(self.loop_cpu, 1.0) + self.queue
 
     @property
     def starved(self) -> bool:
-        """True if threads that share a GIL wait for a core rather than for each other."""
+        """Whether threads that share the GIL wait for a core, and not for each other."""
         return self.queue > STARVED * self.computed
 
     @property
     def holds_gil(self) -> bool:
-        """True if threads hold the GIL while they compute, which keeps other threads waiting."""
+        """Whether threads hold the GIL while they compute, so that other threads wait."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
     def has_others(self) -> bool:
-        """True if other programs use the cores that this process wants."""
+        """Whether other programs use cores that this process wants."""
         return self.own + min(self.loop_cpu, 1.0) < OTHERS * self.cores
 
     @property
     def computes(self) -> bool:
-        """True if workers compute most of the time, or would if a core were free."""
+        """Whether workers compute most of the time, or would do so if a core were available."""
         return self.cpu is None or self.cpu + self.queued >= 0.5
 
     @property
     def most(self) -> float:
-        """The speed-up if the loop never had to wait."""
+        """How much faster the loop would be if it never had to wait."""
         return 1 / max(1 - self.w, 0.01)
 
     @property
     def enough(self) -> int:
-        """The number of workers that would keep up with the loop, limited by the core count."""
+        """The number of workers that would keep up with the loop, limited by the cores."""
         most = self.room if self.computes else max(MOST_READERS * self.cores, 2 * self.workers)
         wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
         return max(self.workers + 1, min(wanted, most))
@@ -182,30 +185,31 @@ class Window:
 
     @property
     def spare(self) -> bool:
-        """True if far fewer workers would be enough."""
+        """Whether far fewer workers would be enough."""
         return self.w < LITTLE and self.busy < 0.4 and self.fewest < self.workers
 
     @property
     def room(self) -> int:
-        """The number of workers that the cores or a shared GIL can run alongside the loop."""
+        """The number of workers that can run at the same time as the loop."""
         if self.queued >= QUEUED:
             return max(1, self.workers)
         if self.cpu is None:
             return max(1, int(self.cores - min(self.loop_cpu, 1.0) + 0.5))
-        # Each additional worker lengthens waits for a core. Subtract half of the waits in advance.
+        # With each additional worker, waits for a core become longer. Subtract half of the waits in
+        # advance.
         queues = self.queued / max(self.cpu + self.queued, 0.01) / 2
         cores = 1.0 if self.holds_gil else self.cores - min(self.loop_cpu, 1.0)
         computing = min(max(self.cpu / (1 - self.queued), 0.01), 1.0)
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Return the batches per second that `workers` workers make without waits for tickets."""
+        """Return how many batches per second `workers` workers make if they always have tickets."""
         return min(workers, self.room) / self.index
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The reason that a loop waits, and the remedy.
+    """The reason why a loop waits, and what would help.
 
     Attributes
     ----------
@@ -214,14 +218,14 @@ class Advice:
     sentence : str
         The measurements in words.
     action : str
-        The recommended action, if any.
+        What to do, or an empty string.
     change : dict
-        The manager arguments to change, if any, such as ``{'num_workers': 4}``.
+        The arguments of the manager to change, such as ``{'num_workers': 4}``.
     gain : float
-        The maximum speed-up to expect, or 1.
+        How many times faster the loop would be at most.
     start : str
-        A description of a long wait for the first batch, with a remedy. All other fields describe
-        the time after the first batch.
+        If the loop waited for the first batch for a long time, a description of this wait, and what
+        to do. The other attributes describe the time after the first batch.
     """
 
     cause: str
@@ -237,16 +241,16 @@ class Advice:
 
     @property
     def remedy(self) -> str:
-        """The action and its maximum gain."""
+        """The action, and how much faster the loop would be at most."""
         gained = f": at most {self.gain:.{int(self.gain < 10)}f} times as fast"
         gained = gained if self.gain > 1.05 else ""
         return f"{self.action}{gained}" if self.action else ""
 
 
 class Said(NamedTuple):
-    """A rule's observation, the recommended action and change, and the expected gain.
+    """What a rule has found, the action and change that it recommends, and the gain.
 
-    A `gain` of None means that all waiting would disappear.
+    If `gain` is None, the loop would no longer wait.
     """
 
     seen: str
@@ -256,7 +260,7 @@ class Said(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule, which consists of a cause, a test and a function that returns the advice."""
+    """A rule, which consists of a cause, a test, and a function that returns the advice."""
 
     cause: str
     test: Callable[[Window], bool]
@@ -264,7 +268,7 @@ class Rule(NamedTuple):
 
 
 def advise(window: Window) -> Advice:
-    """Return the first matching rule's advice, with a note if startup was slow."""
+    """Return the advice of the first rule that matches, with a note if the start was slow."""
     # The last rule always matches.
     rule = next(rule for rule in RULES if rule.test(window))
     said = rule.say(window)
@@ -282,7 +286,7 @@ def advise(window: Window) -> Advice:
 
 
 def duration(seconds: float) -> str:
-    """Format a time with a suitable unit, such as 38 ms, 1.2 s, 90 s or 5 min."""
+    """Format a time in a suitable unit, such as 38 ms, 1.2 s, 90 s or 5 min."""
     for unit, size, least in UNITS:
         if seconds >= least:
             value = seconds / size
@@ -296,7 +300,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _waits(v: Window) -> str:
-    """Describe how long the loop waits and how long each side needs per batch."""
+    """Describe how long the loop waits, and how long each side takes per batch."""
     if v.batches < ENOUGH_BATCHES or v.elapsed <= 0:
         return ""
     said = f"the loop waits {v.w:.0%} of the time"
@@ -322,7 +326,7 @@ def _busy(v: Window) -> str:
 
 
 def _start(v: Window) -> str:
-    """Describe a slow startup and its remedy. Return an empty string if startup was fast."""
+    """Describe a slow start and what to do. Return an empty string if the start was fast."""
     if v.start <= max(START, 20 * v.index, LITTLE * v.elapsed):
         return ""
     remedy = (
@@ -335,18 +339,18 @@ def _start(v: Window) -> str:
 
 
 def _more(v: Window, seen: str, action: str = "") -> Said:
-    """Suggest the number of workers that would keep up, and estimate the gain."""
-    # The number of workers that would have made these batches if the workers were always busy.
+    """Recommend the number of workers that would keep up, and estimate the gain."""
+    # The number of workers that could have made these batches if they had always been busy.
     made = v.index * v.batches / v.elapsed
     gain = max(1.0, min(v.most, min(v.enough, v.room) / made)) if made > 0 else v.most
     return Said(seen, action, {"num_workers": v.enough}, gain)
 
 
 def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
-    """Suggest a buffer, if the manager has one, that outlasts a pause on one side.
+    """If there is a buffer, recommend a size that is large enough for a pause on one side.
 
-    Sleeping workers are woken when half of the buffer is empty, so the suggested buffer is twice as
-    large as the loop needs. The gain assumes that the workers are then always busy.
+    Sleeping workers are woken up when half of the buffer is empty, so the recommended buffer is
+    twice as large as the loop needs. The gain assumes that workers will always be busy.
     """
     gain = min(v.most, 1 / v.busy) if v.busy > 0 else v.most
     if v.is_stream:
@@ -370,7 +374,7 @@ def _gil(v: Window) -> Said:
     )
     if v.starved:
         seen += "; they wait even longer for a core: other programs use the cores"
-    # The number of cores the threads want, and the loop's step time without waits for the GIL.
+    # The number of cores that threads want, and the loop's step time without waits for the GIL.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(
@@ -400,7 +404,7 @@ def _loop(v: Window) -> Said:
 
 
 def _handover(v: Window) -> Said:
-    """Suggest a batch size. The gain assumes that only each side's overhead is constant."""
+    """Recommend a batch size. The gain assumes that only the overhead of each side is constant."""
     took = v.elapsed / v.batches
     larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
     larger = min(larger, MOST_LARGER)
@@ -463,8 +467,8 @@ def _workers(v: Window) -> Said:
 
 
 def _takes_turns(v: Window) -> bool:
-    """Check whether threads compete for the GIL and workers do enough of the computing."""
-    # If workers compute little, the loop holds the GIL and is the bottleneck.
+    """Return True if threads compete for the GIL, and workers do enough of the computing."""
+    # If workers do not compute much, the loop holds the GIL and is the bottleneck.
     indexing = v.own >= TURNS * v.computed
     if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
         return False
@@ -472,24 +476,24 @@ def _takes_turns(v: Window) -> bool:
 
 
 def _is_fed(v: Window) -> bool:
-    """Check whether the GPU still has work after most waits."""
+    """Return True if the GPU still has work after most waits."""
     return v.dry is not None and v.dry < FED
 
 
 def _is_unknown(v: Window) -> bool:
-    """Check for too few batches. A loop that makes its own batches may lack measured times."""
+    """Return True if there are too few batches. Loops that make batches may not measure times."""
     if not v.workers and v.elapsed <= 0:
         return not v.batches
     return v.batches < ENOUGH_BATCHES or v.elapsed <= 0
 
 
 def _is_inline(v: Window) -> bool:
-    """Check whether the loop waits for batches that it makes itself."""
+    """Return True if the loop waits for batches that it makes itself."""
     return not v.workers and (v.w >= LITTLE or v.elapsed <= 0)
 
 
 def _is_used_up(v: Window) -> bool:
-    """Check whether additional workers would have no core to compute on."""
+    """Return True if there would be no cores for more workers."""
     if v.cpu is None:
         return False
     return (
@@ -498,12 +502,12 @@ def _is_used_up(v: Window) -> bool:
 
 
 def _is_handed_over(v: Window) -> bool:
-    """Check whether the loop waits for batches that take hardly any time to make."""
+    """Return True if the loop waits for batches that hardly take any time to make."""
     makes = v.busy < BUSY or v.index < OVERHEAD
     return makes and v.waited < HANDOVER * v.batches
 
 
-# docs/how-to/slow.md describes in prose when each rule matches.
+# docs/how-to/slow.md explains when each rule matches.
 RULES = (
     Rule(
         "unknown",

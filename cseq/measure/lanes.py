@@ -1,4 +1,4 @@
-"""A pool's runners, as shown in a trace."""
+"""The runners of a pool, as a trace shows them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from cseq._core import now_ns
 
 __all__ = ["Event", "Lanes", "record"]
 
-# The maximum number of events kept per pool.
+# The maximum number of events to keep per pool.
 MOST_EVENTS = 1000
 
 _numbers = itertools.count(1)
 _alive: weakref.WeakSet[Lanes] = weakref.WeakSet()
-# The pools of the current trace.
+# The pools in the current trace.
 _recorded: list[Lanes] | None = None
 
 
 def record(pools: list[Lanes] | None) -> None:
-    """Add all current and future pools to a trace's list until this is called with None."""
+    """Add all pools to a list, including new pools, until this is called with None."""
     global _recorded
     _recorded = pools
     for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):
@@ -29,12 +29,12 @@ def record(pools: list[Lanes] | None) -> None:
 
 
 class Event(NamedTuple):
-    """A runner's start or death, or its exit at the pool's request.
+    """The start or the death of a runner, or its exit because the pool was resized.
 
     Attributes
     ----------
     held : tuple
-        The tickets that will be remade, each as a pair of a start time (ns) and the ticket's name.
+        The start time (ns) and the name of each ticket that must be made again.
     """
 
     ns: int
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 
 class Lanes:
-    """One pool's runners. All events are recorded, because a trace may start later.
+    """The runners of a pool. All events are recorded, because a trace may start later.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Lanes:
     Attributes
     ----------
     number : int
-        The pool's feed number in ticket records.
+        The number of the pool in records of tickets.
     """
 
     def __init__(self, num_workers: int, kind: str) -> None:
@@ -66,17 +66,17 @@ class Lanes:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
 
     def join_traces(self) -> None:
-        """Join the current trace, if any, and all future traces."""
+        """Join the current trace, if there is one, and all later traces."""
         _alive.add(self)
         self.join_trace()
 
     def join_trace(self) -> None:
-        """Join the current trace, if any."""
+        """Join the current trace, if there is one."""
         if _recorded is not None and self not in _recorded:
             _recorded.append(self)
 
     def leave_traces(self) -> None:
-        """Do not join future traces."""
+        """Do not join later traces."""
         _alive.discard(self)
 
     def note(
@@ -88,11 +88,11 @@ class Lanes:
         text: str = "",
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
-        """Record an event. Thread-safe."""
+        """Record an event. This method is thread-safe."""
         self.events.append(Event(now_ns(), kind, runner_number, pid, text, held))
 
     def name(self, runner_number: int) -> str:
-        """Return a runner's name."""
+        """Return the name of a runner."""
         if runner_number > self.num_workers:
             return f"converter {runner_number - self.num_workers - 1}"
         return f"worker {runner_number - 1}"

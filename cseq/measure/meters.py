@@ -1,4 +1,4 @@
-"""Reads a run's meters, as recorded by `include/cseq_meter.h`."""
+"""Reads the meters of a run, which include/cseq_meter.h records."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V48")]
 )
-# The maximum number of rows in a history, and the initial interval between rows in ns.
+# The maximum number of rows in a history, and the interval between rows at the start, in ns.
 POINTS, EVERY = 512, 100_000_000
 # The start of each bucket and the end of the last bucket, in seconds.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
 
 class Counts(TypedDict):
-    """The loop's counts since its start, for `Stats`."""
+    """The counts of the loop since the start, for `Stats`."""
 
     batches: int
     samples: int
@@ -49,7 +49,7 @@ class Counts(TypedDict):
 
 
 class Row(NamedTuple):
-    """A `History` row, with the system clock time in ns and the fields of `Stats.history`."""
+    """A row of a `History`, with the time (ns) and the fields of `Stats.history`."""
 
     at: int
     batches: int
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
-    """Return a view of a (possibly nested) field of the records."""
+    """Return a view of a field of the records, which may be nested."""
     field: NDArray[Any] = records
     for name in names:
         field = field[name]
@@ -68,18 +68,19 @@ def words(records: Records, *names: str) -> NDArray[np.uint64]:
 
 
 def total(records: Records, *names: str) -> int:
-    """Sum a field over records."""
+    """Return the sum of a field over the records."""
     return int(words(records, *names).sum())
 
 
 class Histogram:
-    """A histogram of times with four buckets per octave, accurate within 12%.
+    """A histogram of times with four buckets per octave, which is accurate to within 12%.
 
     Attributes
     ----------
     count : int
+        The number of times.
     total : float
-        The sum in seconds.
+        The sum of the times in seconds.
     """
 
     def __init__(self, buckets: NDArray[np.int64], total: float) -> None:
@@ -89,7 +90,7 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """The mean in seconds, or 0 if there are no times."""
+        """The mean time in seconds, or 0 if there are no times."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, p: float) -> float:
@@ -104,17 +105,17 @@ class Histogram:
         return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
 
     def part_above(self, seconds: float) -> float:
-        """Return the fraction of times (±12%) that are at least `seconds`, or 0 without times."""
+        """Return the fraction of times that are at least `seconds` (±12%), or 0 without times."""
         return float(self._buckets[EDGES[:-1] >= seconds].sum()) / max(self.count, 1)
 
     def mean_below(self, p: float) -> float:
-        """Return the mean (±12%) of the shortest fraction `p` of times, or 0 without times."""
+        """Return the mean of the shortest fraction `p` of the times (±12%), or 0 without times."""
         left = np.clip(p * self.count - np.cumsum(self._buckets) + self._buckets, 0, self._buckets)
         middles = (EDGES[:-1] + EDGES[1:]) / 2
         return float((left * middles).sum() / left.sum()) if self.count else 0.0
 
     def buckets(self) -> list[tuple[float, float, int]]:
-        """Return the start and end in seconds and the count for each non-empty bucket."""
+        """Return (start, end, count) for each bucket that is not empty, with times in seconds."""
         return [
             (float(EDGES[k]), float(EDGES[k + 1]), int(self._buckets[k]))
             for k in np.flatnonzero(self._buckets)
@@ -128,16 +129,16 @@ class Histogram:
 
 
 class Meters:
-    """A run's records at one point in time, or their growth between two points.
+    """The records of a run at some time, or their growth between two times.
 
     Attributes
     ----------
     loop, runners : numpy.ndarray
-        The trainer's record and the runners' records.
+        The record of the trainer, and the records of the runners.
     busy : numpy.ndarray
-        The seconds that each runner has worked since the first batch, including its current ticket.
+        How many seconds each runner has worked since the first batch, with the current ticket.
     waits : float
-        The duration of the loop's current wait in seconds.
+        How many seconds the loop has been waiting, if it is waiting.
     """
 
     def __init__(self, blocks: Sequence[bytes], now: int) -> None:
@@ -151,18 +152,18 @@ class Meters:
         first, since, slept, asleep = (
             total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
-        # Include the current step and wait. A concurrent update could make either one negative.
+        # Include the current step and wait, which may be negative because of concurrent updates.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
         slept += max(now - asleep, 0) if asleep else 0
         self.waits = min(slept / 1e9, self._took)
 
     @classmethod
     def read_rings(cls, rings: Sequence[Ring]) -> Meters:
-        """Read the meters of all of a pool's rings. Thread-safe."""
+        """Read the meters of all rings of a pool. This method is thread-safe."""
         return cls([ring.meters() for ring in rings], now_ns())
 
     def counts(self) -> Counts:
-        """Return the loop's counts since its start, for `Stats`."""
+        """Return the counts of the loop since the start, for `Stats`."""
         loop = self.loop
         waited, worked = (total(loop, name, "sum") / 1e9 for name in ("wait", "work"))
         is_begun = total(loop, "first") > 0
@@ -176,17 +177,17 @@ class Meters:
         }
 
     def has(self, at: int) -> bool:
-        """Return True if a system clock time in ns is in the measured interval."""
+        """Return True if a time of the system clock in ns is in the measured interval."""
         return self._from < at <= self._now
 
     @property
     def _ended(self) -> NDArray[np.int64]:
-        """Each runner's work time (ns) since the first batch, excluding its current ticket."""
+        """How many ns each runner has worked since the first batch, without the current ticket."""
         ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 
     def histogram(self, name: str, records: Records) -> Histogram:
-        """Return the sum of the records' 'work', 'wait' or 'gil' histograms."""
+        """Return the sum of the histograms 'work', 'wait' or 'gil' of several records."""
         buckets = words(records, name, "bucket").reshape(-1, BUCKETS).sum(axis=0)
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
@@ -196,7 +197,8 @@ class Meters:
             return self
         added = copy(self)
         added._from = earlier._now
-        # `earlier` includes tickets then in progress, which a replaced worker never finished.
+        # `earlier` includes tickets that were in progress. If a worker was replaced since then, it
+        # has not finished its ticket.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)
@@ -206,7 +208,7 @@ class Meters:
 
 
 def _grown(now: Records, then: Records) -> Records:
-    """Return records that contain the growth of each count and the slowest batches in between."""
+    """Return records with the growth of each count, and the slowest batches between two times."""
     grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")
@@ -221,9 +223,9 @@ def _grown(now: Records, then: Records) -> Records:
 
 
 class History:
-    """A run's history in up to 512 rows that cover the whole run.
+    """The history of a run in at most 512 rows.
 
-    When the history is full, every second row is dropped and the interval between new rows doubles.
+    When it is full, every other row is dropped, and the interval between rows is doubled.
 
     Attributes
     ----------
@@ -235,7 +237,7 @@ class History:
         self._every, self._due = EVERY, 0
 
     def note(self) -> None:
-        """Add a row if it is due."""
+        """Add a row, if it is time for the next row."""
         now = now_ns()
         if now < self._due:
             return

@@ -1,4 +1,4 @@
-"""Counts and times for a run so far, and which side waits for the other."""
+"""Statistics about a run so far, which show which side waits for the other."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ log = logging.getLogger("cseq")
 ADDED: tuple[str, ...] = ("batches", "samples", "nbytes", "restarts", "retries", "skips", "copies")
 ADDED += ("loop_waited", "elapsed", "start_waited")
 ADDED += ("gpu_waits", "gpu_dry", "cache_hits", "cache_misses")
-# The caches currently open in this process.
+# The caches that are open in this process.
 CACHES: weakref.WeakSet[Cache] = weakref.WeakSet()
-# The meters of a loop that has no runners and has not started.
+# The meters of a loop that has not started and has no runners.
 NOTHING = Meters([bytes(METER.itemsize)], 0)
 
 
 class Cache(Protocol):
-    """A cache created by `cseq.cached`."""
+    """A cache that was created by `cseq.cached`."""
 
     @property
     def nbytes(self) -> int:
         """The size in bytes."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of samples that were read, made and kept, and made but not kept."""
+        """Return how many samples were read, made and kept, and made but not kept."""
 
 
 def _counted(cache: Cache) -> tuple[int, int, int]:
@@ -54,22 +54,23 @@ def _counted(cache: Cache) -> tuple[int, int, int]:
 
 
 class WorkerStats(NamedTuple):
-    """Statistics for one worker.
+    """Statistics about a worker.
 
     Attributes
     ----------
     number : int
-        The worker number, starting at 0.
+        The number of the worker, starting with 0.
     pid : int
-        The id of the worker's process or system thread, or 0 if unknown.
+        The id of the worker's process or thread, or 0 if it is unknown.
     batches : int
+        The number of batches that the worker has made.
     busy : float
-        The fraction of the time during which the worker worked.
+        The fraction of the time that the worker has worked.
     cpu : float or None
-        The worker's CPU time as a fraction of `busy`, which can exceed 1 with several threads, or
-        None if unknown.
+        The CPU time as a fraction of `busy`, or None if it is unknown. With several threads, it may
+        be larger than 1.
     p50, p99 : float
-        The median and the 99th percentile of the worker's seconds per batch.
+        The median and the 99th percentile of the time per batch in seconds.
     """
 
     number: int
@@ -82,14 +83,16 @@ class WorkerStats(NamedTuple):
 
 
 class SlowBatch(NamedTuple):
-    """A slow batch, which `manager.remake(epoch, batch)` can make again.
+    """A slow batch, which can be made again with `manager.remake(epoch, batch)`.
 
     Attributes
     ----------
     epoch, batch : int
-        In a stream, `batch` is the item number.
+        The epoch, and the number of the batch in the epoch, or of the item for a stream.
     seconds : float
+        How long the batch took.
     worker : int
+        The number of the worker.
     """
 
     epoch: int
@@ -100,49 +103,51 @@ class SlowBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """A manager's counts and times since its start, over all epochs.
+    """Statistics about a manager since its start, over all epochs.
 
-    Times are measured from the first batch of each epoch, excluding startup and any pauses between
-    epochs. Processes, threads and streams are all timed the same way. Properties are computed on
-    access.
+    Times are measured from the first batch of each epoch, without the start and pauses between
+    epochs. They are measured in the same way for processes, threads and streams. Properties are
+    computed on access.
 
     Attributes
     ----------
     batches, samples : int
-        The numbers that the loop has received. Test mode counts only batches and skips.
+        The number of batches and samples that the loop has received. In test mode, only batches and
+        skips are counted.
     nbytes : int
-        The bytes of shared memory used by the batches.
+        How many bytes of shared memory the batches have used.
     restarts : int
         The number of worker processes that were replaced.
     retries : int
-        The number of batches that were remade after their worker died.
+        The number of batches that were made again because a worker died.
     skips : int
-        The number of batches left out because their indexer raised (``on_error='skip'``).
+        The number of batches that were left out because the indexer raised (``on_error='skip'``).
     copies : int
-        The number of batches copied out of shared memory because too many were held.
+        The number of batches that were copied because the loop held too many.
     depths : (int, int, int)
-        The numbers of tickets currently waiting for an indexer, a converter and the loop.
+        The numbers of tickets that are waiting for an indexer, a converter and the loop.
     loop_waited : float
-        The seconds that the loop waited for batches.
+        How many seconds the loop has waited for batches.
     elapsed : float
         The duration of the epochs in seconds, including `loop_waited`.
     start_waited : float
-        The seconds that the loop waited for its first batch, including imports and constructors.
+        How many seconds the loop waited for its first batch, including imports and constructors.
     num_workers, num_converters : int
-        With a fleet, each worker is a local thread that requests batches from a remote worker.
+        The number of workers and converters. With a fleet, a worker is a local thread that requests
+        batches from a remote worker.
     buffer : int
         The maximum number of batches ahead of the loop, or 0 for streams.
     gpu_waits, gpu_dry : int
-        The number of waits for a batch while the loop's thread used CUDA, and the number of those
-        waits after which the GPU had no work left.
+        How often the loop has waited for a batch while its thread used CUDA, and how often the GPU
+        had no work left after that.
     cache_hits, cache_misses : int
-        The numbers of samples that all processes have read from this process's caches
-        (`cseq.cached`) and of samples that they have made.
+        How many samples all processes have read from the caches that are open in this process
+        (`cseq.cached`), and how many they have made.
     cache_nbytes : int
-        The total size of this process's caches in bytes.
+        The total size of the caches that are open in this process, in bytes.
     source_tokens : dict of str to int
         With `cseq.tokens.Rows`, the number of tokens per source that all ranks have received, as in
-        the manager's state. A resumed run continues the count.
+        the manager's state. A resumed run continues to count.
     """
 
     batches: int = 0
@@ -165,14 +170,14 @@ class Stats:
     cache_misses: int = 0
     cache_nbytes: int = 0
     source_tokens: dict[str, int] = field(default_factory=dict)
-    # True if the workers are threads that share a GIL with the loop.
+    # Whether the workers are threads that share the GIL with the loop.
     threads: bool = field(default=False, repr=False)
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
     past: Sequence[Row] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
-        """Read the counts from a pool's rings. Thread-safe."""
+        """Read the meters in the rings of a pool. This method is thread-safe."""
         meters = Meters.read_rings(rings)
         hits, misses, held = (
             sum(column) for column in zip((0, 0, 0), *map(_counted, [*CACHES]), strict=True)
@@ -196,27 +201,27 @@ class Stats:
 
     @property
     def workers_waiting(self) -> float:
-        """The fraction of the time that workers waited, averaged over all workers."""
+        """The fraction of the time that workers waited, as a mean over all workers."""
         return self._waiting(self.meters.busy[self._indexers], self.num_workers)
 
     @property
     def index_seconds(self) -> Histogram:
-        """The workers' times per batch, from claim to delivery."""
+        """How long workers took per batch, from the claim of the ticket until it was published."""
         return self.meters.histogram("work", self.meters.runners[self._indexers])
 
     @property
     def step_seconds(self) -> Histogram:
-        """The loop's own times per batch, excluding waits."""
+        """How long the loop took per batch, without waiting."""
         return self.meters.histogram("work", self.meters.loop)
 
     @property
     def wait_seconds(self) -> Histogram:
-        """The loop's waits for batches that were not ready."""
+        """How long the loop waited for batches that were not ready."""
         return self.meters.histogram("wait", self.meters.loop)
 
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
-        """The statistics of each worker, including former workers."""
+        """Statistics about each worker, including former workers."""
         stats = []
         records = self.meters.runners[self._indexers]
         counted = np.flatnonzero(words(records, "batches"))
@@ -254,12 +259,12 @@ class Stats:
 
     @property
     def history(self) -> NDArray[np.void]:
-        """The run's history as a structured array of up to 512 rows since the first batch.
+        """The history of the run, as a structured array with at most 512 rows.
 
-        Rows are initially 0.1 s apart. The interval grows, so the rows always cover the whole run.
-        The fields are `seconds` since the start; the cumulative values `batches`, `waited` and
-        `stepped` (the loop's seconds) and `busy` (each worker's seconds, shape (workers,)); and
-        `ready`, the number of batches that were ready for the loop at that time.
+        At first, rows are 0.1 s apart. This interval grows, so that the rows cover the whole run.
+        The fields are `seconds` since the first batch, the total number of `batches`, the total
+        seconds that the loop has `waited` and `stepped`, the total seconds that each worker was
+        `busy`, with shape (workers,), and the number of batches that were `ready` at this time.
         """
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
@@ -274,17 +279,17 @@ class Stats:
 
     @property
     def bottleneck(self) -> str:
-        """The cause in `advice` that limits the batch rate, such as 'workers' or 'loop'."""
+        """The cause in `advice`, such as 'workers' or 'loop'."""
         return self.advice().cause
 
     def advice(self) -> Advice:
-        """Return the reason that the loop waits, and the remedy. See docs/how-to/slow.md."""
+        """Explain why the loop waits, and what would help. See docs/how-to/slow.md."""
         from cseq.measure.advice import advise
 
         return advise(self.window())
 
     def since(self, earlier: Stats) -> Stats:
-        """Return the counts since `earlier`, which must be from the same run.
+        """Return the statistics since `earlier`, which must be from the same run.
 
         Examples
         --------
@@ -300,7 +305,7 @@ class Stats:
         return replace(self, meters=self.meters.since(earlier.meters), **grown)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
-        """Return a flat dict of figures for a logger. The keys never change."""
+        """Return a flat dict of figures for a logger, which always has the same keys."""
         index, waits, workers = self.index_seconds, self.wait_seconds, self.num_workers
         window = self.window()
         elapsed = self.elapsed or 1.0
@@ -328,18 +333,20 @@ class Stats:
 
     @staticmethod
     def every(n: int, manager: Any) -> Every:
-        """Return an object that reports figures for every `n` steps of a loop that starts now.
+        """Return an object that reports figures every `n` steps of a loop that starts now.
 
         Parameters
         ----------
         n : int
+            The number of steps between reports.
         manager : manager or DataLoader
+            The manager or DataLoader of the loop.
 
         Returns
         -------
         Every
-            Its method `at(step)`, with `step` starting at 1, returns `as_dict` for the last `n`
-            steps if `step` is a multiple of `n`, and {} otherwise.
+            An object whose method `at(step)` returns `as_dict` for the last `n` steps if `step` is
+            a multiple of `n`, or otherwise {}. Steps are counted from 1.
 
         Examples
         --------
@@ -361,17 +368,18 @@ class Stats:
         meters = self.meters
         runners, loop = meters.runners[self._indexers], meters.loop
         index, step = self.index_seconds, self.step_seconds
-        # If steps are uneven, omit the longest 5%, which contain pauses.
+        # If steps are uneven, the longest 5% are omitted, because they contain pauses.
         even = step.quantile(0.99) <= 3 * step.quantile(0.5)
         busy = float(meters.busy[self._indexers].sum())
         queued = total(runners, "queued") / 1e9
         gil = meters.histogram("gil", meters.runners)
         early = total(loop, "early") / 1e9
-        # Workers start in sequence. In the only epoch, waits for first batches count as startup.
+        # Workers start one after another. If there is only one epoch, waits for their first batches
+        # belong to the start.
         first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
         computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
-        # The recorded `behind` excludes the current wait, which is still in progress.
+        # `behind` does not include the current wait, if the loop is waiting.
         ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
             behind += meters.waits
@@ -412,7 +420,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """The slice of the indexers' records, which precede the converters' records."""
+        """The slice with the records of indexers, which come before the records of converters."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
@@ -421,11 +429,11 @@ class Stats:
 
     @property
     def _first(self) -> int:
-        """The system clock time of the first batch, or 0. This time identifies the run."""
+        """The time of the first batch on the system clock, or 0, which identifies the run."""
         return total(self.meters.loop, "first")
 
     def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
-        """Return the fraction of the time in which `count` runners did not work."""
+        """Return the fraction of the time that `count` runners did not work."""
         of = self.elapsed * count
         return _part(of - float(busy.sum()), of)
 
@@ -434,11 +442,11 @@ class Counting(Protocol):
     """An object with a `stats` method, such as a cseq manager or a loader."""
 
     def stats(self) -> Stats:
-        """Return the counts so far."""
+        """Return the statistics so far."""
 
 
 def counting(manager: object) -> Counting:
-    """Return the manager after checking that it has `stats`."""
+    """Return the manager, after checking that it has a method `stats`."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); pass a manager of cseq or a cseq.DataLoader"
@@ -448,7 +456,7 @@ def counting(manager: object) -> Counting:
 
 
 def read_stats(manager: Counting) -> Stats | None:
-    """Return the stats, or None if a DataLoader currently has no workers."""
+    """Return the statistics, or None if a DataLoader has no workers."""
     try:
         return manager.stats()
     except RuntimeError:
@@ -456,7 +464,7 @@ def read_stats(manager: Counting) -> Stats | None:
 
 
 def added(now: Stats, earlier: Stats | None) -> Stats:
-    """Return the stats since `earlier`, or all stats if `earlier` is None or from another run."""
+    """Return the statistics since `earlier`, or all if `earlier` is None or from another run."""
     try:
         return now if earlier is None else now.since(earlier)
     except ValueError:
@@ -464,12 +472,14 @@ def added(now: Stats, earlier: Stats | None) -> Stats:
 
 
 class Every:
-    """Reports a loader's figures every `n` steps, across restarts.
+    """Reports figures about a loader every `n` steps, even if it is restarted.
 
     Parameters
     ----------
     manager : manager or DataLoader
+        The manager or DataLoader to measure.
     n : int
+        The number of steps between reports.
     """
 
     def __init__(self, manager: object, n: int) -> None:
@@ -490,10 +500,10 @@ class Every:
 
 
 def _part(seconds: float, of: float, most: float = 1.0) -> float:
-    """Return a fraction, clipped to [0, most], or 0 if `of` is 0."""
+    """Return a fraction that is clipped to [0, most], or 0 if `of` is 0."""
     return max(0.0, min(seconds / of, most)) if of > 0 else 0.0
 
 
 def _cpu(computed: float, worked: float) -> float | None:
-    """Return the fraction of work time spent computing, or None if unknown."""
+    """Return the fraction of the work time that was spent computing, or None if it is unknown."""
     return computed / worked if computed > 0 and worked > 0 else None

@@ -220,7 +220,7 @@ class Watcher:
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run to show in full, whose loop has waited longest. Another is chosen when it ends."""
+        """The run to show in full until it ends, which is the one that has waited longest."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}

@@ -192,7 +192,7 @@ def _details(stats: Stats) -> str:
 
 
 def _machine() -> str:
-    """Return a collapsed section with versions, environment variables and findings of the doctor."""
+    """Return a collapsed section with versions, environment variables and `doctor` findings."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
     rows += [("Python", sys.version), ("cores", str(cores()))]
     for name in ("cseq-loader", "numpy", "torch"):
