@@ -52,7 +52,7 @@ def test_the_most_pieces_of_a_row():
 
 
 def test_a_document_comes_anywhere():
-    """Each one's first token comes equally often in every row, and is omitted when it must."""
+    """The first token of each comes equally often in every row, and is left out if it must be."""
     lengths = np.array([40, 7, 3, 16, 5, 5, 9, 33, 12])
     order, ends = cseq.Concatenated(lengths, 16), DocumentEnds(lengths)
     reader, starts = order.reader(3), ends.starts(np.arange(len(lengths)))

@@ -300,7 +300,7 @@ def test_a_module_that_no_worker_can_import_is_named(monkeypatch):
 
 
 def test_packages_and_their_modules_go_by_reference(folder):
-    """It covers modules in packages, packages without __init__.py, and what modules replace."""
+    """It covers modules in packages, packages without __init__.py, and modules made by modules."""
     (folder / "plain").mkdir()
     (folder / "pack").mkdir()
     (folder / "pack" / "__init__.py").write_text("")

@@ -102,7 +102,7 @@ class Announced(BrokenItems):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.filterwarnings("error:Length of IterableDataset")
 def test_an_item_that_raises_is_none_of_a_length(num_workers):
-    """A skipped item does not count: torch warns if more items come than were announced."""
+    """An item that raises does not count: torch warns of more items than were announced."""
     made = loader(Announced(), num_workers, on_error="raise")
     assert len(made) == 2
     items = iter(made)
