@@ -1,8 +1,8 @@
-"""Stage 2: convert a batch's arrays to tensors on the CPU or a CUDA device.
+"""Stage 2: converts arrays in batches to tensors on the CPU or a CUDA device.
 
-Results are bit-for-bit identical in all pools, because they depend only on ``out_type`` and
-``dtype``. numpy casts all arrays, and torch casts CPU tensors. torch is imported when a converter
-is created, not when these modules are imported.
+Results depend only on ``out_type`` and ``dtype``, and are bit-for-bit the same in all pools. Arrays
+are cast by numpy, and CPU tensors by torch. torch is imported when a converter is created, and not
+when these modules are imported.
 
 ::
 
@@ -11,12 +11,12 @@ is created, not when these modules are imported.
                                             │ in a thread:   convert ─► Transfer ─► receive
                                             └ in a process:  export  ─► pickle   ─► Imports
 
-``output``      resolution of ``out_type`` and ``dtype`` for this machine
+``output``      what ``out_type`` and ``dtype`` mean on this machine
 ``host``        synchronous conversion
 ``lane``        a CUDA stream that copies data to a device
-``cuda``        asynchronous conversion, on a lane
-``export``      tensors in a converter process, fetched by the trainer
-``page_locks``  page-locked slots that CUDA can copy from directly
+``cuda``        asynchronous conversion on a lane
+``export``      tensors in a converter process, which the trainer fetches
+``page_locks``  page-locked slots, which CUDA can copy directly
 """
 
 from __future__ import annotations

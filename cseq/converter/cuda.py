@@ -1,4 +1,4 @@
-"""Asynchronous conversion, which copies batches while the device computes."""
+"""Asynchronous conversion: copies batches to a device while it computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Transfer(NamedTuple):
-    """A batch that is being copied to the device. Only `receive` uses this class."""
+    """A batch that is being copied to the device. Pass it to `receive`."""
 
     batch: Batch
     event: Event
@@ -25,9 +25,9 @@ class Transfer(NamedTuple):
 
 
 def receive(result: Transfer | Batch) -> Batch:
-    """Return the batch from a converter thread's `Transfer`, or any other object unchanged.
+    """Return the batch in a `Transfer` from a converter thread, or other objects unchanged.
 
-    The consumer's current stream waits for the copies; the host does not.
+    The current stream waits for the copies, but the host does not.
     """
     if type(result) is not Transfer:
         return result
@@ -36,10 +36,10 @@ def receive(result: Transfer | Batch) -> Batch:
 
 
 class CudaConverter:
-    """Copies batches to a device on its own stream, in one thread.
+    """Copies batches to a device with a separate stream, in one thread.
 
-    Page-locked memory (see `PageLocks`) is copied directly. Other memory is staged in page-locked
-    memory from torch's pool. The output must be resolved and must use CUDA.
+    Page-locked memory (see `PageLocks`) is copied directly. Other memory is first copied to
+    page-locked memory from torch's pool. The output must be resolved and must use CUDA.
     """
 
     def __init__(self, output: Output) -> None:
@@ -47,9 +47,9 @@ class CudaConverter:
         self._lane = Lane(output.device)
 
     def convert(self, batch: Batch) -> Transfer:
-        """Start copying a batch, and keep its memory alive until the copies finish.
+        """Start to copy a batch, and keep its memory alive until it has been copied.
 
-        If an error occurs, copies that have already started continue.
+        If there is an error, copies that have been started are completed.
         """
         self.reap()
         sources: list[Tensor] = []
@@ -66,29 +66,30 @@ class CudaConverter:
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> bytes:
-        """Convert and `pack` a batch in a converter process. The batch may then be overwritten."""
+        """Convert and `pack` a batch in a converter process. After this, it may be overwritten."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
-        # Pack on the lane that made the copies, because the consuming process waits for that lane.
+        # Pack the batch on the lane that copied it, because the other process waits for this lane.
         with self._lane.active():
             return pack(transfer.batch)
 
     def reap(self, *, wait: bool = False) -> None:
-        """Release memory whose copies have finished. If `wait` is set, wait for all copies first.
+        """Release memory that has been copied. If `wait` is set, wait for all copies first.
 
-        Call this even when no tickets arrive. Otherwise, an idle converter would hold a slot.
+        This must be called even if there are no tickets. Otherwise, an idle converter would keep
+        slots in use.
         """
         self._lane.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait for all copies to finish. With processes, close the trainer's `Imports` first."""
+        """Wait for all copies. If converters are processes, close the trainer's `Imports` first."""
         self.reap(wait=True)
         self._lane.collect()
         remove_counts()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
-        """Copy an array or a CPU tensor to the device. Return any other leaf unchanged."""
+        """Copy an array or a CPU tensor to the device. Return other leaves unchanged."""
         tensor = self._host.lay(leaf, self._make) if is_array(leaf) else leaf
         if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
             return leaf
@@ -104,7 +105,7 @@ class CudaConverter:
         return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or a copy that has the required type and that the device can read."""
+        """Return the tensor, or a copy of the required type in memory that the device can read."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

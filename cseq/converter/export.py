@@ -1,8 +1,9 @@
-"""Transfer of batches from the CUDA memory of converter processes to the trainer.
+"""Transfers batches from the CUDA memory of converter processes to the trainer.
 
-A converter pickles a batch with torch's reductions, which replace each device tensor with a handle
-to its memory. torch's reference count keeps the memory alive until the handle has been opened and
-the tensor dropped. Each pickle is therefore read only once, and its tensors are cloned immediately.
+A converter pickles a batch with the reductions of torch, which replace tensors on the device by
+handles to their memory. A reference count of torch keeps this memory alive until the handle has
+been opened and the tensor has been dropped. For this reason, each pickle is read only once, and its
+tensors are cloned immediately.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ logger = logging.getLogger("cseq")
 
 
 class Lost(RuntimeError):
-    """Raised when a batch can no longer be fetched from a converter process."""
+    """Raised if a batch can no longer be fetched from a converter process."""
 
 
 class Exported:
-    """A wrapper whose pickle is a call that opens the tensor's memory in another process."""
+    """A wrapper for a tensor. Unpickling opens the tensor's memory in another process."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -50,7 +51,7 @@ class Exported:
 
 
 def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
-    """Open another process's memory. Raise `Lost` if this fails, for example after an exit."""
+    """Open memory of another process. Raise `Lost` if this fails, for example if it has exited."""
     try:
         return rebuild(*arguments)
     except Exception as error:
@@ -58,7 +59,7 @@ def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Ten
 
 
 def pack(batch: Batch) -> bytes:
-    """Pickle a batch. The current stream must be the one that copied the batch."""
+    """Pickle a batch. The current stream must be the stream that has copied it."""
     torch = importlib.import_module("torch")
 
     def leaf(value: Any) -> object:
@@ -69,20 +70,21 @@ def pack(batch: Batch) -> bytes:
 
 
 def remove_counts() -> None:
-    """Remove the reference-count files that torch leaves behind for unfetched batches."""
+    """Remove files with reference counts, which torch leaves behind if batches are not fetched."""
     for path in glob.glob(f"/dev/shm/torch_{os.getpid()}_*"):
         os.unlink(path)
 
 
 class Imports(SlotReader):
-    """The trainer side of the slots that converter processes write to, for use by one thread.
+    """The trainer's side of slots that converter processes write to, for use by one thread.
 
-    The device copies every tensor from the converter's memory to the trainer's, so the user's batch
-    does not depend on another process.
+    The device copies all tensors from the memory of the converter to the memory of the trainer, so
+    that batches do not depend on another process.
 
-    The slot still holds the indexer's batch, and the cell still holds that batch's record. If the
-    converted batch is lost or an exception interrupts the fetch, `decode` converts the indexer's
-    batch itself and increments `lost`. The output must be resolved and must use CUDA.
+    The batch of the indexer is still in the slot, and its record is still in the cell. If the
+    converted batch is lost, or if an exception is raised while it is fetched, `decode` converts the
+    batch of the indexer in this process, and increments `lost`. The output must be resolved and
+    must use CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
@@ -90,21 +92,21 @@ class Imports(SlotReader):
         self._ring = ring
         self._convert = convert
         self._torch = importlib.import_module("torch")
-        # When torch releases another process's memory, the host waits for the current stream. With
-        # a separate lane, the host waits for one short copy instead of the training step.
+        # When torch releases memory of another process, the host waits for the current stream. With
+        # a separate lane, the host waits for a short copy instead of the training step.
         self._lane = Lane(output.device)
-        # Each cell's token at the time its pickle was last read.
+        # The token of each cell when its pickle was last read.
         self._read = [0] * ring.capacity
         self.lost = 0
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Create a decoder. The decoder also frees the slots."""
+        """Create a decoder, which also frees the slots."""
         return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Fetch the batch, or convert it in this process if the converted batch is lost.
+        """Fetch a converted batch. If it is lost, convert the batch in this process.
 
-        Only the error's text is logged, because a reference to the error would keep the slot busy.
+        Only the text of the error is logged, because a reference to it would keep the slot in use.
         """
         try:
             return self._fetch(cell, slot, capacity, record)
@@ -119,7 +121,7 @@ class Imports(SlotReader):
         return batch
 
     def _fetch(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Copy the batch into this process's memory."""
+        """Copy a batch to memory of this process."""
         theirs: list[Tensor] = []
         ours: list[Tensor] = []
 
@@ -140,7 +142,7 @@ class Imports(SlotReader):
         return batch
 
     def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Unpickle a converter's batch. Raise `Lost` if the pickle has already been read."""
+        """Unpickle a batch from a converter. Raise `Lost` if it has already been unpickled."""
         packed: Any = super().decode(cell, slot, capacity, record)
         token = self._ring.token(cell)
         if self._read[cell] == token:
@@ -149,7 +151,7 @@ class Imports(SlotReader):
         return pickle.loads(packed)
 
     def cancel(self, cell: int) -> None:
-        """Return a cancelled batch's memory to its converter, unless the converter has exited."""
+        """Release the memory of a cancelled batch in the converter, unless that has exited."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if stage == CONVERTER and status == BATCH:
             with self._lane.active():
@@ -159,6 +161,6 @@ class Imports(SlotReader):
                     logger.debug("discarded: %s", str(error))
 
     def close(self) -> None:
-        """Release all memory that belongs to other processes."""
+        """Release all memory of other processes."""
         with self._lane.active():
             self._lane.reap(wait=True)

@@ -1,4 +1,4 @@
-"""Synchronous conversion of arrays and CPU tensors in the calling thread."""
+"""Synchronous conversion: converts arrays and CPU tensors in the calling thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_array(leaf: object) -> TypeGuard[Array]:
-    """Return True if a tensor can replace the leaf, which must be an unmasked array."""
+    """Return True if a leaf is an array that a tensor can replace, and not a masked array."""
     return type(leaf) is np.ndarray or (
         isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
     )
@@ -29,11 +29,11 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 
 @functools.lru_cache(256)
 def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
-    """Return the type to which an array of `dtype` is cast.
+    """Return the type that an array of type `dtype` is cast to.
 
-    Numbers are cast to `cast`. Other values keep their type but use native byte order. If numpy
-    considers several types equal, return the one that torch supports. Return None for types that
-    torch does not support (text, dates, records).
+    Numbers are cast to `cast`. Other values keep their type, but in native byte order. If several
+    types are equal for numpy, return the one that torch supports. For types that torch does not
+    support (text, dates, records), return None.
     """
     if dtype.kind not in "biufc":
         return None
@@ -47,17 +47,17 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
 
 
 def is_usable(array: Array, target: Dtype) -> bool:
-    """Return True if a tensor can share the array's memory.
+    """Return True if a tensor can share the memory of an array.
 
-    The array must be writable, because a tensor cannot be marked read-only and writing to a
-    read-only mapped file, for example, kills the process. Its elements must have no gaps between
-    them, as in a slot. Otherwise, a batch's strides would depend on the pool.
+    The array must be writable, because tensors cannot be read-only, and writing to a file that is
+    mapped as read-only would kill the process. There must be no gaps between elements, as in a
+    slot. Otherwise, the strides in a batch would depend on the pool.
     """
     return array.dtype == target and array.flags.behaved and flat_of(array) is not None
 
 
 class Host:
-    """Converts arrays and CPU tensors to the types that an output requires."""
+    """Converts arrays and CPU tensors to the types of an output."""
 
     def __init__(self, output: Output) -> None:
         self.torch = torch = importlib.import_module("torch")
@@ -67,18 +67,18 @@ class Host:
         self.wanted = torch_type(output.dtype) if output.dtype is not None else self.late
 
     def leaf(self, leaf: object) -> object:
-        """Convert an array or a CPU tensor. Return any other leaf unchanged."""
+        """Convert an array or a CPU tensor. Return other leaves unchanged."""
         if is_array(leaf):
             return self.array(leaf)
         return self.tensor(leaf) if isinstance(leaf, self.torch.Tensor) else leaf
 
     def array(self, array: Array) -> Array | Tensor:
-        """Convert an array. The target type may be one that only torch supports."""
+        """Convert an array, even if only torch supports the type of the output."""
         laid: Any = self.lay(array)
         return laid if self.late is None or laid is array else self.tensor(laid)
 
     def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:
-        """Create a tensor that shares the array's memory, or a copy (`recast`) if necessary."""
+        """Create a tensor that shares the memory of an array, or of a copy (`recast`)."""
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
@@ -89,13 +89,13 @@ class Host:
         return self.from_numpy(array)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Cast a CPU tensor. Like complex arrays, complex and quantised tensors keep their type."""
+        """Cast a CPU tensor. Complex and quantized tensors keep their type, like complex arrays."""
         if not self.casts(tensor) or tensor.dtype == self.wanted:
             return tensor
         return tensor.to(self.wanted, copy=True)
 
     def casts(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is to be cast to the output's type."""
+        """Return True if a tensor must be cast to the type of the output."""
         return (
             self.wanted is not None
             and tensor.device.type == "cpu"
@@ -104,10 +104,10 @@ class Host:
 
 
 class Converter:
-    """Converts batches in the calling thread: inline, in a pool, or in the trainer after decoding.
+    """Converts batches in the calling thread, which may be the trainer or a worker thread.
 
-    `convert` returns a batch with the same nesting and converted arrays. Tensors share the arrays'
-    memory where possible. The constructor imports torch if the resolved output has tensors.
+    `convert` returns the same containers with converted arrays. If possible, tensors share memory
+    with the arrays. The constructor imports torch if the resolved output has tensors.
     """
 
     __slots__ = ("convert", "output")
@@ -117,9 +117,9 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return the function that converts new arrays of `dtype` (if None, CPU tensors).
+        """Return a function that converts new arrays of type `dtype`, or CPU tensors for None.
 
-        Return None if no conversion is needed.
+        Return None if no conversion is necessary.
         """
         output = self.output
         if output.kind != "cpu":
@@ -173,7 +173,7 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 
 
 def _make_cpu(output: Output) -> Convert:
-    """Create the conversion to CPU tensors. Usable arrays take little longer than from_numpy."""
+    """Create a conversion to CPU tensors. For usable arrays, it is almost as fast as from_numpy."""
     host, ready = Host(output), output.dtype
     from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 
@@ -188,7 +188,7 @@ def _make_cpu(output: Output) -> Convert:
 
 
 def _make_cuda(output: Output) -> Convert:
-    """Create the synchronous conversion to tensors on the device, for test mode."""
+    """Create a synchronous conversion to tensors on the device, for test mode."""
     host, device = Host(output), output.device
 
     def leaf(value: object) -> object:

@@ -1,4 +1,4 @@
-"""A queue of copies to a device. It keeps the source memory alive."""
+"""A queue of copies to a device, which keeps the memory of sources alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cseq.converter import Event, Tensor
 
 
-# Methods that return a sparse tensor's strided parts. Only strided tensors can record streams.
+# Methods that return the strided parts of a sparse tensor. Only strided tensors record streams.
 PARTS = {
     "sparse_coo": ("_indices", "_values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -23,7 +23,7 @@ PARTS = {
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that make up a tensor."""
+    """Return the strided tensors that a tensor consists of."""
     names = PARTS.get(str(tensor.layout).removeprefix("torch."), ())
     return [getattr(tensor, name)() for name in names] or [tensor]
 
@@ -31,7 +31,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
 class Lane:
     """A CUDA stream that copies data to a device while the device does other work."""
 
-    # Whether memory must be page-locked before it is copied. A test lane sets this to False.
+    # Whether memory must be page-locked before it is copied. In tests, this is False.
     pins = True
 
     def __init__(self, device: str) -> None:
@@ -41,22 +41,23 @@ class Lane:
         self._read: deque[tuple[Event, list[Tensor]]] = deque()
 
     def active(self) -> AbstractContextManager[object]:
-        """Make this stream and its device current in this thread."""
+        """Make this stream and its device the current ones in this thread."""
         context: AbstractContextManager[object] = self._torch.cuda.stream(self._stream)
         return context
 
     def can_fetch(self, tensor: Tensor) -> bool:
-        """Return True if torch's pool or `PageLocks` has page-locked the tensor's memory."""
+        """Return True if a tensor's memory was page-locked by torch's pool or by `PageLocks`."""
         return bool(tensor.is_pinned())
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the device without waiting."""
+        """Start to copy a tensor to the device, without waiting."""
         return tensor.to(self._device, non_blocking=True)
 
     def record(self, read: list[Tensor]) -> Event:
-        """Record an event. A host thread that waits for this event sleeps instead of spinning.
+        """Record an event. A host thread that waits for it sleeps instead of spinning.
 
-        Tensors in `read` and the arrays whose memory they share stay alive until the event occurs.
+        The tensors in `read`, and the arrays that they share memory with, are kept alive until the
+        event occurs.
         """
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -65,10 +66,10 @@ class Lane:
         return event
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
-        """Make the current stream wait for the event, and mark the tensors as used by that stream.
+        """Make the current stream wait for an event, and mark tensors as used by this stream.
 
-        Without the mark, the lane's next copies could overwrite a tensor that the user has dropped
-        but that the user's kernels are still reading.
+        Otherwise, if the user drops a tensor while kernels are still reading it, the next copies of
+        the lane could overwrite the tensor.
         """
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)
@@ -77,11 +78,11 @@ class Lane:
                 part.record_stream(current)
 
     def collect(self) -> None:
-        """Free this process's memory that other processes no longer use."""
+        """Free memory of this process that other processes no longer use."""
         self._torch.cuda.ipc_collect()
 
     def reap(self, *, wait: bool = False) -> None:
-        """Release memory that is no longer read. If `wait` is set, wait for all copies first."""
+        """Release memory that has been copied. If `wait` is set, wait for all copies first."""
         while self._read:
             if wait:
                 self._read[0][0].synchronize()

@@ -1,4 +1,4 @@
-"""The output of a conversion, specified by out_type and dtype."""
+"""The output of a conversion, as specified by out_type and dtype."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callabl
 
 
 class Output(NamedTuple):
-    """The form of converted batches, derived from validated ``out_type`` and ``dtype``.
+    """What batches are converted to, according to ``out_type`` and ``dtype``.
 
     Attributes
     ----------
     kind : 'cuda', 'cpu', 'array', 'null' or 'call'
-        Respectively: tensors on a CUDA device, CPU tensors, arrays (if torch is not installed), the
-        batch as the indexer returned it, or the result of `function` for every array.
+        The kind of output: tensors on a CUDA device, CPU tensors, arrays (if torch is not
+        installed), the unchanged batch, or the result of `function` for every array.
     device : str
         ``'cuda'`` (the current device), ``'cuda:1'``, or ``'cpu'``.
     function : callable or None
         The function to apply to every array if `kind` is ``'call'``.
     dtype : numpy.dtype or None
-        The type to which numpy casts numeric arrays, or None to keep each array's type.
+        The type that numpy casts numeric arrays to, or None to keep their types.
     torch_dtype : str or None
         A type that numpy does not support (``'bfloat16'``). torch casts to this type on the CPU.
     """
@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
     @property
     def use_cuda(self) -> bool:
-        """Whether converters are in use or, before `resolve`, whether they were requested."""
+        """Whether converters are used. Before `resolve`, whether they were requested."""
         return self.kind == "cuda"
 
 
@@ -61,16 +61,16 @@ def parse(out_type: object, dtype: object) -> Output:
     Parameters
     ----------
     out_type : str, None, torch.device or callable
-        ``'cuda'``, ``'cuda:1'``, ``'cpu'``, ``'null'``, None (as ``'cpu'``), or a callable.
+        ``'cuda'``, ``'cuda:1'``, ``'cpu'``, ``'null'``, None (same as ``'cpu'``), or a callable.
     dtype : str, type, numpy.dtype, torch.dtype or None
-        A numeric type, including ``'bfloat16'``.
+        A numeric type, which may be ``'bfloat16'``.
 
     Raises
     ------
     ValueError
-        A name or type is unknown or cannot be used.
+        If a name or a type is unknown or cannot be used.
     TypeError
-        An argument has the wrong type.
+        If an argument has the wrong type.
     """
     kind, device, function = _parse_out_type(out_type)
     cast, torch_dtype = _parse_dtype(dtype)
@@ -82,7 +82,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
         return "cpu", "cpu", None
     if isinstance(out_type, str):
         return _parse_name(out_type, out_type)
-    # Check this before callables, because a torch.device is also callable (as a decorator).
+    # Check this before callables, because a torch.device is also a callable (a decorator).
     if _is_torch(out_type, "device"):
         return _parse_name(re.sub(r"^cpu:\d+$", "cpu", str(out_type)), out_type)
     if callable(out_type):
@@ -91,7 +91,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
 
 
 def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
-    """Parse a device name or ``'null'``."""
+    """Parse the name of a device, or ``'null'``."""
     if name == "null":
         return "null", "cpu", None
     if name == "cpu":
@@ -102,7 +102,7 @@ def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
 
 
 def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
-    """Split ``dtype`` into a numpy type in native byte order and a type that only torch has."""
+    """Return a numpy type in native byte order for ``dtype``, or a type that only torch has."""
     if dtype is None:
         return None, None
     name = str(dtype).removeprefix("torch.") if _is_torch(dtype, "dtype") else dtype
@@ -124,18 +124,18 @@ _DTYPES = (
 
 
 def _is_torch(value: object, name: str) -> bool:
-    """Check whether `value` is a ``torch.<name>``, without importing torch."""
+    """Return True if `value` is a ``torch.<name>``, without importing torch."""
     return type(value).__module__ == "torch" and type(value).__name__ == name
 
 
 def for_test(output: Output, test_mode: str) -> Output:
-    """Return the output that ``start_test(test_mode)`` uses.
+    """Return the output of ``start_test(test_mode)``.
 
     Raises
     ------
     ValueError
-        `test_mode` is not ``'default'`` (the same output), ``'cpu'`` (CPU tensors) or ``'numpy'``
-        (the batch as the indexer returned it).
+        If `test_mode` is not ``'default'`` (the same output), ``'cpu'`` (CPU tensors) or
+        ``'numpy'`` (the unchanged batch).
     """
     if choice("test_mode", test_mode, ("default", "cpu", "numpy")) == "default":
         return output
@@ -144,14 +144,14 @@ def for_test(output: Output, test_mode: str) -> Output:
 
 
 def cast_dtype(output: Output) -> Dtype | None:
-    """Return the type to which workers cast numeric arrays as they copy them, or None."""
+    """Return the type that workers cast numeric arrays to when they copy them, or None."""
     return output.dtype if output.kind in ("cuda", "cpu", "array") else None
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Return a warning if arrays that look like labels will become floats, or else None.
+    """Return a warning if arrays that seem to be labels will become floats, or None.
 
-    Labels are integer arrays next to other arrays, except images (multidimensional ``uint8``).
+    Integer arrays next to other arrays are labels, except for images (multidimensional ``uint8``).
     """
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
@@ -178,15 +178,15 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
 
 
 def resolve(output: Output) -> Output:
-    """Adapt an output to this machine, and number the CUDA device. Import torch if needed.
+    """Adapt an output to this machine, with a number for the CUDA device. This may import torch.
 
     Without CUDA, ``'cuda'`` becomes ``'cpu'``. Without torch, tensors become arrays with the same
-    values. The logger ``'cseq'`` reports this once. The function does not initialise CUDA.
+    values. The logger ``'cseq'`` reports this once. This function does not initialize CUDA.
 
     Raises
     ------
     ValueError
-        CUDA is available but has no device with this number.
+        If CUDA is available, but there is no device with this number.
     """
     if output.kind not in ("cuda", "cpu"):
         return output
@@ -203,9 +203,9 @@ def resolve(output: Output) -> Output:
 
 
 def _name_device(torch: ModuleType, device: str) -> str:
-    """Return a numbered device name, because each thread has its own current device."""
+    """Add a number to the name of a device, because each thread has its own current device."""
     if device == "cuda":
-        # Querying the current device initialises CUDA. Before that, device 0 is the current one.
+        # Querying the current device would initialize CUDA. Before that, it is device 0.
         return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"
     count = torch.cuda.device_count()
     if int(device.removeprefix("cuda:")) >= count:
@@ -217,7 +217,7 @@ def _name_device(torch: ModuleType, device: str) -> str:
 
 
 def _find_torch() -> ModuleType | None:
-    """Import torch. Return None if it is not installed, and raise an error if it is broken."""
+    """Import torch. Return None if it is not installed. Raise an error if it is broken."""
     try:
         import torch
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Page-locked arena mappings that CUDA can copy from directly."""
+"""Page-locks mappings of slots, so that CUDA can copy from them directly."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger("cseq")
 
 
 class PageLocks:
-    """The arena mappings that this process has page-locked so that CUDA can copy from them.
+    """The mappings of an arena that this process has page-locked, so that CUDA can copy from them.
 
-    Each mapping is kept until it is unregistered. Otherwise, CUDA would still copy from the old
-    pages after the address had been mapped again.
+    Mappings are kept until they are unregistered. Otherwise, if an address was mapped again, CUDA
+    would still copy the old pages.
     """
 
-    # Page-lock memory for all CUDA contexts, not only for the current device.
+    # Page-lock memory for all CUDA contexts, and not only for the current device.
     PORTABLE = 1
 
     def __init__(self, device: str) -> None:
@@ -30,7 +30,7 @@ class PageLocks:
         self._locked: dict[int, Memory] = {}
 
     def register(self, memory: Memory) -> bool:
-        """Page-lock a mapping once. Return False on failure, which only reduces speed."""
+        """Page-lock a mapping once. Return False if this fails, which only makes copies slower."""
         if memory.address in self._locked:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
@@ -44,7 +44,7 @@ class PageLocks:
         return True
 
     def unregister(self, memory: Memory) -> None:
-        """Unlock a mapping before it is dropped. All copies from this memory must have finished."""
+        """Unlock a mapping before it is dropped. All copies from it must have been completed."""
         if self._locked.pop(memory.address, None) is None:
             return
         status = self._call("cudaHostUnregister", memory.address)
@@ -57,7 +57,7 @@ class PageLocks:
             self.unregister(memory)
 
     def _call(self, name: str, *arguments: int) -> int:
-        """Call a CUDA runtime function on this device, and return its status (0 for success)."""
+        """Call a function of the CUDA runtime on this device. Return the status, 0 for success."""
         with self._torch.cuda.device(self._device):
             status = int(getattr(self._torch.cuda.cudart(), name)(*arguments))
             if status:
@@ -67,7 +67,8 @@ class PageLocks:
     def _forget_error(self) -> None:
         """Clear the error that a failed call leaves in the CUDA runtime.
 
-        The next kernel launch (perhaps the user's) would report the error, so launch a kernel here.
+        The next launch of a kernel reports this error. Launch a kernel here, so that it is not the
+        user's.
         """
         try:
             self._torch.ones(1, device=self._device)

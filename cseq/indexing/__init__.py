@@ -1,10 +1,10 @@
 """Stage 1, in a worker: user code makes batches and items.
 
-``indexer``   ★ indices → batch, by the user's worker
-``producer``  the worker side of a stream: makes the requested items
+``indexer``   ★ calls the user's worker, which turns indices into a batch
+``producer``  the worker's side of a stream: makes the items that are requested
 ``dataset``   `from_dataset`: turns a map-style data set into a worker
 ``packing``   `packed`: a list of objects that all processes share in memory
 ``leaving``   ``on_error='skip'``: leaves out samples and batches that raise
-``context``   `rng`, `empty`, `worker_info`: for use inside an indexer
+``context``   functions for use in an indexer: `rng`, `empty`, `worker_info`
 ``seeding``   seeds `random`, ``numpy.random`` and torch for each batch
 """

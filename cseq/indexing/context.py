@@ -1,7 +1,7 @@
-"""Functions for use inside an indexer: `rng`, `empty`, `parts`, `worker_info`.
+"""Functions for use in an indexer: `rng`, `empty`, `parts`, `worker_info`.
 
-A runner enters its `BatchContext` before it calls the indexer and leaves it afterwards. Contexts
-are thread-local, so a manager used inside another manager's indexer keeps its own context.
+A runner enters its `BatchContext` before it calls the indexer, and leaves it afterwards. Contexts
+are thread-local, so if an indexer uses another manager, the contexts do not affect each other.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
-# Purpose numbers for deriving words from a seed (docs/inside/shuffle.md): for `rng`, and for the
-# generators that adapters seed for each item. The shuffle uses 1, and seeding.py uses 4 and 5.
+# Purpose numbers for deriving random words from a seed (see docs/inside/shuffle.md), for `rng` and
+# for generators that adapters seed for each item. The shuffle uses 1, and seeding.py uses 4 and 5.
 PURPOSE_RNG = 2
 PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """Identifies an adapter's or a fleet's batch, which has no ticket in a local ring.
+    """Identifies a batch of an adapter or a fleet, for which there is no ticket in a local ring.
 
-    `start` is the position of the batch's first sample in the epoch order. For a batch from a
+    `start` is the position of the first sample in the order of the epoch. If the batch is from a
     sequence, `units` is the result of `parts`.
     """
 
@@ -49,16 +49,17 @@ Ticket: TypeAlias = Runner | Numbers
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """The current worker and the batch that it is making.
+    """The current worker, and the batch that it is making.
 
     Attributes
     ----------
     number : int
-        The worker number, starting at 0.
+        The number of the worker, starting with 0.
     num_workers : int
+        The number of workers.
     epoch, batch : int or None
-        The epoch and the batch number in that epoch, or None while the indexer is being created or
-        closed.
+        The epoch, and the number of the batch in the epoch. None while the indexer is being created
+        or closed.
     """
 
     number: int
@@ -68,12 +69,13 @@ class WorkerInfo:
 
 
 class BatchContext(BatchState):
-    """One runner's state, which `rng`, `empty` and `worker_info` use.
+    """The state of a runner, which `rng`, `empty` and `worker_info` use.
 
-    `BatchState`, implemented in C, holds the current ticket and its generator. `seed` is used while
-    an indexer is created; after that, each ticket carries a seed. `allocator` creates arrays in the
-    batch's slot. `seeds` is a `Seeds` object if the global generators are seeded. `item` is the
-    number of a stream's item or key in the epoch. `left` is `Leaving.left`.
+    `BatchState` is implemented in C, and contains the current ticket and its generator. `seed` is
+    used while an indexer is created. After that, the seed comes from the ticket. `allocator`
+    creates arrays in the slot of the batch. `seeds` is a `Seeds` object if global generators are
+    seeded. `item` is the number of an item or key of a stream in the epoch. `left` is
+    `Leaving.left`.
     """
 
     ticket: Ticket | None
@@ -89,7 +91,7 @@ class BatchContext(BatchState):
         self.left: Sequence[tuple[int, Any, str]] = ()
 
     def rng(self) -> np.random.Generator:
-        """Return the batch's generator, which is the same object throughout the batch."""
+        """Return the generator of the batch, which is always the same object for a batch."""
         if self.drawn is None:
             if self.ticket is None:
                 raise RuntimeError(
@@ -100,7 +102,7 @@ class BatchContext(BatchState):
         return self.drawn
 
     def set_ticket(self, ticket: Ticket) -> None:
-        """Set the current ticket and reset `rng`, even if the batch is the same."""
+        """Set the current ticket, and reset `rng`, even if it is the same batch."""
         self.ticket = ticket
         self.drawn = None
 
@@ -110,7 +112,7 @@ class BatchContext(BatchState):
 
 
 class Here(threading.local):
-    """Holds the context that a thread has entered, if any."""
+    """The context that the current thread has entered, if there is one."""
 
     batch_context: BatchContext | None = None
 
@@ -119,18 +121,18 @@ here = Here()
 
 
 def enter(batch_context: BatchContext | None) -> BatchContext | None:
-    """Set this thread's context, or clear it with None. Return the previous context."""
+    """Set the context of this thread, or clear it with None. Return the previous context."""
     outer = here.batch_context
     here.batch_context = batch_context
     return outer
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
-    """Create the generator for the batch that starts at this position in the epoch.
+    """Create the generator for a batch that starts at the given position in the epoch.
 
-    The generator is Philox, keyed by (seed, epoch), with the position in the upper half of its
-    counter. Each position belongs to one batch on one rank, even after a resume with a different
-    number of ranks. The first call makes numpy import its random module.
+    This is a Philox generator, with a key that is derived from (seed, epoch) and the position in
+    the upper half of the counter. A position belongs to a single batch on a single rank, even if a
+    run is resumed with a different number of ranks. The first call imports numpy.random.
     """
     low, high = derive(seed, epoch, PURPOSE_RNG, 2)
     random = np.random
@@ -140,16 +142,17 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 
 
 def rng() -> np.random.Generator:
-    """Return the current batch's random generator.
+    """Return the random generator of the current batch.
 
-    The generator depends only on the seed, the epoch and the batch's position in the epoch. Draws
-    are the same for any number of workers, in test mode, after a worker's death and after a resume.
-    Draws differ between ranks. Within one batch, every call returns the same generator.
+    The generator depends only on the seed, the epoch and the position of the batch in the epoch. It
+    draws the same numbers for any number of workers, in test mode, after the death of a worker, and
+    after a resume, but different numbers on each rank. All calls for a batch return the same
+    generator.
 
     Raises
     ------
     RuntimeError
-        Called outside an indexer's ``__getitem__``.
+        If this is not called from the ``__getitem__`` of an indexer.
 
     Examples
     --------
@@ -179,14 +182,14 @@ def parts() -> NDArray[np.int64]:
     Returns
     -------
     numpy.ndarray
-        Shape (units in the batch,), int64. A unit is what the order counts, such as a row in
-        `Packed`. The sum is the number of indices or, in a `from_dataset` collate function, the
-        number of samples that ``on_error='skip'`` has kept.
+        An int64 array with one element per unit. A unit is what the order counts, such as a row of
+        `Packed`. The sum is the number of indices. In a collate function of `from_dataset`, it is
+        the number of samples that ``on_error='skip'`` has not left out.
 
     Raises
     ------
     RuntimeError
-        Called outside an indexer's ``__getitem__``.
+        If this is not called from the ``__getitem__`` of an indexer.
 
     Examples
     --------
@@ -217,18 +220,19 @@ def parts() -> NDArray[np.int64]:
 
 
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
-    """Create an uninitialised array in the current batch's shared memory.
+    """Create an uninitialized array in the shared memory of the current batch.
 
-    A batch built in this array (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied on the
-    way to the training loop. If the indexer keeps the array, the batch is copied. Outside a worker
-    process, this function is equivalent to `numpy.empty`. In a worker thread, large arrays created
-    by either function reuse memory that earlier arrays have freed.
+    If a batch is built in this array (``np.take(…, out=)``, ``np.stack(…, out=)``), it reaches the
+    training loop without being copied, unless the indexer keeps the array. Outside a worker
+    process, this function is the same as `numpy.empty`. In a worker thread, large arrays from both
+    functions reuse memory of earlier arrays.
 
     Parameters
     ----------
     shape : int or sequence of int
+        The shape of the array.
     dtype : data type, optional
-        The type must not contain Python objects.
+        The type of the array, which must not contain Python objects.
 
     Returns
     -------
@@ -238,9 +242,10 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     Raises
     ------
     TypeError, ValueError
-        In a worker process, the shape is negative or not integral, or the type contains objects.
+        In a worker process, if the shape is negative or has other values than integers, or if the
+        type contains objects.
     MemoryError
-        There is not enough memory for the array.
+        If there is not enough memory for the array.
 
     Examples
     --------
@@ -265,7 +270,7 @@ def worker_info() -> WorkerInfo | None:
     Returns
     -------
     WorkerInfo or None
-        None outside an indexer.
+        The worker and the batch, or None if this is not called from an indexer.
 
     Examples
     --------

@@ -38,8 +38,8 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# Minimum sizes in bytes: stacked arrays of at least IN_PLACE are created in the batch's slot, and a
-# single sample's arrays of at least LARGE are copied there immediately.
+# Stacked arrays of at least IN_PLACE bytes are created in the slot of the batch. If an array in a
+# sample has at least LARGE bytes, it is copied there immediately.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -47,33 +47,33 @@ LARGE = 65536
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
     """Create a worker from a map-style data set, which returns one sample per index.
 
-    ``cseq.MPSequence(cseq.from_dataset(dataset), batch_size=32)`` needs no `dset_size`, because the
-    worker has a length. Each worker process receives a pickled copy of the data set. Threads share
-    the data set without a lock.
+    ``cseq.MPSequence(cseq.from_dataset(dataset), batch_size=32)`` does not need `dset_size`,
+    because the worker has a length. Worker processes get a pickled copy of the data set. Worker
+    threads share the data set without a lock.
 
     Parameters
     ----------
     dataset : object
-        An object with ``__len__()`` and ``__getitem__(index)``, where `index` is an int, such as a
-        torch ``Dataset`` or a Hugging Face ``datasets.Dataset``. If the object has
-        ``__getitems__(indices)``, which maps a list of ints to a list of samples, that method is
-        used instead. The length is read only once, by this function.
+        An object with ``__len__()`` and ``__getitem__(index)``, such as a torch ``Dataset`` or a
+        Hugging Face ``datasets.Dataset``. The index is an int. If there is a method
+        ``__getitems__(indices)``, which returns a list of samples for a list of ints, it is used
+        instead. The length is read only once, by this function.
     collate : callable, optional
-        A function that makes a batch from a list of samples in the worker. The default follows
-        torch's ``default_collate``, but arrays and numbers become an array instead of a tensor.
-        Tensors, arrays and numbers are stacked. Dicts, lists, tuples and named tuples are collated
-        per value (a tuple becomes a list). Strings and bytes stay in a list. Large arrays are
-        copied into the batch one by one as their samples are fetched.
+        A function that makes a batch from a list of samples, in the worker. By default, samples are
+        collated as by torch's ``default_collate``, except that arrays and numbers become an array
+        and not a tensor. Tensors, arrays and numbers are stacked. Dicts, lists, tuples and named
+        tuples are collated value by value (a tuple becomes a list). Strings and bytes are returned
+        as a list. Large arrays are copied to the batch one by one when their samples are fetched.
 
     Returns
     -------
     DatasetIndexer
-        A worker for `MSequence` with the data set's length.
+        A worker for `MSequence`, with the length of the data set.
 
     Raises
     ------
     TypeError
-        `dataset` lacks one of the methods, or `collate` is not callable.
+        If `dataset` lacks one of the methods, or if `collate` is not callable.
 
     Examples
     --------
@@ -107,28 +107,28 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
 
 
 def refuse_class(dataset: object) -> None:
-    """Raise TypeError for a class passed as a data set, unless the class has a length."""
+    """Raise TypeError if a class was passed as a data set, unless the class has a length."""
     if isinstance(dataset, type) and not hasattr(type(dataset), "__len__"):
         name = dataset.__name__
         raise TypeError(f"dataset is the class {name}; pass an object, such as {name}()")
 
 
 def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
-    """Return True if an object or class is a torch data set of this kind."""
+    """Return True if an object or a class is a torch data set of this kind."""
     torch = sys.modules.get("torch.utils.data")
     cls = candidate if isinstance(candidate, type) else type(candidate)
     return torch is not None and issubclass(cls, getattr(torch, kind))
 
 
 def unasked(dataset: Any) -> DatasetIndexer:
-    """Apply `from_dataset` to a torch data set that the user passed as a worker."""
+    """Apply `from_dataset` to a torch data set that was passed as a worker."""
     made = from_dataset(dataset)
     made.is_unasked = True
     return made
 
 
 def refuse_iterable(dataset: object, subject: str) -> None:
-    """Reject torch's iterable-style data sets and classes, whose ``__getitem__`` only raises."""
+    """Reject iterable-style data sets of torch and their classes. Their ``__getitem__`` raises."""
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
@@ -138,9 +138,9 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 
 
 class DatasetIndexer:
-    """The worker created by `from_dataset`. Its ``__getitem__`` accepts an array of indices.
+    """The worker that `from_dataset` creates. Its ``__getitem__`` accepts an array of indices.
 
-    `is_unasked` is True if the user passed a torch data set, which may accept index arrays itself.
+    `is_unasked` is True if a torch data set was passed as a worker. It may accept arrays itself.
     """
 
     is_unasked = False
@@ -151,11 +151,11 @@ class DatasetIndexer:
         self._length = len(dataset)
 
     def __len__(self) -> int:
-        """Return the number of samples that the data set had when this object was created."""
+        """Return the number of samples in the data set when this object was created."""
         return self._length
 
     def close(self) -> None:
-        """Close the data set if it has a ``close`` method."""
+        """Close the data set, if it has a method ``close``."""
         close = getattr(self.dataset, "close", None)
         if callable(close):
             close()
@@ -169,7 +169,7 @@ class DatasetIndexer:
         return self.make_batch(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
 
     def make_batch(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
-        """Return the batch for these indices without the samples that `leaving` leaves out."""
+        """Return the batch for these indices, without samples that `leaving` leaves out."""
         numbers: list[int] = indices.tolist()
         fetched = leaving.fetch(numbers)
         if self.collate is default_collate and not hasattr(self.dataset, "__getitems__"):
@@ -193,9 +193,9 @@ class DatasetIndexer:
 
 
 class LeavingIndexer(DatasetIndexer):
-    """A `DatasetIndexer` that leaves out samples that raise. Its batches may be `Partial`.
+    """A `DatasetIndexer` that leaves out samples that raise, and may return a `Partial`.
 
-    In the calling thread's context, `parts` counts only the samples that remain.
+    In the calling thread, `parts` only counts the remaining samples.
     """
 
     def __init__(self, indexer: DatasetIndexer, batch_context: BatchContext) -> None:
@@ -205,19 +205,19 @@ class LeavingIndexer(DatasetIndexer):
         batch_context.left = self._leaving.left
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        """Return the batch for these indices without the samples that raise."""
+        """Return the batch for these indices, without samples that raise."""
         return self._leaving.whole(self.make_batch(indices, self._leaving))
 
 
 def default_collate(samples: Samples) -> Any:
-    """Make a batch from samples that share a structure; see `from_dataset`.
+    """Make a batch from samples that have the same structure; see `from_dataset`.
 
     Raises
     ------
     TypeError
-        The samples have a type that cannot be stacked.
+        If the samples have a type that cannot be stacked.
     ValueError
-        The samples differ in shape, length or keys.
+        If the samples have different shapes, lengths or keys.
     """
     first = samples[0]
     if isinstance(first, (str, bytes)):
@@ -259,7 +259,7 @@ def _collate_mappings(samples: Samples) -> Any:
 
 
 def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
-    """Return a mapping of the sample's type, or a dict if that type does not accept a dict."""
+    """Return a mapping of the same type as a sample, or a dict if that is not possible."""
     try:
         return type(mapping)(batch)
     except TypeError:
@@ -278,7 +278,7 @@ def _collate_sequences(samples: Samples) -> Any:
 
 
 def _stack_arrays(arrays: Samples) -> NDArray[Any]:
-    """Stack arrays. Large arrays are stacked in the batch's slot."""
+    """Stack arrays. If they are large, they are stacked in the slot of the batch."""
     first = arrays[0]
     _check_shapes(arrays)
     plain = first.dtype.hasobject is False and all(array.dtype == first.dtype for array in arrays)
@@ -288,14 +288,15 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
 
 
 def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
-    """Stack tensors. Large tensors are stacked in the batch's slot."""
+    """Stack tensors. If they are large, they are stacked in the slot of the batch."""
     first = tensors[0]
     _check_shapes(tensors)
     if first.nbytes * len(tensors) < IN_PLACE or not all(
         tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
-    # Otherwise, samples of a subclass (torchvision's Image) would make a batch of that subclass.
+    # Otherwise, samples of a subclass, such as torchvision's Image, would become a batch of this
+    # subclass.
     return torch.stack(
         [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
@@ -303,7 +304,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True for a dense CPU tensor that is not quantized or nested and needs no gradient."""
+    """Return True for a dense CPU tensor without a gradient that is not quantized or nested."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is sys.modules["torch"].strided
@@ -312,17 +313,17 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
-    """Create a tensor in the slot, as `cseq.empty` does for arrays."""
+    """Create a tensor in the slot, like `cseq.empty` for arrays."""
     nbytes = math.prod(shape) * dtype.itemsize
     flat: Tensor = import_torch().from_numpy(context.empty(nbytes, np.uint8))
     return flat.view(dtype).view(shape)
 
 
-# -- large arrays, stacked while the samples are fetched
+# -- large arrays, which are stacked while samples are fetched
 
 
 class _Stack:
-    """A batch array into which `count` arrays like `first` are copied one by one."""
+    """An array of a batch, to which `count` arrays like `first` are copied one by one."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._kind = type(first)
@@ -332,7 +333,7 @@ class _Stack:
         self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
-        """Copy a sample's array to its row and return the row. Return other arrays unchanged."""
+        """Copy an array of a sample to a row, and return the row. Return other arrays unchanged."""
         if type(array) is not self._kind or (array.shape, array.dtype) != (
             self._shape,
             self._dtype,
@@ -349,16 +350,16 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """A placeholder for a sample's array that was copied into the batch."""
+    """A placeholder for an array of a sample that was copied to the batch."""
 
     stack: _Stack
     number: int
 
 
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
-    """Fetch samples and replace large arrays with rows, which avoids storing the arrays twice.
+    """Fetch samples, and replace large arrays by rows, so that arrays are not stored twice.
 
-    `default_collate` handles other arrays and parts that differ from the first sample.
+    Other arrays, and parts that are different from the first sample, are left to `default_collate`.
     """
     samples: list[Any] = []
     stacks: dict[tuple[Any, ...], _Stack] = {}
@@ -376,7 +377,7 @@ def _rows(
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
 ) -> Any:
-    """Copy large arrays in part of a sample into the stacks created for the first sample."""
+    """Copy large arrays in a part of a sample to the stacks, which the first sample creates."""
     kind = type(part)
     if kind is dict:
         return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}
@@ -389,7 +390,7 @@ def _rows(
 
 
 def _is_large(part: Any) -> bool:
-    """Return True if a part of a sample is an array or tensor large enough for a stack."""
+    """Return True if a part of a sample is an array or tensor that is large enough for a stack."""
     if isinstance(part, np.ndarray):
         return part.nbytes >= LARGE and not part.dtype.hasobject
     torch = sys.modules.get("torch")
@@ -398,9 +399,9 @@ def _is_large(part: Any) -> bool:
 
 
 def _stack_rows(parts: Samples) -> Any:
-    """Return the stack that contains the parts, or stack a mixture of rows and arrays.
+    """Return the stack that contains the parts, or stack the parts if some are not rows.
 
-    There are fewer parts than rows if samples were left out.
+    If samples were left out, there are fewer parts than rows.
     """
     stack = parts[0].stack
     if all(isinstance(part, _Row) for part in parts):

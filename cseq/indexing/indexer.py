@@ -1,8 +1,8 @@
 """Stage 1: the user's worker turns indices into batches.
 
-A *worker* is the object that the user passes. It is either an object with ``__getitem__``, or a
-class or other callable that takes no arguments and creates such an object. An *indexer* is an
-object whose ``__getitem__`` accepts an array of indices and returns a batch.
+A *worker* is the object that the user passes. It is an object with ``__getitem__``, or a class or
+another callable without arguments that creates such an object. An *indexer* is an object whose
+``__getitem__`` accepts an array of indices and returns a batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 
 log = logging.getLogger("cseq")
 
-# Types whose __getitem__ does not accept an array of indices.
+# Types with a __getitem__ that does not accept an array of indices.
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
 DATASET_HINT = (
     "__getitem__ of a worker gets an array of indices; a data set that takes one index at a time "
@@ -71,16 +71,16 @@ class Indexer(Protocol[B_co]):
     """Makes batches of type `B`. Any object with this method is an indexer."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
-        """Return the batch for `indices`, a 1-D array that may be modified or kept."""
+        """Return the batch for `indices`, a one-dimensional array that may be changed or kept."""
 
 
 def is_indexer(worker: object) -> bool:
-    """Return True for an indexer, and False for a class or function that creates an indexer."""
+    """Return True for an indexer, and False for a class or a function that creates an indexer."""
     return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
 
 
 def check_worker(worker: object) -> None:
-    """Raise TypeError for a worker that can be neither called nor indexed with an array."""
+    """Raise TypeError if a worker cannot be called or indexed with an array."""
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
@@ -100,9 +100,9 @@ def check_worker(worker: object) -> None:
 
 
 def _refuse_arguments(worker: Callable[[], object]) -> None:
-    """Reject a class or function that cannot be called without arguments.
+    """Reject a class or a function that cannot be called without arguments.
 
-    C functions that have no signature are accepted.
+    C functions without a signature are accepted.
     """
     try:
         inspect.signature(worker).bind()
@@ -117,12 +117,12 @@ def _refuse_arguments(worker: Callable[[], object]) -> None:
 
 
 def takes_samples(worker: object) -> bool:
-    """Return True if a worker is a data set whose samples are collated here."""
+    """Return True if a worker is a data set whose samples cseq collates."""
     return isinstance(worker, DatasetIndexer) or is_torchs(worker)
 
 
 def _refuse_table(worker: object, subject: str) -> None:
-    """Reject pandas and polars tables, whose ``[...]`` selects columns or returns a table."""
+    """Reject tables of pandas and polars, where ``[...]`` selects columns or returns a table."""
     kind = type(worker)
     library = kind.__module__.partition(".")[0]
     rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
@@ -135,31 +135,31 @@ def _refuse_table(worker: object, subject: str) -> None:
 
 
 def length_of(worker: object) -> int | None:
-    """Return the length of a worker that is an indexer with a length, or None otherwise."""
+    """Return the length of a worker if it is an indexer with a length, or None."""
     if is_indexer(worker) and hasattr(type(worker), "__len__"):
         return len(worker)  # type: ignore[arg-type]
     return None
 
 
 def is_likely_dataset(indexer: object) -> bool:
-    """Return True if an object may accept one index at a time, like a map-style data set."""
+    """Return True if an object may be a map-style data set, which accepts one index at a time."""
     kind = type(indexer)
     return hasattr(kind, "__len__") and not hasattr(kind, "__array__")
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
-    """Add a remedy to an exception from the first batch if the indexer may be a data set.
+    """Add a remedy to an exception from the first batch, if the indexer may be a data set.
 
-    This avoids `isinstance`, which could run the exception's code.
+    This does not use `isinstance` on the exception, which could run the user's code.
     """
     cls = type(error)
     if isinstance(indexer, DatasetIndexer):
-        # A ValueError from a `raise` statement states its own reason.
+        # If a ValueError was raised by a `raise` statement, it explains the reason.
         is_own = issubclass(cls, ValueError) and failure.is_stated(error)
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    # An array passed as a number causes a TypeError, or a ValueError in ``if index > 3:``.
+    # If an array is used as a number, this is a TypeError, or a ValueError for ``if index > 3:``.
     elif is_likely_dataset(indexer) and (
         issubclass(cls, TypeError)
         or (issubclass(cls, ValueError) and "ambiguous" in failure.str_of(error))
@@ -169,12 +169,12 @@ def advised(indexer: object, error: BaseException) -> BaseException:
 
 
 def build(worker: Any) -> Indexer[Any]:
-    """Create one runner's indexer.
+    """Create the indexer of a runner.
 
     Raises
     ------
     TypeError
-        The object created by the worker has no ``__getitem__``.
+        If the object that the worker creates has no ``__getitem__``.
     """
     indexer: Indexer[Any] = worker if is_indexer(worker) else worker()
     if is_torchs(indexer):
@@ -192,9 +192,9 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Create an indexer with the global generators seeded; see `build` and `dispose`.
+    """Seed the global generators and create an indexer; see `build` and `dispose`.
 
-    If this imports a generator's module for the first time, create the indexer once more.
+    If this imports the module of a generator for the first time, the indexer is created again.
     """
     if seeds is None:
         return build(worker)
@@ -208,18 +208,18 @@ def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexe
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
-    """Return an indexer that leaves out samples that raise, or `indexer` if not applicable."""
+    """Return an indexer that leaves out samples that raise, or `indexer` if it cannot do that."""
     if on_error == "skip" and isinstance(indexer, DatasetIndexer):
         return LeavingIndexer(indexer, batch_context)
     return indexer
 
 
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
-    """Call the indexer's ``close()``, if there is one, when its runner exits.
+    """Call ``close()`` of an indexer, if there is such a method, when its runner exits.
 
-    An indexer that the user passed as `worker` stays open unless it is this process's copy. In a
-    worker process, an exception from `close` ends the process, which the trainer notices. In the
-    trainer itself, the exception is logged, and the other indexers are closed as well.
+    If the user has passed the indexer itself as `worker`, it is only closed if it is a copy in a
+    worker process. If `close` raises in a worker process, the process ends, and the trainer notices
+    this. In the trainer, the exception is logged, and other indexers are closed as well.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -233,9 +233,9 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """Stands in for an indexer until its first batch, and warns of labels cast to floats.
+    """Replaces an indexer for the first batch, and warns if labels are cast to floats.
 
-    `output` describes what the batch is converted to. `tell` receives the warning.
+    `output` describes what batches are converted to. `tell` is called with the warning.
     """
 
     def __init__(self, indexing: Indexing, output: Output, tell: Callable[[str], object]) -> None:
@@ -247,7 +247,7 @@ class FirstBatch:
         indexing.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> object:
-        """Restore the original indexer and return its batch."""
+        """Restore the original indexer, and return its batch."""
         from cseq.converter.output import explain_cast
 
         self._indexing.indexer = self._indexer
@@ -259,7 +259,7 @@ class FirstBatch:
 
 
 class Indexing(BatchMaker):
-    """Performs stage 1: makes a batch from a ticket's indices and publishes the batch.
+    """Makes a batch from the indices of a ticket, and publishes the batch.
 
     `work` and `make_here` are implemented in C.
     """
@@ -268,22 +268,22 @@ class Indexing(BatchMaker):
 
     @staticmethod
     def forgotten(indexer: object) -> TypeError:
-        """Create the error for an indexer that returned None."""
+        """Create an error for an indexer that has returned None."""
         name = type(indexer).__name__
         return TypeError(f"`__getitem__` of {name} returned None; is a `return` missing?")
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception for the current ticket, possibly with advice on a first batch."""
+        """Publish an exception for the current ticket. For a first batch, there may be advice."""
         if not runner.ring.published(runner.owner):
             error = advised(self.indexer, error)
         self.batch_writer.fail(runner, error)
 
 
 class BatchTask(NamedTuple):
-    """A worker's task for an order's tickets, which makes a batch from each ticket's indices.
+    """The task of a worker, which makes batches from the indices of tickets.
 
-    `stage` is CONVERTER in a process that converts batches. Floating-point arrays are converted to
-    `cast` when they are written into a slot.
+    In a process that converts batches, `stage` is CONVERTER. Numeric arrays are cast to `cast` when
+    they are written to a slot.
     """
 
     stage: int

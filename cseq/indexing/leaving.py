@@ -1,8 +1,8 @@
 """``on_error='skip'``: leaves out samples that raise, or whole batches.
 
-The worker fetches a batch's samples one by one (`Leaving`). It sends the remaining samples and a
-list of the missing samples as a `Partial`. The trainer side logs each missing sample or batch and
-records it as `Skipped`.
+The worker fetches the samples of a batch one by one (`Leaving`). If samples are missing, it sends a
+`Partial`, which contains the batch and a list of the missing samples. The trainer logs missing
+samples and batches, and records them as `Skipped`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ WHOLE = (
 
 
 class Skipped(NamedTuple):
-    """A sample or a whole batch that ``on_error='skip'`` has left out.
+    """A sample or a whole batch that was left out because of ``on_error='skip'``.
 
     Attributes
     ----------
     epoch : int or None
-        None in a `cseq.DataLoader`'s list, which covers only the latest epoch.
+        The epoch. None for a `cseq.DataLoader`, whose list only covers the latest epoch.
     batch : int
-        The batch number in the epoch, starting at 0.
+        The number of the batch in the epoch, starting with 0.
     sample : object
-        The sample's index or its key in a torch sampler, or None if the whole batch is left out.
+        The index of the sample, or its key from a torch sampler. None for a whole batch.
     error : str
         The type and text of the exception.
     indices : list
-        The indices that the loop does not receive, either `sample` or, if known, the whole batch.
+        The indices that the loop does not get: `sample`, or the whole batch if it is known.
     """
 
     epoch: int | None
@@ -54,10 +54,10 @@ class Skipped(NamedTuple):
 def note_batch(
     location: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[object]
 ) -> Skipped:
-    """Log that a batch is left out, and return its `Skipped` entry.
+    """Log that a batch was left out, and return a `Skipped` for it.
 
-    Only the exception's text is logged. A log record with the exception itself would keep its
-    traceback alive, along with all objects that the traceback refers to.
+    Only the text of the exception is logged. A log record with the exception would keep its
+    traceback alive, and all objects that the traceback refers to.
     """
     text = failure.line_of(error)
     log.error("skipped %s: %s (%s)", location, text, WHOLE)
@@ -65,7 +65,7 @@ def note_batch(
 
 
 def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]]) -> list[Skipped]:
-    """Log the samples left out of a batch, and return their `Skipped` entries."""
+    """Log the samples that were left out of a batch, and return a `Skipped` for each."""
     location = f"batch {batch}" if epoch is None else f"epoch {epoch}, batch {batch}"
     for sample, text in left:
         log.error("skipped sample %s of %s: %s", sample, location, text)
@@ -73,7 +73,7 @@ def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]])
 
 
 def indices_of(key: object) -> list[Any]:
-    """Return the indices in a key as a list."""
+    """Return a list of the indices in a key."""
     return key if isinstance(key, list) else [] if key is None else [key]
 
 
@@ -83,25 +83,25 @@ def none_text(index: object, dataset: object) -> str:
 
 
 class Leaving:
-    """Fetches the samples for one batch after another, leaving out samples that raise.
+    """Fetches the samples of batches, and leaves out samples that raise.
 
-    Random draws made by a sample that raises are not undone, and later samples in the batch draw
-    subsequent numbers. As always, the batch depends only on its indices and its seeds.
+    If a sample draws random numbers and then raises, this is not undone, and the next samples in
+    the batch draw the following numbers. A batch still depends only on its indices and seeds.
 
     Parameters
     ----------
     dataset : object
         An object with ``__getitem__(index)``, ``__getitems__(indices)``, or both.
     skips : bool
-        Whether to leave out a sample that raises instead of raising.
+        Whether to leave out samples that raise. Otherwise, the exception is raised.
     refuses_none : bool
-        Whether a None sample is an error because the collate function cannot handle None.
+        Whether it is an error if a sample is None, because the collate function does not accept it.
 
     Attributes
     ----------
     left : list of tuple
-        The position, the index and the exception's type and text for each sample left out of the
-        latest batch.
+        For each sample that was left out of the latest batch, the position, the index, and the type
+        and text of the exception.
     """
 
     def __init__(self, dataset: Any, *, skips: bool, refuses_none: bool) -> None:
@@ -111,12 +111,12 @@ class Leaving:
         self.left: list[tuple[int, Any, str]] = []
 
     def fetch(self, indices: Sequence[object]) -> Iterator[object]:
-        """Return the samples, fetched one by one unless the data set has ``__getitems__``.
+        """Return the samples. They are fetched one by one if there is no ``__getitems__``.
 
         Raises
         ------
         Exception
-            The first exception that a sample raised, if all samples raise or none may be left out.
+            The first exception of a sample, if all samples raise or if none may be left out.
         """
         self.left.clear()
         first = None
@@ -138,9 +138,9 @@ class Leaving:
             raise TypeError(none_text(index, self.dataset))
 
     def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
-        """Yield samples one by one without keeping them. Raise `first` if all were left out.
+        """Yield samples one by one, without keeping them. If all were left out, raise `first`.
 
-        The local variable `first` must be deleted, because its traceback refers to this frame.
+        `first` is deleted after it is raised, because its traceback refers to this frame.
         """
         dataset = self.dataset
         for position, index in enumerate(indices):
@@ -163,11 +163,11 @@ class Leaving:
                 del first
 
     def _may_leave(self) -> bool:
-        """Return True if samples may be left out. A process that the data set forked must raise."""
+        """Return True if samples may be left out, but not in processes that the data set forks."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:
-        """Return the batch, or a `Partial` with a list of missing samples if there are any."""
+        """Return the batch, or a `Partial` if samples are missing."""
         if not self.left:
             return batch
         return Partial(batch, tuple((index, text) for _, index, text in self.left))

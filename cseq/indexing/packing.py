@@ -1,4 +1,4 @@
-"""`packed`: pickled objects in one file that all processes map."""
+"""`packed`: pickled objects in a file that all processes map."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ REMEDY = "An item is kept as its pickle: make what cannot be pickled from the it
 
 
 def packed(items: Iterable[T]) -> PackedItems[T]:
-    """Pack Python objects into one buffer that all workers share, regardless of start method.
+    """Pack Python objects into a buffer that all workers share, with any start method.
 
-    Reading an object from a list updates the object's reference count, so each worker process soon
-    has its own copy of the list. Packed objects are stored in memory only once.
+    If worker processes read objects from a list, they update the reference counts of the objects,
+    and soon have their own copies of the list. Packed objects are in memory only once.
 
     Parameters
     ----------
     items : iterable
-        Picklable objects. If an item cannot be pickled, a TypeError states the item's number.
+        Objects that can be pickled. If an item cannot be pickled, a TypeError names its number.
 
     Returns
     -------
     PackedItems
-        An immutable sequence with immutable slices. Each access unpickles an item.
+        An immutable sequence, with immutable slices. Items are unpickled when they are accessed.
 
     Examples
     --------
@@ -73,10 +73,10 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
 
 
 class PackedItems(Sequence[T]):
-    """The result of `packed`: concatenated pickles, followed by each pickle's end offset.
+    """The result of `packed`, which consists of pickles, followed by the end offset of each pickle.
 
     `numbers` is the range of item numbers in a slice. `named` contains the classes and functions
-    that the items refer to by name.
+    that items refer to by name.
     """
 
     def __init__(self, data: Any, file: Any, numbers: range, ends: int, named: list[Any]) -> None:
@@ -97,7 +97,7 @@ class PackedItems(Sequence[T]):
         return pickle.loads(self._data[self._ends[number] : self._ends[number + 1]])
 
     def __reduce__(self) -> Any:
-        """Pickle the file descriptor if a child can open it, or the bytes otherwise."""
+        """Pickle the file descriptor if a child process can open it, or the bytes otherwise."""
         rest = self._numbers, len(self._ends), self._named
         if self._file and os.name != "nt" and context.get_spawning_popen() is not None:
             with contextlib.suppress(RuntimeError):
@@ -111,7 +111,7 @@ def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles items and records the classes and functions that the items refer to by name."""
+    """Pickles items, and records the classes and functions that they refer to by name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

@@ -1,18 +1,19 @@
-"""The worker side of a stream: makes the items that tickets request.
+"""The worker's side of a stream: makes the items that tickets request.
 
-Each worker has its own ring. A ticket requests item `start` of an epoch, the item for a key, a
-method call, or the reply from `begin`. Shared memory contains all data needed for an answer. If the
-epoch or start in the ticket differs from the worker's own, as may happen in a replacement for a
-dead worker, the worker starts the epoch with the ticket's assignment and advances to `start`.
+Each worker has its own ring. A ticket requests item `start` of an epoch, the item for a key, a call
+of a method, or the reply of `begin`. Everything that is needed for an answer is in shared memory.
+The epoch or start in a ticket may be different from the worker's own, for example if a dead worker
+was replaced. The worker then starts the epoch with the assignment in the ticket, and advances to
+`start`.
 
 ::
 
     ticket    epoch, kind, start             fields of the cell
-              call or key, assignment        two requests, which take six words of the cell each
-              key                            a list of ints, which take one word of the cell each
-    request   slot, bytes committed, record  data that the trainer wrote into a slot
+              call or key, assignment        two requests, which use six words of the cell each
+              key                            a list of ints, which use one word of the cell each
+    request   slot, bytes committed, record  data that the trainer has written to a slot
     answer    record, status                 an item, a reply or an exception, encoded as a batch;
-                                             ENDED if no item follows
+                                             ENDED if no more items follow
 """
 
 from __future__ import annotations
@@ -38,24 +39,24 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 
 
 class Producer(Protocol):
-    """Makes a worker's items in the main thread of the worker process.
+    """Makes the items of a worker, in the main thread of the worker process.
 
-    `Streams.ask` may call other methods. A ``close`` method, if defined, is called on exit.
+    `Streams.ask` may call other methods. If there is a method ``close``, it is called on exit.
     """
 
     def begin(self, assignment: Any, /) -> object:
         """Start an epoch, even if the last is unfinished. `Streams.begin` returns the result."""
 
     def items(self, start: int, /) -> Iterator[object]:
-        """Return an iterator over the epoch's items, starting with item `start`.
+        """Return an iterator over the items of the epoch, starting with item `start`.
 
-        `start` is greater than 0 only in a replacement for a dead process. The replacement has the
-        same assignment and must make the same items, skipping or discarding any before `start`.
+        `start` is 0, unless a dead process was replaced. The new process has the same assignment
+        and must make the same items, except for the items before `start`.
         """
 
 
 class KeyProducer(Protocol):
-    """Makes a worker's items from keys, but is otherwise like `Producer`."""
+    """Makes the items of a worker for keys, and is otherwise like `Producer`."""
 
     def begin(self, assignment: Any, /) -> object:
         """Start an epoch; see `Producer`."""
@@ -63,21 +64,22 @@ class KeyProducer(Protocol):
     def make(self, key: Any, /) -> object:
         """Return the item for a key. If this raises, the exception is raised in the loop.
 
-        The key has the same type and value as in the trainer. Arrays may be created by `cseq.empty`
-        and kept. A replacement for a dead process makes the items for some keys again.
+        The key has the same type and value as in the trainer. Arrays may be created with
+        `cseq.empty`, and may be kept. If a process dies, its successor makes some items again.
         """
 
 
 class EitherProducer(Producer, KeyProducer, Protocol):
-    """Combines both protocols. Either `items` or `make` is never called."""
+    """Both protocols. Either `items` or `make` is never called."""
 
 
 class Making(Work):
-    """Processes tickets by calling the producer. `work` is implemented in C.
+    """Calls the producer for each ticket. `work` is implemented in C.
 
-    `_epoch` is the producer's epoch, counted from 1. `_reply` holds the result of `begin` until a
-    ticket requests it. The epoch `_ended_epoch` has no further items. `_failing` is the status for
-    an exception raised now. A failed item for a key, or an unsendable item, does not end the epoch.
+    `_epoch` is the epoch of the producer, counted from 1. `_reply` is the result of `begin` until a
+    ticket requests it. There are no more items in the epoch `_ended_epoch`. `_failing` is the
+    status to publish if there is an exception. If an item for a key fails, or if an item cannot be
+    sent, this does not end the epoch.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
@@ -133,21 +135,21 @@ class Making(Work):
         self._items = None
 
     def _begin_epoch(self, runner: Runner, epoch: int) -> None:
-        # Until the producer has started the epoch, the epoch counts as ended.
+        # Until the producer has started the epoch, it counts as ended.
         self._end_epoch(epoch)
         self._epoch = 0
         self._reply = self._producer.begin(self._read(runner, ASSIGNED))
         self._epoch, self._ended_epoch = epoch, 0
 
     def _read(self, runner: Runner, which: slice) -> Any:
-        """Copy a request, because its slot is reused, and decode the copy."""
+        """Copy a request, because its slot will be reused, and decode the copy."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
         assert self._room is not None
         memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
-        """Return the reply to a call or from `begin`, without creating arrays in the slot."""
+        """Return the reply to a call, or the result of `begin`. No arrays are made in the slot."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:
@@ -159,7 +161,7 @@ class Making(Work):
         return reply
 
     def _go_to(self, start: int) -> Iterator[object]:
-        """Return the iterator positioned at item `start`."""
+        """Return an iterator that starts with item `start`."""
         if self._items is None or self._next_number != start:
             self._items = None
             self._items = iter(self._producer.items(start))
@@ -167,7 +169,7 @@ class Making(Work):
         return self._items
 
     def _make_item(self, runner: Runner, make: Callable[[], object]) -> object:
-        """Make an item. Arrays from `cseq.empty` are created in the slot."""
+        """Make an item. `cseq.empty` creates arrays in the slot."""
         self._writer.begin_ticket()
         self._batch_context.allocator = self._room
         self._batch_context.item = runner.start
@@ -182,7 +184,7 @@ class Making(Work):
 
 
 class Serving(Making):
-    """Processes tickets in a thread, where the ring keeps the objects that tickets refer to."""
+    """Calls the producer in a thread, where the ring keeps the objects that tickets refer to."""
 
     def _read(self, runner: Runner, which: slice) -> object:
         assignment, key, _ = self._ring.kept[runner.cell]
@@ -190,7 +192,7 @@ class Serving(Making):
 
 
 class ItemTask(NamedTuple):
-    """A `Streams` worker's task, which makes an item or answers a call for each ticket."""
+    """The task of a worker of `Streams`, which makes items and answers calls."""
 
     num_workers: int
     stage: int = INDEXER
@@ -204,7 +206,7 @@ class ItemTask(NamedTuple):
         *,
         copied: bool,  # noqa: ARG002 - for batches
     ) -> tuple[object, Any]:
-        """Return the user's object and the producer that it creates."""
+        """Return the user's object, and the producer that it creates."""
         make = read()
         return make, make(batch_context.number, self.num_workers)
 

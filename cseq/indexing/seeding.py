@@ -1,14 +1,14 @@
 """Seeds the global generators of Python, numpy and torch for each batch.
 
-As in `cseq.rng`, the seeds depend only on the seed, the epoch and the batch's position; see
-`generator-states-v2` in docs/inside/shuffle.md. Therefore, an indexer's draws from these generators
-depend neither on the process that makes the batch nor on earlier batches.
+As for `cseq.rng`, the seeds depend only on the seed, the epoch and the position of the batch; see
+`generator-states-v2` in docs/inside/shuffle.md. The numbers that an indexer draws therefore do not
+depend on the process that makes the batch, or on earlier batches.
 
-A generator is seeded only if its module has been imported. `sys.modules` is checked before and
-after each batch. A batch that imported such a module is made again with the generator seeded, so
-the batch is made like later ones.
+A generator is only seeded if its module has been imported. `sys.modules` is checked before and
+after each batch. If a batch has imported such a module, it is made again after seeding the
+generator, so that it is made in the same way as later batches.
 
-Nothing is seeded in the trainer's threads, which share these generators with the training loop.
+Generators are not seeded in threads of the trainer, which share them with the training loop.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["Seeds", "call_here"]
 
 T = TypeVar("T")
 
-# Purpose numbers for deriving words from a seed; see docs/inside/shuffle.md.
+# Purpose numbers for deriving random words from a seed; see docs/inside/shuffle.md.
 PURPOSE_BATCH = 4
 PURPOSE_MAKING = 5
 
 
 class Generator(NamedTuple):
-    """A generator's methods, and the index of its seed among the words derived for a batch.
+    """The methods of a generator, and the index of its seed among the random words for a batch.
 
-    `lend`, which is called after `keep`, may replace the generator.
+    `lend` is called after `keep`, and may replace the generator.
     """
 
     word: int
@@ -51,11 +51,11 @@ def from_python(generator: Any) -> Generator:
 
 
 def from_numpy(random: Any) -> Generator:
-    """Describe numpy.random's generator, whose seeds have 32 bits.
+    """Describe the generator of numpy.random, whose seeds have 32 bits.
 
     `lend` installs another bit generator of the same class, because setting the trainer's state
-    would cost as much as reading it. `restore` sets the state only if it holds the second of two
-    Gaussian draws, which is stored outside the bit generator.
+    would take as long as reading it. `restore` only sets the state if it contains the second of two
+    Gaussian numbers, which is not stored in the bit generator.
     """
     own: list[Any] = []
 
@@ -87,21 +87,21 @@ def from_torch(generator: Any) -> Generator:
 FINDERS: dict[str, Callable[[Any], Generator]] = {
     "random": from_python,
     "numpy.random": from_numpy,
-    # torch.manual_seed also seeds every device, which takes 100 times as long.
+    # torch.manual_seed also seeds all devices, which takes 100 times as long.
     "torch": lambda torch: from_torch(torch.default_generator),
 }
 
 
 def _is_imported(name: str) -> bool:
-    """Return True if a module's import has finished."""
+    """Return True if a module has been imported completely."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
 class Seeds:
-    """Seeds the process's generators before each batch if their modules are imported.
+    """Seeds the generators of this process before each batch, if their modules are imported.
 
-    The context holds the current batch. If there is none, the indexer is being created.
+    The current batch is taken from the context. If there is none, the indexer is being created.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
@@ -114,7 +114,7 @@ class Seeds:
         self._kept: list[tuple[Callable[[Any], object], object]] = []
 
     def seed_present(self) -> None:
-        """Seed the generators for the current batch or for an indexer that is being created."""
+        """Seed the generators for the current batch, or for an indexer that is being created."""
         ticket = self._context.ticket
         if ticket is None:
             self._seed(self._context.seed, 0, PURPOSE_MAKING)
@@ -126,7 +126,7 @@ class Seeds:
         self._seed(self._key, ticket.start, PURPOSE_BATCH)
 
     def seed(self, key: int, start: int) -> None:
-        """Seed the generators for the batch or sequence at this position in an epoch."""
+        """Seed the generators for the batch or sequence at a position in an epoch."""
         self._seed(key, start, PURPOSE_BATCH)
 
     def _seed(self, key: int, start: int, purpose: int) -> None:
@@ -142,7 +142,7 @@ class Seeds:
             seed(words[word])
 
     def has_new(self) -> bool:
-        """Find generators whose modules are newly imported. Return True if there are any."""
+        """Find generators whose modules have been imported. Return True if there are new ones."""
         if sys.modules.keys().isdisjoint(self._missing):
             return False
         new = [name for name in self._missing if _is_imported(name)]
@@ -152,11 +152,11 @@ class Seeds:
         return bool(new)
 
     def lend(self) -> None:
-        """From now on, save the state of each trainer generator before seeding it."""
+        """From now on, save the state of a generator before seeding it for the first time."""
         self._is_lent = True
 
     def restore(self) -> None:
-        """Restore the trainer's generators. Call this again after an interruption."""
+        """Restore the trainer's generators. If this is interrupted, call it again."""
         self._is_lent = False
         while self._kept:
             restore, state = self._kept[-1]
@@ -167,10 +167,10 @@ class Seeds:
 def call_here(
     function: Callable[[], T], batch_context: BatchContext, seeds: Seeds | None = None
 ) -> T:
-    """Call a function that makes a batch or creates an indexer on the trainer's own thread.
+    """Call a function that makes a batch or creates an indexer in the trainer's own thread.
 
-    During the call, the thread has a worker's context, and `seeds` may seed the trainer's
-    generators. The generators are restored even if a signal handler raises early in `restore`.
+    During the call, the thread has the context of a worker, and `seeds` may seed the trainer's
+    generators. They are restored even if a signal handler raises once in `restore`.
     """
     outer = here.batch_context
     try:
