@@ -1,6 +1,6 @@
 """Feed training loops in order, each sample once, reproducibly for a given seed.
 
-A batch travels as a ticket in a cell of a ring. The cell's state records its progress::
+Each batch has a ticket, which is stored in a cell of a ring. The cell's state shows the progress::
 
     main process      worker of stage 1       worker of stage 2       main process
 
@@ -8,13 +8,13 @@ A batch travels as a ticket in a cell of a ring. The cell's state records its pr
     indices of          user's                 CPU → CUDA             in the order
     (seed, epoch)       indexer[…]             device                 of tickets
 
-Without a CUDA device, READY follows INDEXING, and the side that decodes a batch creates its
-tensors. Processes exchange data through shared-memory slots beside the ring. Threads share the
-objects themselves. To learn how cseq works, read docs/inside/architecture.md, which follows one
-batch step by step, and the starred modules. Modules import only modules below them::
+Without a CUDA device, READY follows INDEXING, and tensors are created when a batch is decoded.
+Processes exchange data through shared-memory slots next to the ring. Threads share the objects
+themselves. To learn how cseq works, read docs/inside/architecture.md, which follows a batch step by
+step, and then the starred modules. Each module imports only modules that are below it::
 
     cseq/
-    ├── testing.py      helpers for testing training scripts: kill workers, wait for workers
+    ├── testing.py      helpers for tests of training scripts: kill workers, wait for workers
     ├── __main__.py     the cseq command: runs a script with cseq's DataLoader instead of torch's
     ├── observe/        tools for users: reports; cseq run --watch, bench, doctor, top
     ├── adapters/       interfaces to other libraries: loaders, frameworks, metrics systems
@@ -57,7 +57,7 @@ import os
 import sys
 import typing
 
-# The unrelated project named cseq on the package index installs cli.py into the same folder.
+# An unrelated project on the package index is also named cseq. It installs cli.py in this folder.
 if os.path.exists(f"{__path__[0]}/cli.py"):
     raise ImportError(
         f"{__path__[0]} has files of another project, named cseq on the package index: run "
@@ -167,11 +167,11 @@ _ELSEWHERE = {
     "trace": "cseq.tracing",
 }
 
-# Type checkers see only the names above.
+# Type checkers only use the names above.
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a name on first use, because few programs need all names or have torch and Ray."""
+        """Import a name on first use. Most programs do not use all names, or lack torch or Ray."""
         if name in _ELSEWHERE:
             from importlib import import_module
 
@@ -183,13 +183,13 @@ if not typing.TYPE_CHECKING:
         try:
             return getattr(torch, name)
         except ImportError as error:
-            # `from cseq import DataLoader` would hide an AttributeError's message.
+            # `from cseq import DataLoader` would hide the message of an AttributeError.
             if error.name != "torch" or sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 raise
             raise AttributeError(str(error), name=name) from error
 
     def __dir__() -> list[str]:
-        """List the public names. Some are listed only if torch or Ray is installed."""
+        """Return the public names. Some are only included if torch or Ray is installed."""
         from importlib.util import find_spec
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Parameters
     ----------
     arguments : sequence of str, optional
-        The arguments to parse. The default is the command-line arguments.
+        The arguments to parse. Defaults to the command-line arguments.
     """
     parser = argparse.ArgumentParser(
         prog="cseq", description=DESCRIPTION, epilog=f"{EXAMPLES}\n\n{DOCS}", formatter_class=RAW
@@ -70,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="the script is a module")
-    # One argument holds both, because argparse would drop the script's own `--` from a second one.
+    # Parse the script and its arguments as a single argument. With two arguments, argparse would
+    # drop a `--` that belongs to the script.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument("target", metavar="FILE.py:make", help="a function that returns either")
@@ -86,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(given, "look"):
         parser.print_help()
         return
-    # On Windows, a file's default encoding may not support arrows.
+    # On Windows, the default encoding of a redirected output may not support arrows.
     if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     status = given.look(given)
@@ -105,7 +106,7 @@ def _run(given: argparse.Namespace) -> str | None:
     else:
         _watch()
     sys.argv = given.script
-    # A leading `--` ends cseq's own options.
+    # A leading `--` marks the end of cseq's own options.
     if sys.argv[0] == "--" and sys.argv[1:]:
         del sys.argv[0]
     if given.is_module:
@@ -138,7 +139,7 @@ def _top(given: argparse.Namespace) -> int | str:
 
 
 def _replace(given: argparse.Namespace) -> None:
-    """Use cseq's workers in every DataLoader, even in processes that the script starts."""
+    """Use cseq's workers in every DataLoader, including in processes that the script starts."""
     if given.rng is not None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng
 
@@ -163,7 +164,7 @@ def _replace(given: argparse.Namespace) -> None:
 
 
 def _watch() -> None:
-    """Time every DataLoader without changing it."""
+    """Measure every DataLoader without changing how it works."""
     from cseq.observe.watch import Watched, tell, watch
 
     loaders: dict[object, Watched] = {}
@@ -172,7 +173,7 @@ def _watch() -> None:
 
 
 def _tell_engines(pid: int) -> None:
-    """Print which engine each kind of loader used, unless this is a forked child."""
+    """Print which engine each kind of loader used. A forked child prints nothing."""
     from cseq.adapters.torch.fallback import lines
 
     if os.getpid() == pid and sys.stderr is not None:
@@ -181,7 +182,7 @@ def _tell_engines(pid: int) -> None:
 
 
 def _run_module(name: str) -> None:
-    """Run a module as ``python -m`` does."""
+    """Run a module in the same way as ``python -m``."""
     _enter(os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -194,12 +195,13 @@ def _run_module(name: str) -> None:
 
 
 def _run_script(script: str) -> None:
-    """Run a file, or a folder or archive that has a ``__main__.py``, as ``python`` does."""
-    # This keeps `__file__` valid after a chdir. Unlike `abspath`, it keeps a `..` after a symlink.
+    """Run a file, or a folder or archive with a ``__main__.py``, in the same way as ``python``."""
+    # An absolute `__file__` stays valid after a chdir. Unlike `join`, `abspath` would remove a `..`
+    # that follows a symbolic link.
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)
-        # `run_path` puts the folder or archive first on `sys.path`.
+        # `run_path` inserts the folder or archive at the front of `sys.path`.
         runpy.run_path(path, run_name="__main__")
         return
     try:
@@ -210,8 +212,8 @@ def _run_script(script: str) -> None:
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     _enter(os.path.dirname(os.path.realpath(path)))
-    # As in python, the module outlives the script, so running threads and `atexit` functions can
-    # still use its globals. `runpy` would remove the module and set `sys.argv[0]` to `__file__`.
+    # As with `python script.py`, the module outlives the script, so threads and `atexit` functions
+    # can still use its globals. `runpy` would remove the module and change `sys.argv[0]`.
     module = ModuleType("__main__")
     module.__dict__.update(
         __annotations__={},
@@ -225,8 +227,8 @@ def _run_script(script: str) -> None:
 
 
 def _enter(folder: str | None) -> None:
-    """Replace the folder that ``-m cseq`` put on ``sys.path``, or remove it if `folder` is None."""
-    # With these flags, neither folder is on the path.
+    """Replace the folder that ``-m cseq`` added to ``sys.path``. With None, only remove it."""
+    # With these flags, Python adds neither folder to the path.
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     if folder is None:

@@ -70,19 +70,19 @@ KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"
 # The default batch size.
 BATCH_SIZE = 32
 AUTO = "auto"
-# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. Beyond the number
-# of cores, the limit on workers is between LEAST_READERS and AUTO_READERS. The limit on batches is
-# AUTO_BUFFER, with at most AUTO_WORDS indices in total.
+# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. The number of
+# workers can grow to at least the number of cores, and beyond that to a limit between LEAST_READERS
+# and AUTO_READERS. The number of batches can grow to AUTO_BUFFER or to AUTO_WORDS indices in total.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
-# Each batch has a mapping in two processes, and Linux allows about 65000 mappings per process.
+# Each batch is mapped in two processes, and Linux allows about 65000 mappings per process.
 MOST_BUFFER = 2**14
-# A ticket stores its number of words in 32 bits.
+# A ticket stores the number of its words in 32 bits.
 MOST_BATCH = 2**32 - 1
 
 
 def explained(initialise: F) -> F:
-    """Decorate an ``__init__`` to suggest the right argument for an unknown keyword."""
+    """Decorate an ``__init__`` so that its error for an unknown keyword suggests the right one."""
     signature = inspect.signature(initialise)
 
     @functools.wraps(initialise)
@@ -103,9 +103,9 @@ def explained(initialise: F) -> F:
 def sizes_of(
     num_workers: object, buffer: Any, thread_type: str, words: int
 ) -> tuple[Size, Size, tuple[bool, bool]]:
-    """Check `num_workers` and `buffer` for cells that hold `words` indices.
+    """Validate `num_workers` and `buffer` for a ring whose cells hold `words` indices each.
 
-    Return a pool's initial and maximum sizes, and whether each of the two arguments is 'auto'.
+    Return the pool's initial size, its maximum size, and whether each argument is 'auto'.
     """
     if buffer is None:
         buffer = AUTO if thread_type == "ray" else 10
@@ -119,7 +119,7 @@ def sizes_of(
             warnings.warn(
                 f"num_workers={number} worker processes on {share()} cores: more than {most} slow "
                 "down the start and the machine; num_workers='auto' has as many as help",
-                # The warning points to the line that creates the MPSequence.
+                # Attribute the warning to the line that creates the MPSequence.
                 stacklevel=6,
             )
         start = most = number
@@ -139,7 +139,7 @@ def sizes_of(
 
 
 def is_auto(name: str, value: object) -> bool:
-    """Return True if a number is 'auto'. Any other string raises an error."""
+    """Return whether an argument is 'auto'. Any other string is an error."""
     if isinstance(value, str) and value != AUTO:
         raise TypeError(f"{name}={value!r} is not an integer; pass one, or 'auto'")
     return isinstance(value, str)
@@ -148,8 +148,8 @@ def is_auto(name: str, value: object) -> bool:
 def workers_of_auto() -> tuple[int, int]:
     """Return the initial and the maximum number of workers for 'auto'.
 
-    The initial number leaves one core free for the loop. Workers that turn out to wait for a disk
-    or a network may outnumber the cores.
+    The initial number leaves one core free for the loop. The maximum exceeds the number of cores,
+    because workers can spend most of their time waiting for a disk or a network.
     """
     cores = share()
     start = max(1, min(AUTO_START, cores - 1))
@@ -157,12 +157,12 @@ def workers_of_auto() -> tuple[int, int]:
 
 
 class Job(NamedTuple):
-    """The checked arguments of `MSequence`, which `MSequence.start` resolves to create a pool.
+    """The validated arguments of an `MSequence`, from which `MSequence.start` creates a pool.
 
     Attributes
     ----------
     output : Output
-        The output for `out_type` and `dtype`. In a pool, it is limited to available devices.
+        The output for `out_type` and `dtype`. A pool's output only uses devices that are available.
     num_workers, buffer : int
         The maximum values.
     num_converters : int
@@ -170,9 +170,9 @@ class Job(NamedTuple):
     start : Size
         The initial size of a pool.
     auto : (bool, bool)
-        Whether `num_workers` and `buffer` may change during a run.
+        Whether `num_workers` and `buffer` can change during a run.
     compat : bool or None
-        If False, CUDA conversion runs in processes, otherwise in threads.
+        If False, CUDA converters are processes. Otherwise, they are threads.
     fleet : RayFleet or None
         The fleet that was passed as `worker`.
     """
@@ -193,7 +193,7 @@ class Job(NamedTuple):
     compat: bool | None = None
 
     def without_worker(self) -> Job:
-        """Return a copy without the worker, which a reference cycle would keep alive."""
+        """Return a copy without the worker, so that a reference cycle cannot keep it alive."""
         return self._replace(worker=None, fleet=None)
 
 
@@ -201,7 +201,7 @@ def sampler_of(
     worker: Any, dset_size: Any, order: Order, batch_size: object, seed: Any, drop_last: Any,
     ordered: Any, shard: Shard, pad: Any, repeat: object,
 ) -> Sampler:  # fmt: skip
-    """Check the arguments that determine each batch's samples, and create the sampler."""
+    """Validate the arguments that determine the samples of each batch, and create the sampler."""
     return Sampler(
         samples_of(worker, order) if dset_size is None else dset_size,
         order,
@@ -217,7 +217,7 @@ def sampler_of(
 
 
 def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
-    """Reject options that do not apply to Ray, and the fleet's own options if one was `given`."""
+    """Reject options that Ray does not support or, if a fleet was `given`, that belong to it."""
     given_options = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
@@ -227,7 +227,7 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
-    """Check `worker`. Return the worker and its fleet, or None if there is no fleet."""
+    """Validate `worker`. Return the worker and its fleet, which is None if there is no fleet."""
     if thread_type not in KINDS:
         raise TypeError(f"thread_type={thread_type!r} is unknown; pass one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
@@ -240,7 +240,7 @@ def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
 
 
 def batch_size_of(batch_size: object, order: Order) -> int:
-    """Check `batch_size`."""
+    """Validate `batch_size` and return it. If the order's units are batches, return 1."""
     if batch_size is None:
         raise TypeError(
             "batch_size=None is not an integer: the indexer always gets an array of indices; "
@@ -264,7 +264,7 @@ def own_order(worker: object) -> Order | None:
 
 
 def order_of(worker: object, order: object, shuffle: object) -> Order:
-    """Check `order`. If it is None, return the worker's own order or create one for `shuffle`."""
+    """Validate `order`. If it is None, use the worker's own order or create one for `shuffle`."""
     if order is None:
         order = own_order(worker)
     if order is None:
@@ -286,7 +286,7 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
 
 
 def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> int:
-    """Check `repeat` and return the number of epochs. True means the maximum number."""
+    """Validate `repeat` and return the number of epochs. True means the maximum number."""
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
@@ -302,10 +302,11 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
 
 
 def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
-    """Check or choose the number of converters. Without workers, the number is 0.
+    """Validate or choose the number of converters. Without workers, the number is 0.
 
-    One thread can keep a device busy copying page-locked slots. More would compete for the GIL.
-    Batches from worker threads are first copied to page-locked memory, which needs several threads.
+    With worker processes, one thread is enough to copy page-locked slots to a device, and more
+    threads would compete for the GIL. With worker threads, batches are first copied to page-locked
+    memory, which requires several threads.
     """
     if converters is None:
         return min(workers, 1 if thread_type == "proc" else max(4, workers // 4))
@@ -320,7 +321,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
 
 
 def dtype_of(worker: object, dtype: object) -> object:
-    """Resolve 'auto': a dataset, or a worker with its own order, keeps its array types."""
+    """Resolve 'auto' to None for a dataset or a worker with its own order, else to 'float32'."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
     is_kept = indexer.takes_samples(worker) or own_order(worker) is not None
@@ -328,7 +329,7 @@ def dtype_of(worker: object, dtype: object) -> object:
 
 
 def samples_of(worker: object, order: Order) -> int:
-    """Return the number of samples when `dset_size` is omitted."""
+    """Return the number of samples of the worker or the order if `dset_size` is omitted."""
     length = indexer.length_of(worker)
     if length is None:
         length = order.samples

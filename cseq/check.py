@@ -29,13 +29,13 @@ __all__ = [
 
 T = TypeVar("T")
 
-# With an equal number of converters, all runner numbers fit into 16 bits.
+# Runner numbers fit into 16 bits even if there are as many converters as workers.
 MOST_WORKERS = 2**15 - 1
 
-# Each array value takes 4 bytes in the table that is built from the array.
+# Each array value takes up 4 bytes in the table that is built from the array.
 MOST_VALUES = 2**32
 
-# Keywords, mostly from torch's DataLoader, that have a different name here or no equivalent.
+# Keywords, mostly from torch's DataLoader, that have another name in cseq or no equivalent.
 ELSEWHERE = {
     "batch_sampler": "batches are cut from the order of the epoch: pass batch_size, shuffle, "
     "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "that is `num_workers` here",
 }
 
-# The keywords and hints for datasets, whose samples cseq collates.
+# The same table for functions that take a dataset and collate its samples.
 OF_DATASET = ELSEWHERE | {
     "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
@@ -68,9 +68,9 @@ OF_DATASET = ELSEWHERE | {
 def unexpected(
     caller: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]
 ) -> TypeError:
-    """Return the error for an unknown keyword, with a hint about what to write instead.
+    """Return the error for an unknown keyword, including a hint about what to use instead.
 
-    `elsewhere` maps names that other libraries use to hints.
+    `elsewhere` maps keywords from other libraries to hints.
     """
     instead = elsewhere.get(name)
     if instead is None:
@@ -82,7 +82,7 @@ def unexpected(
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Check for an integer in [least, most]. NumPy integers are accepted, but bools are not."""
+    """Return a value as an int in [least, most]. Accept NumPy integers, but not bools."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -129,14 +129,14 @@ def integers(
 
 
 def flag(name: str, value: object) -> bool:
-    """Check that a value is a bool."""
+    """Check that a value is a bool, and return it."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name}={value!r} is neither True nor False")
     return bool(value)
 
 
 def choice(name: str, value: T, options: Sequence[object]) -> T:
-    """Check that a value is one of the options."""
+    """Check that a value is one of the options, and return it."""
     if value not in options:
         listed = ", ".join(map(repr, options))
         raise ValueError(f"{name}={value!r} is unknown; pass one of {listed}")
@@ -144,7 +144,7 @@ def choice(name: str, value: T, options: Sequence[object]) -> T:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Check for a positive number of seconds, or None for no limit."""
+    """Check that a value is a positive number of seconds, or None for no limit."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -157,7 +157,7 @@ def seconds(name: str, value: object) -> float | None:
 
 
 def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Check an array shape by NumPy's rules."""
+    """Return an array shape as a tuple, following NumPy's rules."""
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
     dims = tuple(map(operator.index, sizes))
     if min(dims, default=0) < 0:

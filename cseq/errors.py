@@ -4,14 +4,14 @@
 
     CseqError
     ├── WorkerError       (RuntimeError)  an indexer raised an exception that cannot be pickled
-    ├── WorkerDied        (RuntimeError)  worker processes died too often to be replaced
+    ├── WorkerDied        (RuntimeError)  worker processes died more often than they may restart
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
-    └── RemoteTraceback                   the traceback from another process, as a ``__cause__``
+    └── RemoteTraceback                   a traceback from another process, used as ``__cause__``
 
-The loop re-raises an indexer's exception with its original type. An exception that would silently
-end the loop or the program (StopIteration, ``sys.exit``) becomes a ``RuntimeError``. Invalid
-arguments raise ``TypeError`` or ``ValueError``, misuse of a manager's lifecycle raises ``OSError``,
-and a stale iterator raises ``InterruptedError``.
+If an indexer raises an exception, the loop re-raises it with its original type. Exceptions that
+would silently end the loop or the program (StopIteration, ``sys.exit``) become a ``RuntimeError``.
+Invalid arguments raise ``TypeError`` or ``ValueError``, misuse of a manager's lifecycle raises
+``OSError``, and a stale iterator raises ``InterruptedError``.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ class CseqError(Exception):
 class WorkerError(CseqError, RuntimeError):
     """An indexer raised an exception that cannot be pickled and sent to the trainer.
 
-    The message and ``__cause__`` contain that exception's type, text and traceback.
+    The message and ``__cause__`` contain the type, text and traceback of that exception.
     """
 
 
 class WorkerDied(CseqError, RuntimeError):
-    """A worker process died, and the restart limit is exhausted.
+    """A worker process died after the limit on restarts was reached.
 
     Attributes
     ----------
     epoch, batch : int or None
         The batch that the worker was making, if any.
     indices : list of int
-        The indices of that batch. The list is empty if there was no batch.
+        The sample indices of that batch, or an empty list if there was no batch.
     exitcode : int or None
-        The exit code, or the negative signal number, or None if unknown.
+        The exit code, the negative signal number, or None if it is unknown.
     worker : int or None
-        The worker's number, starting from 0.
+        The number of the worker, starting with 0.
     pid : int or None
-        The worker's process id.
+        The process id of the worker.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class WorkerDied(CseqError, RuntimeError):
 
 
 class WorkerTimeout(CseqError, TimeoutError):
-    """A batch took longer than `timeout`. The message shows what its worker was executing."""
+    """A batch took longer than `timeout`. The message shows what the worker was executing."""
 
 
 class RemoteTraceback(CseqError):
-    """The text of a traceback from another process, as the ``__cause__`` of the error raised there.
+    """The text of another process's traceback, used as the ``__cause__`` of its error.
 
     Attributes
     ----------
     worker : int or None
-        The number of the worker that raised the error, starting from 0, if known.
+        The number of the worker that raised the error, starting with 0, or None if it is unknown.
     process : str
         A description of the process.
     own : str or None
-        The text of the resulting exception, if the traceback was added to that exception.
-        ``str()`` of this object is then short, and a report shows the traceback only once.
-        ``args[0]`` is always the traceback.
+        The text of the resulting exception if it already contains the traceback. In this case,
+        ``str()`` of this object is short, so a report shows the traceback only once. ``args[0]``
+        is always the traceback.
     """
 
     worker: int | None = None

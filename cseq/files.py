@@ -19,8 +19,8 @@ __all__ = ["locked", "whole"]
 def whole(path: str) -> Iterator[IO[str]]:
     """Write a text file completely or not at all. A name that ends in .gz is compressed.
 
-    An OSError names the final file. Any partial file left by a killed process with the same id is
-    removed first. A symbolic link with the partial file's name is not followed.
+    An OSError names the final file. If a killed process with the same id left a partial file
+    behind, that file is removed first. A symbolic link with that name is not followed.
     """
     part = f"{path}.{os.getpid()}.part"
     try:
@@ -47,8 +47,8 @@ def _open(path: str, *, packed: bool) -> IO[str]:
 def locked(path: str, *, shared: bool = False) -> int | None:
     """Open or create a file and lock it until it is closed.
 
-    If another process holds the lock, wait. Return None if another process renamed or removed the
-    file in the meantime.
+    If another process holds the lock, wait until it is released. Return None if the file was
+    renamed or removed in the meantime.
     """
     import fcntl
 

@@ -24,7 +24,7 @@ __all__ = ["MPSequence", "MTSequence", "RaySequence"]
 
 
 class _Kind(MSequence[B_co]):
-    """An `MSequence` whose class sets `thread_type`, so later positional arguments shift by one."""
+    """An `MSequence` whose class defines `thread_type`, so there is no argument for it."""
 
     @arguments.explained
     def __init__(
@@ -60,9 +60,9 @@ class _Kind(MSequence[B_co]):
 
 
 class MPSequence(_Kind[B_co]):
-    """Whole batches from worker processes, for indexers that run Python code.
+    """A manager that makes whole batches in worker processes, for indexers that run Python code.
 
-    It accepts the parameters of `MSequence` except ``thread_type``.
+    The parameters are the same as for `MSequence`, except that there is no ``thread_type``.
 
     Examples
     --------
@@ -76,9 +76,10 @@ class MPSequence(_Kind[B_co]):
 
 
 class MTSequence(_Kind[B_co]):
-    """Whole batches from threads, for indexers that read, wait, or compute without the GIL.
+    """A manager that makes whole batches in threads, for indexers that release the GIL.
 
-    It accepts the parameters of `MSequence` except ``thread_type``.
+    Such indexers read files, wait for a network, or compute in native code. The parameters are the
+    same as for `MSequence`, except that there is no ``thread_type``.
 
     Examples
     --------
@@ -92,13 +93,14 @@ class MTSequence(_Kind[B_co]):
 
 
 class RaySequence(_Kind[B_co]):
-    """Whole batches from worker processes on the nodes of a Ray cluster.
+    """A manager that makes whole batches in worker processes on the nodes of a Ray cluster.
 
-    It accepts the parameters of `MSequence` except ``thread_type``. `worker` may be a `RayFleet`,
-    whose workers are then used. Otherwise, `start` creates a fleet, which `finish` shuts down. The
-    fleet has `num_workers` processes with one CPU each, spread over the nodes, and uses this
-    manager's `timeout`, `threads` and `seed_globals`. If Ray is not connected yet, `start` connects
-    as ``ray.init()`` does. `buffer` defaults to 'auto' within `memory_limit`.
+    The parameters are the same as for `MSequence`, except that there is no ``thread_type``. If
+    `worker` is a `RayFleet`, its workers are used. Otherwise, `start` creates a fleet, and `finish`
+    shuts it down. This fleet has `num_workers` processes with one CPU each, spread over the nodes,
+    and uses the manager's `timeout`, `threads` and `seed_globals`. If Ray is not connected yet,
+    `start` connects in the same way as ``ray.init()``. `buffer` defaults to 'auto', limited by
+    `memory_limit`.
 
     Examples
     --------

@@ -30,7 +30,7 @@ __all__ = ["Manager", "pool_of"]
 
 
 def pool_of(kind: str, job: Job) -> Pool[Batches]:
-    """Create a pool that makes batches in processes, in threads, on a Ray fleet, or inline."""
+    """Create the pool for a job: processes, threads, a Ray fleet, or the calling thread."""
     make: Callable[[Batches], Crew]
     if kind == "ray":
         from cseq.fleet.ray import FleetCrew, of_fleet
@@ -54,10 +54,10 @@ def pool_of(kind: str, job: Job) -> Pool[Batches]:
 
 
 class Manager:
-    """The owner of consecutive runs, the loop's position, and the lock that guards both.
+    """The base class that owns a sequence of runs, the loop's position, and the lock for both.
 
-    Between runs, `_stats` and `_skipped` belong to the last run. `_trace` belongs to the last
-    start. Each cause in `_logged_causes` is logged only once.
+    Between runs, `_stats` and `_skipped` contain the results of the last run. `_trace` is the trace
+    that the last start began. The causes in `_logged_causes` are not logged again.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Manager:
         self._logged_causes: set[str] = set()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse pickling and copying, because copies cannot share workers in a defined way."""
+        """Refuse to be pickled or copied, because two copies cannot share the same workers."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
             "that needs one, with the same arguments, and call load_state_dict(state_dict()) to "
@@ -85,7 +85,7 @@ class Manager:
         return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
-        """Hold the lock for a call that must not interrupt another call."""
+        """Hold the lock for a call that is not allowed in the middle of another call."""
         rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
@@ -93,15 +93,15 @@ class Manager:
         return self._lock.hold()
 
     def _look(self) -> Hold:
-        """Hold the lock to read protected state. Inside another call, do not wait for the lock.
+        """Hold the lock to read protected state, but do not wait for it in the middle of a call.
 
-        Waiting could deadlock, because the lock's holder may be waiting for that call.
+        Waiting could cause a deadlock, because the holder of the lock may be waiting for that call.
         """
         within = self._run is not None and self._run.lock.is_mine
         return self._lock.hold(0 if within else -1)
 
     def _put_off(self, call: Callable[[], object]) -> bool:
-        """Return True if this thread is inside another call, and defer `call` until it returns."""
+        """In the middle of another call of this thread, defer `call` to its end and return True."""
         run = self._run
         for lock in (self._lock,) if run is None else (self._lock, run.lock):
             if lock.is_mine:
@@ -112,9 +112,9 @@ class Manager:
         return False
 
     def _open(self, pool: Pool[Batches]) -> None:
-        """Start a pool when none is running."""
+        """Start a pool. No other pool of this manager may be running."""
         pool.logged_causes = self._logged_causes
-        # Open the pool last, so that `_end` has a run to close if a signal handler raises.
+        # Store the run before opening the pool, so `_end` can close it if a signal handler raises.
         self._run = run = Run(pool)
         try:
             run.close_with(self)
@@ -124,13 +124,13 @@ class Manager:
             raise
 
     def _started(self) -> Self:
-        """Return the started manager. Raise if a callback finished it in the meantime."""
+        """Return the started manager. Raise an error if a callback has already finished it."""
         if self._run is None:
             raise InterruptedError("finish() was called while the manager was being started")
         return self
 
     def _present(self) -> Run[Batches]:
-        """Return the run for an iterator in this process."""
+        """Return the current run. Raise OSError if a parent process started it."""
         run = self._run
         assert run is not None
         if not run.is_ours:
@@ -143,15 +143,16 @@ class Manager:
     def finish(self) -> None:
         """Stop the workers within a bounded time. A second call has no effect.
 
-        A signal handler, an order or a destructor may call this method in the middle of another
-        call on the manager. The other call then receives no more batches and ends the run itself.
+        A signal handler, an order or a destructor can call this method in the middle of another
+        call to the manager. That call then receives no more batches and ends the run itself.
 
-        While an exception propagates (Ctrl-C), workers get 0.5 s instead of 5 s to finish a batch.
+        Workers have 5 s to finish their current batch, or 0.5 s if an exception is propagating
+        (Ctrl-C).
 
         Raises
         ------
         OSError
-            The method was called inside the manager's own ``with``, which calls it on exit.
+            If the method is called inside the manager's own ``with``, which calls it on exit.
         """
         self._refuse_inside_with("finish")
         if not self._put_off(self.finish):
@@ -160,15 +161,15 @@ class Manager:
                 self._end()
 
     def _begin_trace(self, path: str | os.PathLike[str] | None, rank: int) -> None:
-        """Record until `_end` if a path is given. Call this before the run starts."""
+        """Start recording a trace if a path is given. `_end` stops it. Call this before the run."""
         if path is not None:
             self._trace = trace = tracing.Trace(path, rank=rank)
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End the run, if any. If a signal handler raises here, another call completes the work.
+        """End the run, if there is one. If a signal handler raises, call the method again.
 
-        `ended` is the propagating exception.
+        `ended` is the exception that is propagating, if any.
         """
         self._is_entered = False
         run = self._run
@@ -182,7 +183,7 @@ class Manager:
             trace.end_recording(ended)
 
     def _refuse_inside_with(self, verb: str) -> None:
-        """Raise OSError inside the manager's own ``with``, which still needs the run."""
+        """Raise OSError inside the manager's own ``with`` statement, which still needs the run."""
         if self._is_entered:
             raise OSError(
                 f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
@@ -205,7 +206,7 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Clear the flag before any call, because `finish` must work after an interrupt.
+        # Clear the flag before any call, so that `finish` works if this method is interrupted.
         self._is_entered = False
         if not self._put_off(self.finish):
             with self._lock.hold():
@@ -232,21 +233,21 @@ class Manager:
             return replace(stats, source_tokens=self._count_tokens())
 
     def _count_tokens(self) -> dict[str, int]:
-        """Return the number of tokens that the loop received from each source, if known."""
+        """Return the number of tokens that the loop has received from each source, if known."""
         return {}
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop has waited since the last start, and what would help.
+        """Return the reason why the loop has waited since the last start, and a suggestion.
 
         Parameters
         ----------
         since : Stats, optional
-            An earlier result of `stats` in this run. Only later batches count.
+            An earlier result of `stats` from this run. Only batches after that result count.
 
         Returns
         -------
         Advice
-            Print it, or read `cause` (a word) and `change` (the arguments to change).
+            Print the advice, or use its `cause` (one word) and `change` (the arguments to change).
 
         Examples
         --------
@@ -260,17 +261,17 @@ class Manager:
         return (now if since is None else now.since(since)).advice()
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Write an HTML page about the run: why the loop waited, and what would help.
+        """Write an HTML report on the run, which shows why the loop waited and what would help.
 
-        The page covers the current run, or the last run if none is active. It uses no scripts and
-        no network and is suitable for printing.
+        The report covers the current run, or the last run if no run is active. The page contains no
+        scripts, loads nothing from the network, and can be printed.
 
         Parameters
         ----------
         path : str or path
             The file to write. An existing file is replaced.
         title : str, optional
-            The page heading. The default is the script's name.
+            The heading of the page. Defaults to the name of the script.
 
         Examples
         --------
@@ -288,8 +289,9 @@ class Manager:
     def skipped(self) -> list[Skipped]:
         """The samples and whole batches that ``on_error='skip'`` has skipped since the last start.
 
-        The list contains the latest 1000 entries, each with ``epoch``, ``batch``, ``sample`` (None
-        for a whole batch), ``error`` and ``indices``. ``stats().skips`` counts all skipped batches.
+        The list contains the latest 1000 entries. Each entry has the attributes ``epoch``,
+        ``batch``, ``sample`` (None for a whole batch), ``error`` and ``indices``. The number of all
+        skipped batches is ``stats().skips``.
         """
         with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.tickets.skipped

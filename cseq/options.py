@@ -15,7 +15,7 @@ MAX_RESTARTS = 100
 
 
 class WorkerOptions(NamedTuple):
-    """Options for starting, replacing and limiting the workers of `MSequence` and `Streams`.
+    """The options of `MSequence` and `Streams` that control how workers start, die and wait.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class WorkerOptions(NamedTuple):
     preload: bool = True
 
     def checked(self) -> WorkerOptions:
-        """Check the options and return them."""
+        """Validate the options and return them."""
         limit, threads = self.memory_limit, self.threads
         return WorkerOptions(
             choice("start_method", self.start_method, (None, *start_methods())),
@@ -46,7 +46,7 @@ class WorkerOptions(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The number of workers in a pool, and the maximum number of batches ahead of the loop."""
+    """The size of a pool: its number of workers and its maximum number of prefetched batches."""
 
     num_workers: int
     buffer: int

@@ -1,7 +1,8 @@
 """One run of a manager, loader or stream; the list of all runs in this process.
 
-An iterator ends when its run's generation number changes, including in other threads and forked
-processes. When a run's owner is garbage collected, a separate thread closes the run.
+Each run has a generation number. When the number changes, all existing iterators end, including
+iterators in other threads and forked processes. If the owner of a run is garbage collected, a
+separate thread closes the run.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
-# The name of threads that close runs without an owner.
+# The name of the threads that close runs whose owner was garbage collected.
 NAME = "cseq-close"
-# The maximum wait at interpreter exit for closing runs and for threads that are making a batch.
+# How long interpreter exit waits at most for runs that are closing and threads that make a batch.
 EXIT_SECONDS = 15.0
-# The maximum subsequent wait for pending log records.
+# How long interpreter exit then waits at most for pending log records.
 LOG_SECONDS = 2.0
-# The maximum time that `close` waits for another thread's call.
+# How long `close` waits at most for a call in another thread.
 LOCK_SECONDS = 5.0
 
 K = TypeVar("K", bound="Tickets")
@@ -51,10 +52,10 @@ class Run(Generic[K]):
     lock : Lock
         See `RunState`.
     about : str
-        The name of the run's data, for reports.
+        The name of the data, which is shown in reports.
     is_ended : bool
-        Whether `close` was called. From then on, the run can only be closed, even if that call was
-        interrupted.
+        Whether `close` was called. Even if that call was interrupted, the run can then only be
+        closed.
     """
 
     def __init__(self, pool: Pool[K]) -> None:
@@ -69,11 +70,11 @@ class Run(Generic[K]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the run, as opposed to a parent that forked it."""
+        """Whether this process started the run, and not a parent process that forked this one."""
         return os.getpid() == self._pid
 
     def close_with(self, owner: object) -> None:
-        """Close this run when its owner is garbage collected, unless it is already closed."""
+        """Close this run when `owner` is garbage collected, unless the run is already closed."""
         self._finalizer = weakref.finalize(owner, close_elsewhere, self.close, self._pid)
         # At interpreter exit, `_close_all` closes the run.
         self._finalizer.atexit = False
@@ -81,7 +82,7 @@ class Run(Generic[K]):
     def interrupt(self) -> int:
         """End all existing iterators, including iterators that are waiting in other threads.
 
-        Return the new generation.
+        Return the number of the new generation.
         """
         generation = self.pool.run.interrupt()
         if self.is_ours:
@@ -89,14 +90,14 @@ class Run(Generic[K]):
         return generation
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the iterators and the pool. A forked process has no pool to close.
+        """Close the iterators and the pool. In a forked process, close only the iterators.
 
-        With `hurried`, or while an exception propagates (Ctrl-C), the pool does not wait for busy
-        workers.
+        The pool does not wait for busy workers if `hurried` is True or an exception is propagating
+        (Ctrl-C).
 
-        A pool is never closed in the middle of a call. If this thread is inside a call, or another
-        thread's call takes longer than `LOCK_SECONDS`, the run is only marked as ended, and that
-        call closes the pool.
+        A pool is never closed in the middle of a call. If this thread is executing a call, or a
+        call in another thread takes longer than `LOCK_SECONDS`, this method only marks the run as
+        ended, and that call closes the pool.
         """
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
@@ -112,11 +113,11 @@ class Run(Generic[K]):
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
         elif self._finalizer is not None:
-            # Detach last, so the finalizer can repeat an interrupted close.
+            # Detach the finalizer last, so it can repeat a close that was interrupted.
             self._finalizer.detach()
 
     def _close_pool(self) -> bool:
-        """Close the pool unless a call is in progress. Return whether the pool was closed."""
+        """Close the pool if no call is in progress. Return whether the pool was closed."""
         if self.lock.is_mine:
             return False
         with self.lock.hold(LOCK_SECONDS) as hold:
@@ -127,29 +128,29 @@ class Run(Generic[K]):
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
-# Callbacks that receive every run before it ends.
+# These callbacks are called with each run just before it ends.
 on_close: list[Callable[[Run[Any]], object]] = []
-# The latches of runs that have lost their owner and are not closed yet.
+# The latches of runs that are being closed because their owner was garbage collected.
 _closings: set[Latch] = set()
 
 
 def present() -> list[Run[Any]]:
-    """List the runs that have not ended."""
+    """Return the runs of this process that have not ended."""
     return [run for run in list(_runs) if run.is_ours and not run.is_ended]
 
 
 def close_elsewhere(close: Callable[[], object], pid: int) -> None:
-    """Call `close` on another thread without waiting. Interpreter exit waits for the call.
+    """Call `close` in another thread without waiting for it. Interpreter exit waits for the call.
 
-    Garbage collection can run on any thread between any two instructions, so it must not block.
-    In a forked child of the owner's process `pid`, there is nothing to close, and no thread can
-    start until Python has handled the fork.
+    The garbage collector can run in any thread between any two instructions, so it must not block.
+    Forked children of the process `pid` have nothing to close, and cannot start a thread until
+    Python has handled the fork.
     """
     if os.getpid() != pid:
         return
     closed = Latch()
     _closings.add(closed)
-    # The thread pops `close`, so no reference to `close` remains.
+    # The thread pops `close` from this list, so that no reference to `close` remains.
     pending = [close]
 
     def work() -> None:
@@ -160,15 +161,15 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
             closed.set()
 
     def start_thread() -> None:
-        # `close` may call `threading.current_thread`. In a thread that `threading` did not start,
-        # this would register a dummy thread permanently.
+        # `close` may call `threading.current_thread`, which would permanently register a dummy
+        # thread if `threading` did not start the current thread.
         try:
             threading.Thread(target=work, name=NAME, daemon=True).start()
         except RuntimeError:
             work()
 
-    # Starting a `threading.Thread` here would acquire locks that this thread may already hold.
-    # RuntimeError means that no more threads can start.
+    # Do not start a `threading.Thread` here, because this acquires locks that the current thread
+    # may already hold. RuntimeError means that no more threads can be started.
     try:
         _thread.start_new_thread(start_thread, ())
     except RuntimeError:
@@ -176,7 +177,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
 
 
 def await_closings(seconds: float) -> None:
-    """Wait up to `seconds` until all runs without an owner are closed."""
+    """Wait up to `seconds` until all runs whose owner was garbage collected are closed."""
     deadline = time.monotonic() + seconds
     for closing in list(_closings):
         closing.wait(max(0.0, deadline - time.monotonic()))
@@ -184,14 +185,14 @@ def await_closings(seconds: float) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all runs at interpreter exit, and wait for runs that are already closing."""
+    """Close all runs at interpreter exit, and wait for runs that other threads are closing."""
     end_daemons()
     deadline = time.monotonic() + HURRY
     for run in list(_runs):
         if run.is_ours and run.pool.supervisor is not None:
             run.pool.supervisor.hurry(deadline)
     await_closings(EXIT_SECONDS)
-    # The stack closes every run even if one raises.
+    # The stack closes every run even if closing one of them raises an exception.
     with contextlib.ExitStack() as stack:
         stack.callback(await_left, EXIT_SECONDS)
         for run in list(_runs):
@@ -200,8 +201,8 @@ def _close_all() -> None:
 
 
 def _interrupt_all() -> None:
-    """Prevent a forked process from consuming batches from its parent's rings."""
-    # The closing threads do not exist in the child.
+    """Prevent a forked process from consuming batches from the rings of its parent."""
+    # The threads that were closing runs do not exist in the child.
     _closings.clear()
     for run in _runs:
         run.interrupt()

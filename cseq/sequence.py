@@ -47,95 +47,95 @@ MOST_EPOCH = 2**64 - 1
 
 
 class MSequence(Manager, Generic[B_co]):
-    """The base class for managers whose workers make complete batches for the loop, in order.
+    """The base class of managers, whose workers make complete batches for a loop, in order.
 
-    An epoch contains each sample once.
+    Each epoch contains every sample once.
 
     Parameters
     ----------
     worker : class, callable or indexer
         Creates an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is a
         new one-dimensional ``int64`` array. A class or another callable without arguments is called
-        once in every worker process or thread (sequentially for threads). An object with
-        ``__getitem__``, such as an array, is used as the indexer: processes get copies, threads
-        share it. A torch ``Dataset``, or a Dataset class, is passed to `from_dataset`. If the
-        indexer has a ``close()`` method, it is called when the worker exits.
+        once in every worker process or thread (one thread at a time). An object that already has
+        ``__getitem__``, such as an array, is used as the indexer: each process gets a copy, while
+        threads share the object. A torch ``Dataset`` or Dataset class is passed to `from_dataset`.
+        If the indexer has a ``close()`` method, the method is called when the worker exits.
     dset_size : int or one-dimensional array or list of int, optional
-        The number of samples, or an array of their indices, which is never modified. The default
-        is ``len(worker)``, or the number of samples in `order`.
+        The number of samples, or an array of their indices, which is never modified. Defaults to
+        ``len(worker)`` or the number of samples in `order`.
     num_workers : int or 'auto'
         The number of worker processes or threads. With 0, `start` behaves like `start_test`. With
-        'auto', cseq adapts the number to the loop during the run (docs/how-to/auto.md).
+        'auto', cseq adjusts the number during the run (docs/how-to/auto.md).
     num_converters : int, optional
-        The number of threads that move batches to CUDA, up to `num_workers`, or 0 without CUDA. The
-        default is 1 for processes, otherwise ``max(num_workers // 4, min(num_workers, 4))``.
+        The number of threads that move batches to CUDA, at most `num_workers`, or 0 without CUDA.
+        Defaults to 1 for processes, otherwise ``max(num_workers // 4, min(num_workers, 4))``.
     batch_size : int
-        The number of samples in a batch. The last batch may be smaller.
+        The number of samples per batch. The last batch may be smaller.
     buffer : int, 'auto' or None
-        The number of batches to make ahead of the loop, from 1 to 16384, or 'auto' to adapt the
-        number to the loop. The default is 10, or 'auto' on a Ray cluster.
+        The number of batches to prefetch, from 1 to 16384. With 'auto', cseq adjusts the number
+        during the run. Defaults to 10, or to 'auto' on a Ray cluster.
     shuffle : bool or 'feistel'
         True shuffles each epoch differently, depending only on the seed, the epoch and the number
-        of samples. 'feistel' needs no table, which suits more than about 10**9 samples. False keeps
-        the samples in order. The equivalents for ``order=`` are `Shuffled` and `Sequential`.
+        of samples. 'feistel' uses no table, which is better for more than about 10**9 samples.
+        False keeps the samples in order. For ``order=``, use `Shuffled` and `Sequential`.
     thread_type : 'proc', 'thread' or 'ray'
         Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
         ``'cuda'`` or ``'cuda:1'`` returns tensors on that device, or on the CPU without CUDA.
-        ``'cpu'`` or None returns CPU tensors, or arrays without torch. ``'null'`` returns the
-        indexer's result unchanged. A callable is applied to every array.
+        ``'cpu'`` or None returns CPU tensors, or arrays if torch is not installed. ``'null'``
+        returns the indexer's result unchanged. A callable is applied to every array.
     seed : int, optional
         An integer in [0, 2**64). By default, cseq draws a seed, available as the property `seed`.
     dtype : data type, 'auto' or None
-        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type,
-        which integer labels need. 'auto' means None if `worker` comes from `from_dataset` or has an
-        order, otherwise 'float32'.
+        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps the type of each array,
+        which integer labels require. 'auto' means None if `worker` comes from `from_dataset` or has
+        its own order, and 'float32' otherwise.
     drop_last : bool
         Whether to drop the last batch if it is smaller than the others.
     ordered : bool
-        Whether to deliver batches in order. With False, batches are delivered as soon as ready.
+        Whether to deliver batches in order. If False, each batch is delivered when it is ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How to start processes. The default is 'forkserver', or 'spawn' on macOS and Windows.
+        How to start processes. Defaults to 'forkserver', or to 'spawn' on macOS and Windows.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         This rank's part of every global batch of ``batch_size * world_size`` samples. All ranks get
         the same number of samples, so up to ``world_size - 1`` samples from the start of an epoch
         are repeated at its end. A torch process group or a one-dimensional DeviceMesh determines
-        this process's rank. 'auto' detects the shard at the first `start` or ``len`` from a Ray
-        Train worker, an initialized torch process group, JAX, or the environment variables of
-        torchrun, Lightning, Open MPI, MPICH or srun. A different result later is an error. A
-        DeviceMesh with dimensions other than data is also an error: pass ``mesh["dp"]``.
+        the rank of this process. 'auto' detects the shard at the first `start` or ``len`` from a
+        Ray Train worker, an initialized torch process group, JAX, or the environment variables of
+        torchrun, Lightning, Open MPI, MPICH or srun. If a later detection differs, it is an error.
+        It is also an error if several ranks share a model; pass ``mesh["dp"]`` instead.
     on_error : 'raise' or 'skip'
         With 'raise', the loop raises the indexer's exception. With 'skip', cseq logs the exception
-        and omits the batch, or only the sample with `from_dataset`. `skipped` lists every omission.
+        and skips the batch, or only the sample with `from_dataset`. See `skipped` for a list.
     max_restarts : int
-        The number of worker processes that may die and be replaced in an epoch.
+        The number of worker processes that can die and be replaced per epoch.
     timeout : float, optional
-        The number of seconds that a batch may take before `on_timeout` applies. A worker may take
+        The number of seconds that a batch can take before `on_timeout` applies. A worker can take
         ten times as long to start.
     on_timeout : 'raise' or 'restart'
         Whether to raise `WorkerTimeout`, or to replace the worker process and retry the batch.
     memory_limit : int, str or None
-        The maximum shared memory for held batches, in bytes or as '2GiB'. Beyond the limit, batches
-        are copied. Free shared memory that no batch in flight needs also counts, but is returned to
-        the system beyond the limit. The default is a quarter of the memory of the machine or
-        container, divided by the number of ranks on it.
+        The maximum amount of shared memory for batches that are still referenced, in bytes or as
+        '2GiB'. Beyond the limit, batches are copied. ``buffer='auto'`` also stays within the limit.
+        Defaults to a quarter of the memory of the machine or container, divided by the number of
+        ranks on the machine.
     pad : bool
-        If False, ranks repeat no samples. Some ranks may then have one batch or one sample fewer
+        If False, no samples are repeated, and some ranks may have one batch or one sample fewer
         than others.
     threads : int or None
         The number of threads that torch, OpenMP, OpenBLAS, MKL, numexpr and OpenCV use in each
         worker process. Environment variables such as ``OMP_NUM_THREADS`` take precedence. None
-        keeps each library's default, usually all cores. No effect with ``thread_type='thread'``.
+        keeps each library's default, usually all cores. Ignored with ``thread_type='thread'``.
     preload : bool
         Whether the fork server imports the modules that `worker` refers to, once for all workers.
-        If one of these modules starts threads, opens files or initializes CUDA on import, each
-        worker imports what it needs, as with False.
+        If one of these modules starts threads, opens files or initializes CUDA on import, or if
+        `preload` is False, each worker imports the modules itself.
     order : Order, optional
-        An order to use instead of `shuffle`. The default is the `order` attribute of `worker`, if
-        `worker` is an indexer that has one. If the order's units are batches (`Buckets`), omit
-        `batch_size`. If the units are rows (`Packed`), `batch_size` counts rows.
+        The order to use instead of `shuffle`. Defaults to the `order` attribute of `worker` if
+        `worker` is an indexer and has this attribute. If the units of the order are batches
+        (`Buckets`), omit `batch_size`. If the units are rows (`Packed`), `batch_size` counts rows.
     repeat : int or True
-        The number of epochs in one ``iter()``; True means no limit. Workers start the next epoch
+        The number of epochs in one ``iter()``. True means no limit. Workers start the next epoch
         while the loop uses the last batches of the current one. `max_restarts` covers all epochs.
     seed_globals : bool
         Whether to seed `random`, ``numpy.random`` and torch's CPU generator before each batch from
@@ -145,7 +145,7 @@ class MSequence(Manager, Generic[B_co]):
     Raises
     ------
     TypeError, ValueError
-        An argument is invalid. The message names the argument, its value, and the remedy.
+        If an argument is invalid. The message names the argument, its value, and the remedy.
 
     Examples
     --------
@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
     ) -> None:
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: arguments.ThreadType = thread_type
-        # Other ranks have no access to a seed that is drawn here.
+        # A seed that is drawn here is not known to the other ranks.
         self._drawn = self._own_seed = seed is None
         self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
@@ -229,7 +229,7 @@ class MSequence(Manager, Generic[B_co]):
         return self._job.sampler
 
     def _settle_shard(self) -> None:
-        """Resolve shard='auto'. A later result that differs from the first one is an error."""
+        """Resolve shard='auto'. Raise an error if the shard differs from an earlier result."""
         if not self._automatic:
             return
         with self._lock.hold():
@@ -263,7 +263,7 @@ class MSequence(Manager, Generic[B_co]):
         return f"{type(self).__name__}({shown})"
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks: why the loop waits, and the facts that `repr` shows."""
+        """Return HTML for notebooks, which shows why the loop waits and what `repr` shows."""
         from cseq.report.page import in_notebook
 
         return in_notebook(self.stats(), [(type(self).__name__, ""), *self._facts()])
@@ -302,12 +302,12 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def dset_size(self) -> int:
-        """The number of samples. Without an `order`, an epoch over all ranks includes each one."""
+        """The number of samples. Without an `order`, all ranks together cover them in an epoch."""
         return self._sampler.dset_size
 
     @property
     def batch_size(self) -> int:
-        """The number of samples or rows per batch, or 1 if the order's units are batches."""
+        """The number of samples or rows per batch, or 1 if the units of the order are batches."""
         return self._sampler.batch_size
 
     @property
@@ -317,24 +317,24 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def use_cuda(self) -> bool:
-        """Whether batches are tensors on a CUDA device. Always False without such a device."""
+        """Whether batches are tensors on a CUDA device. Always False if there is no CUDA device."""
         return outputs.resolve(self._job.output).use_cuda
 
     @property
     def epoch(self) -> int:
         """The epoch of the latest iterator.
 
-        Before the first ``iter()``, and after `set_epoch` and `load_state_dict`, it is the epoch of
-        the next ``iter()``.
+        Before the first ``iter()``, and after `set_epoch` or `load_state_dict`, this is the epoch
+        of the next ``iter()``.
         """
         return self._place.now(self._sampler).epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``, or of the latest one if it has yielded no batch.
+        """Set the epoch of the next iterator, or of the latest one if it has yielded no batch yet.
 
-        A position that `load_state_dict` loaded for this epoch is kept. If the loop is in the
-        middle of this epoch, the loop continues, and `state_dict` still returns its position. The
-        next ``iter()`` then restarts the epoch, unless the loop has finished it by then.
+        If `load_state_dict` has loaded a position in this epoch, the position is kept. If the loop
+        is in the middle of this epoch, the loop continues, and `state_dict` still returns the
+        loop's position. The next ``iter()`` then restarts the epoch, unless it is over by then.
 
         Parameters
         ----------
@@ -344,7 +344,7 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         TypeError, ValueError
-            `epoch` is not an integer or is out of range.
+            If `epoch` is not an integer or is out of range.
         """
         number = integer("epoch", epoch, least=0, most=MOST_EPOCH)
         with self._alone():
@@ -355,8 +355,8 @@ class MSequence(Manager, Generic[B_co]):
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = place.moved(self._sampler, number)
             else:
-                # If the lock is held, another thread is fetching the first batch. Otherwise, the
-                # current iterator and its position remain.
+                # If another thread holds the lock, it is fetching the first batch. Otherwise, keep
+                # the current iterator and its position.
                 with run.lock.hold(0) as hold:
                     if place.begun or not hold.has:
                         self._place = place.moved(self._sampler, number)
@@ -366,10 +366,10 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def sampler(self) -> RankSampler:
-        """A sampler for frameworks, with two of the methods of torch's ``DistributedSampler``.
+        """A sampler for frameworks, with two methods of torch's ``DistributedSampler``.
 
-        ``len()`` returns this rank's number of samples per epoch. ``set_epoch`` sets the manager's
-        epoch.
+        ``len()`` returns the number of samples per epoch for this rank. ``set_epoch`` sets the
+        epoch of the manager.
         """
         return RankSampler(self._count_samples, self.set_epoch)
 
@@ -379,27 +379,27 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def batch_sampler(self) -> None:
-        """None, as in a DataLoader without batching, so frameworks use `sampler`."""
+        """None, like in a DataLoader without automatic batching, so frameworks use `sampler`."""
         return
 
     # -- any batch
 
     def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
-        """Return the sample indices of a batch in any epoch. See `remake`."""
+        """Return the sample indices of a batch in any epoch. See `remake` for the arguments."""
         sampler, consumed = self._any(epoch)
         return remaking.locate(sampler, epoch, batch, consumed)[0].samples(0)[0]
 
     def remake(self, epoch: int, batch: int) -> Remade:
-        """Recreate a batch from any epoch in the calling thread, exactly as the loop received it.
+        """Recreate a batch of any epoch in the calling thread, exactly as the loop received it.
 
-        Use it to examine a slow, unusual or skipped batch with a debugger or a profiler. The call
-        creates a new indexer and does not affect the run.
+        Use this method to examine a slow, unusual or skipped batch with a debugger or profiler. The
+        call creates a new indexer and does not affect the run.
 
         Parameters
         ----------
         epoch, batch : int
-            The numbers shown in messages, `skipped` and `worker_info`. If the current epoch was
-            resumed, batches are numbered in the order in which this manager makes them.
+            The numbers that messages, `skipped` and `worker_info` show. The batches of an epoch
+            before a resume are counted with the current batch size.
 
         Returns
         -------
@@ -409,9 +409,9 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         IndexError
-            `batch` is out of range for the epoch.
+            If `batch` is out of range for the epoch.
         Exception
-            The indexer raised the exception, as in the loop.
+            If the indexer raises an exception, as in the loop.
 
         Examples
         --------
@@ -425,7 +425,7 @@ class MSequence(Manager, Generic[B_co]):
         return remaking.remake(self._job, epoch, batch, consumed)
 
     def _any(self, epoch: int) -> tuple[Sampler, int]:
-        """Return the sampler, and the position where this manager started the epoch."""
+        """Return the sampler for an epoch and the position where this manager started the epoch."""
         self._settle_shard()
         place = self._place
         return self._sampler, place.consumed if place.first == epoch else 0
@@ -438,28 +438,28 @@ class MSequence(Manager, Generic[B_co]):
         *,
         trace: str | os.PathLike[str] | None = None,
     ) -> Self:
-        """Start the workers and return the manager. A run in progress is interrupted.
+        """Start the workers and return the manager. If a run is in progress, interrupt it.
 
         Parameters
         ----------
         compat : bool, optional
             If False, CUDA converters are processes instead of threads. This is slower, because the
-            loop waits for the device whenever it opens memory from a converter.
+            loop waits for the device whenever it opens the memory of a converter.
         trace : str or path, optional
-            A file for a trace of every batch until `finish`. See `cseq.trace`.
+            The file for a trace of every batch until `finish`. See `cseq.trace`.
 
         Returns
         -------
         MSequence
-            The manager. Iterate over it, or use it in a ``with``, which calls `finish` on exit.
-            The loop raises an indexer's exceptions, `WorkerDied` and `WorkerTimeout`.
+            The manager. Iterate over it, or use it in a ``with`` statement, which calls `finish` on
+            exit. The loop raises the indexer's exceptions, `WorkerDied` and `WorkerTimeout`.
 
         Raises
         ------
         TypeError
-            `worker` cannot be pickled for worker processes. The message names the offending part.
+            If `worker` cannot be pickled for worker processes. The message names the part at fault.
         OSError
-            The method was called inside the manager's own ``with``.
+            If the method is called inside the manager's own ``with``.
         """
         compat = None if compat is None else flag("compat", compat)
         with self._alone():
@@ -471,7 +471,7 @@ class MSequence(Manager, Generic[B_co]):
         return self._thread_type if self._job.num_workers else "inline"
 
     def start_test(self, test_mode: arguments.TestMode = "default") -> Self:
-        """Start test mode, where the calling thread makes each batch on demand.
+        """Start test mode, in which the calling thread makes each batch on demand.
 
         Test mode uses no workers. The order and the results are the same as with `start`. The
         method returns the manager.
@@ -484,9 +484,9 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         OSError
-            The method was called inside the manager's own ``with``.
+            If the method is called inside the manager's own ``with``.
         ValueError
-            `test_mode` is unknown.
+            If `test_mode` is unknown.
 
         Examples
         --------
@@ -508,7 +508,7 @@ class MSequence(Manager, Generic[B_co]):
         compat: bool | None,  # noqa: FBT001
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        """End the run, if any, and start a pool."""
+        """End the current run, if there is one, and start a pool."""
         self._refuse_inside_with(verb)
         self._settle_shard()
         self._end()
@@ -520,15 +520,15 @@ class MSequence(Manager, Generic[B_co]):
         self._open(pool)
 
     def __iter__(self) -> Iterator[B_co]:
-        """Return an iterator over the next epoch and interrupt earlier iterators.
+        """Return an iterator over the next epoch. Earlier iterators are interrupted.
 
         An epoch starts when the loop receives its first batch, an exception, or the end of the
-        epoch. Until then, another ``iter()`` covers the same epoch and keeps prefetched batches.
+        epoch. Until then, another ``iter()`` returns the same epoch and keeps prefetched batches.
 
         Raises
         ------
         OSError
-            The manager was started by the process that forked this one.
+            If the manager was started by a parent process that forked this one.
         """
         with self._alone():
             if self._run is None or self._run.is_ended:
@@ -542,32 +542,32 @@ class MSequence(Manager, Generic[B_co]):
             run = self._present()
             self._settle_shard()
             generation = run.interrupt()
-            # No batch is delivered while the lock is held.
+            # No batch can be delivered while this thread holds the lock.
             with run.lock.hold():
                 self._place = place = self._place.next(self._sampler)
                 run.pool.tickets.begin_epoch(place, place.first, place.consumed, generation)
             return FeedIterator(run.pool.feed, generation, self)
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
-        """Change the weights of this manager's `Mixture`, starting with the next batch.
+        """Change the weights of the manager's `Mixture`, starting with the next batch.
 
-        The weights apply until the next change, including in later epochs. Epochs keep their size.
-        Each source continues at its current position. A state includes the weights. A manager can
-        load the state if its mixture was created with the same initial weights. With several ranks,
-        call this method on every rank after the same batch. Prefetched batches are remade.
+        The weights apply until the next change, including in later epochs. The epoch size does not
+        change, and each source continues at its current position. Prefetched batches are remade.
+        With several ranks, call this method on every rank after the same batch. A state includes
+        the weights. To load the state, create the mixture with the same initial weights.
 
         Parameters
         ----------
         weights : dict of str to number
-            The share of each source. Only ratios matter, and 0 excludes a source.
+            The share of each source. Only the ratios matter, and 0 excludes a source.
 
         Raises
         ------
         TypeError
-            The order is neither a `Mixture` nor a `Balanced` order.
+            If the order is neither a `Mixture` nor a `Balanced` order.
         ValueError
-            The weights do not match the sources, a step or window of `Balanced` is incomplete, or
-            the manager uses `repeat` or ``ordered=False``, where no next batch is defined.
+            If the weights do not match the sources, a step or window of `Balanced` is incomplete,
+            or the manager uses `repeat` or ``ordered=False``, which leave no next batch defined.
 
         Examples
         --------
@@ -615,18 +615,18 @@ class MSequence(Manager, Generic[B_co]):
     # -- checkpoint and resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's position after the last batch it received.
+        """Return the position of the loop after the last batch that it received.
 
         Returns
         -------
         dict
             A few JSON values that are the same on every rank. Batches that are ready but not yet
-            delivered do not count and are delivered after a resume.
+            delivered do not count: they are delivered after a resume.
 
         Raises
         ------
         ValueError
-            The method was called in the middle of an epoch with ``ordered=False``.
+            If the method is called in the middle of an epoch with ``ordered=False``.
         """
         with self._look():
             place = self._place
@@ -644,28 +644,28 @@ class MSequence(Manager, Generic[B_co]):
             return checkpoint.make(self._sampler, world_size, epoch, position, tokens)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Make the next ``iter()`` continue at the position stored in a state.
+        """Make the next ``iter()`` continue at the position that a state contains.
 
-        The number and kind of workers, `batch_size` and the number of ranks may differ: the current
+        The number and kind of workers, `batch_size` and the number of ranks can differ: the current
         ranks share the rest of the epoch. A manager created without a seed uses the state's seed.
 
         Parameters
         ----------
         state : dict
-            A result of `state_dict` from this or another program, possibly saved as JSON or with
-            `torch.save`. No reference to the dict is kept.
+            A result of `state_dict` from this or another program, which may have been saved as JSON
+            or with `torch.save`. The manager keeps no reference to the dict.
         strict : bool
-            If False, the data or the order may have changed. The epoch continues at the same
-            position in the current order, so samples may be repeated or missed.
+            If False, the data or the order can be different. The epoch then continues at the same
+            position in the current order, and some samples may be repeated or missing.
 
         Raises
         ------
         TypeError
-            `state` is not a result of `state_dict`.
+            If `state` is not a result of `state_dict`.
         ValueError
-            The state has a different seed, order or version. The message names both values.
+            If the state has a different seed, order or version. The message names both values.
         OSError
-            The seed or order would change inside the manager's own ``with``.
+            If the seed or the order would change inside the manager's own ``with``.
 
         Examples
         --------
@@ -694,6 +694,6 @@ class MSequence(Manager, Generic[B_co]):
             elif self._run is not None:
                 self._run.interrupt()
             job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
-            # Set both in one statement, because a signal handler may read them.
+            # Assign both in one statement, because a signal handler could read them in between.
             self._place, self._job = place, job
             self._own_seed = False

@@ -1,8 +1,8 @@
 """The loop that every runner executes: claim, work, publish.
 
-A runner is a thread or a process, and a `Runner` is its side of the ring. Its *work* processes a
-ticket and publishes the batch. Processes publish in a shared-memory slot. Threads pass the object
-itself.
+A runner is a thread or a process that uses a `Runner` to access the ring. Its *work* processes a
+ticket and publishes the batch. Processes publish batches in shared-memory slots. Threads pass the
+objects themselves.
 """
 
 from __future__ import annotations
@@ -31,35 +31,34 @@ __all__ = [
 
 # The stages of a ticket.
 INDEXER, CONVERTER = 0, 1
-# The contents of a published ticket: a batch, or flags for an exception and for the last ticket of
-# this queue.
+# The status of a published ticket: a batch, or flags for an exception and for the end of the queue.
 BATCH, RAISED, ENDED = 0, 1, 2
 
 # An idle runner wakes up once a second.
 IDLE_NS = 1_000_000_000
-# A sleep and its wake-up cost about SPIN_NS. Two GIL handovers with a sleep cost GIL_SPIN_NS.
-# LONG_SPIN_NS is for a core that would otherwise be idle.
+# Sleeping and waking up takes about SPIN_NS. Two GIL handovers and a sleep take about GIL_SPIN_NS.
+# LONG_SPIN_NS is used if the core would be idle otherwise.
 SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
 
-# The number of seconds that a busy runner may continue once its batch is no longer needed.
+# The number of seconds that a busy runner can continue when its batch is no longer needed.
 HURRY = 0.5
-# A worker may take this many times `timeout` to start.
+# A worker can take this many times `timeout` to start.
 START_SHARE = 10
 
 
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of each runner that takes too long, and a description of the delay.
+    """Yield the number of each runner that exceeds a time limit, and a description of the delay.
 
     Parameters
     ----------
     working : iterable
-        Each busy runner's number, start time (ns of `now_ns`) and task.
+        The number, start time (ns of `now_ns`) and task of each busy runner.
     starting : iterable
-        The number and start time of each runner whose worker is still being created by user code.
+        The number and start time of each runner for which user code is still creating the worker.
     timeout : float
         The limit in seconds.
     """
@@ -77,10 +76,10 @@ def overdue(
 
 
 def spin_ns(runners: int, *, turns: bool = False) -> int:
-    """Return how long runners and the trainer spin before they sleep, in nanoseconds.
+    """Return the time in nanoseconds that runners and the trainer spin before they sleep.
 
-    If the runners and the trainer outnumber the cores, the time is as short as is useful, because
-    spinning would occupy a core that another runner needs. On a single core, the time is 0.
+    If the runners and the trainer outnumber the cores, the time is short, because spinning would
+    occupy a core that another runner needs. On a single core, the time is 0.
     """
     if cores() == 1:
         return 0
@@ -90,11 +89,11 @@ def spin_ns(runners: int, *, turns: bool = False) -> int:
 def run(
     runner: Runner, work: Callable[[Runner], object], *, idle: Callable[[], None] | None = None
 ) -> None:
-    """Run `work` on every claimed ticket until the ring is closed.
+    """Call `work` for every claimed ticket until the ring is closed.
 
-    `work` publishes the ticket even after an exception in user code. An exception in `work` itself
-    is a bug in cseq and ends the runner. `idle` is called whenever no ticket has arrived for
-    ``runner.park`` nanoseconds.
+    `work` publishes the ticket even if user code raises an exception. An exception in `work` itself
+    is a bug in cseq and ends the runner. `idle` is called each time the runner has waited
+    ``runner.park`` nanoseconds without a ticket.
     """
     if idle is None:
         runner.park = IDLE_NS

@@ -1,7 +1,8 @@
 """A stream of items from each worker process, each in its own order.
 
-Worker w of N makes its own items. The trainer requests items in advance via tickets on one ring per
-worker. If a worker dies, its replacement processes the tickets again. See docs/inside/streams.md.
+Each worker makes its own items. The trainer requests the items in advance by posting tickets on the
+worker's ring. If a worker dies, its replacement processes the tickets again. See
+docs/inside/streams.md.
 
 ::
 
@@ -11,8 +12,8 @@ worker. If a worker dies, its replacement processes the tickets again. See docs/
               next(iterator)     ◄── slots ───────────── producer.items(start)
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
-In an epoch of *keys*, each item has a key. The trainer draws keys from an iterator: initially
-`prefetch` keys per worker, then one key for each item that it returns.
+In an epoch of *keys*, each item is made from a key. The trainer draws the keys from an iterator:
+first `prefetch` keys per worker, and then one key for each item that it returns.
 """
 
 from __future__ import annotations
@@ -49,66 +50,69 @@ class Streams:
     Parameters
     ----------
     producer : callable
-        ``producer(number, num_workers)`` creates a `Producer` in the worker's process. Like an
-        `MPSequence` worker, the callable is pickled by value if it cannot be imported.
+        ``producer(number, num_workers)`` creates a `Producer` in the worker process. As with the
+        worker of an `MPSequence`, a callable that cannot be imported is pickled by value.
     num_workers : int
     prefetch : int
         The maximum number of items per worker that are requested, in progress, or waiting. In an
-        epoch of keys, the number of keys drawn per worker ahead of the consumed items.
+        epoch of keys, the number of keys per worker that are drawn ahead of the consumed items.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
-        How to start processes. The default is a fork server where available.
+        How to start processes. Defaults to a fork server where available.
     max_restarts : int
-        The number of worker processes that may die and be replaced in an epoch.
+        The number of worker processes that can die and be replaced per epoch.
     timeout : float, optional
-        The number of seconds that an item or a call may take before `on_timeout` applies. Time
-        counts from when the worker starts it or the loop starts waiting, whichever is later. A
-        worker may take ten times as long to start.
+        The number of seconds that an item or a call can take before `on_timeout` applies. The time
+        starts when the worker begins or when the loop starts to wait, whichever is later. A worker
+        can take ten times as long to start.
     on_timeout : 'raise' or 'restart'
         Whether to raise `WorkerTimeout`, or to replace the worker and retry.
     memory_limit : int, str or None
-        The maximum shared memory for held items. Beyond it, items are copied. See `MSequence`.
+        The maximum amount of shared memory for items that are still referenced. Beyond the limit,
+        items are copied. See `MSequence`.
     threads, preload
         See `MSequence`.
     errors : 'raise' or 'return'
         Whether to raise an item's exception, or to return an `ItemFailure` with the ``error`` and
         the number of the ``worker``.
     naming : Naming
-        The name of an item in messages, and the number of samples in an item.
+        How messages name an item, and how many samples an item has.
     lethal : 'raise' or 'return'
-        In an epoch of keys, an item that killed three workers results in `WorkerDied`. With
-        'raise', the error ends the streams. With 'return', it replaces only that item.
+        In an epoch of keys, an item that has killed three workers results in `WorkerDied`. With
+        'raise', the error ends the streams. With 'return', the error replaces only that item.
     launch : 'now' or 'begin'
-        With 'now', the constructor starts the workers. With 'begin', the first `ask` starts them,
-        or the first `begin` after posting work. A forked worker then makes its first items while
-        others are forked, and inherits changes that the key iterator made.
+        With 'now', the constructor starts the workers. With 'begin', the workers are started by the
+        first `ask`, or by the first `begin` after it has posted work. A forked worker then makes
+        its first items while others are forked, and inherits the changes of the key iterator.
     kind : 'processes' or 'threads'
-        The kind of workers. Threads do not pickle anything: they share `producer`, assignments and
-        keys with the trainer, and items with the loop. A thread cannot die or be replaced.
+        The kind of workers. With threads, nothing is pickled: workers share `producer`, assignments
+        and keys with the trainer, and items with the loop. A thread cannot die or be replaced.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is invalid, or `producer` cannot be pickled.
+        If an argument is invalid, or if `producer` cannot be pickled.
 
     Notes
     -----
-    Starting does not wait for the workers. The first call that waits raises any exception from
-    `producer`. An item is encoded before the producer is asked for the next one, so the producer
-    may reuse its buffers. An item stays intact as long as any part of it is referenced.
+    The constructor does not wait for the workers. If `producer` raises an exception, the first call
+    that waits raises it. Each item is encoded before the producer makes the next one, so the
+    producer can reuse its buffers. An item remains valid while any part of it is referenced.
 
-    An exception replaces its item. Its ``__cause__`` shows the worker's traceback and stores the
-    worker's number (``worker``). If `Producer.items` raises, the worker's stream ends until the
-    next `begin`. If a key's item raises, or an item fails to pickle or decode, the epoch continues.
+    An exception replaces its item. The ``__cause__`` of the exception shows the worker's traceback
+    and has the number of the ``worker``. If `Producer.items` raises, the stream of the worker ends
+    until the next `begin`. If `Producer.make` raises, or if an item cannot be pickled or decoded,
+    the epoch continues.
 
-    A dead worker is replaced. The new process starts the epoch from the same assignment and
+    A dead worker is replaced. The new process starts the epoch with the same assignment and
     continues with the first item that was not received (`Producer.items`). Changes that `ask` made
     in the dead worker are lost.
 
-    If a signal handler raises (Ctrl-C) in ``next``, no item was consumed, and the next call returns
-    the item. If a handler raises in `begin`, no epoch is active. A handler that consumes items or
-    starts an epoch in the middle of another call gets a RuntimeError.
+    If a signal handler raises (Ctrl-C) during ``next``, no item is consumed, and the next call
+    returns the item. If a handler raises during `begin`, no epoch is active. A handler that
+    consumes items or starts an epoch in the middle of another call gets a RuntimeError.
 
-    Only one thread at a time may call methods, but any thread may call `interrupt` and `close`.
+    Only one thread at a time can call methods, except `interrupt` and `close`, which are
+    thread-safe.
     """
 
     def __init__(
@@ -178,41 +182,42 @@ class Streams:
         assign: Literal["turn", "free"] = "turn",
         first: int = 0,
     ) -> list[Any]:
-        """Start an epoch in every worker and request items in advance. End any earlier epoch.
+        """Start an epoch in every worker, and request items in advance. This ends the last epoch.
 
         Parameters
         ----------
         assignments : sequence
-            The argument for each worker's ``begin``. Arguments are pickled and may be of any size.
+            The argument of ``begin`` for each worker. It is pickled and can have any size.
         keys : iterator, optional
-            With keys, items are ``producer.make(key)`` instead of ``producer.items(start)``. A key
-            can be any object that can be pickled. `prefetch` keys per worker are drawn here, and
-            exactly one more before each item is returned or raised. The iterator runs in the
-            calling thread. An exception from the iterator ends the epoch. It is raised here, or
-            once after the items of earlier keys.
+            If given, items are ``producer.make(key)`` instead of ``producer.items(start)``. A key
+            can be any object that can be pickled. This method draws `prefetch` keys per worker.
+            Exactly one more key is drawn before each item is returned or raised. The iterator runs
+            in the calling thread. If it raises an exception, the epoch ends. The exception is
+            raised here, or once after the items of all earlier keys.
         ordered : bool
-            If False, items are returned as they become ready, oldest first.
+            If False, items are returned when they are ready, oldest first.
         assign : 'turn' or 'free'
             With 'turn', keys are assigned round-robin. With ``ordered=False``, workers that have
-            `prefetch` keys with unconsumed items are skipped. With 'free', a key goes to the worker
-            with the fewest pending keys.
+            `prefetch` keys with unconsumed items are skipped. With 'free', each key is assigned to
+            the worker with the fewest pending keys.
         first : int
-            The first worker in the rotation, both for keys and in ``iter``.
+            The first worker in the rotation, both for keys and for ``iter``.
 
         Returns
         -------
         list
-            The replies from the workers' ``begin`` in worker order. With `keys`, the list is empty,
-            as no reply is awaited, and exceptions from ``begin`` are raised instead of items.
+            The results of ``begin`` in worker order. With `keys`, the list is empty because the
+            method does not wait for results, and exceptions from ``begin`` are raised instead of
+            items.
 
         Raises
         ------
         TypeError, ValueError
-            An argument is invalid, or an object cannot be pickled.
+            If an argument is invalid, or if an object cannot be pickled.
         OSError
-            The streams are closed, or belong to the process that forked this one.
+            If the streams are closed, or belong to a parent process that forked this one.
         BaseException
-            The iterator of keys or a producer's ``begin`` raised an exception.
+            If the key iterator or the ``begin`` method of a producer raises an exception.
         """
         if len(assignments) != self.num_workers:
             raise ValueError(
@@ -235,9 +240,9 @@ class Streams:
             rest()
 
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
-        """Call a method of the producers and wait for the replies.
+        """Call a method of the producers and wait for the results.
 
-        A worker executes the call before requested items that it has not started.
+        A worker executes the call before it starts any more of the requested items.
 
         Parameters
         ----------
@@ -245,24 +250,25 @@ class Streams:
         *args : object
             The arguments, which are pickled.
         worker : int, optional
-            The number of the worker to call. The default is all workers.
+            The number of the worker to call. Defaults to all workers.
         behind : bool
-            If True, execute the call after all requested items are made. A worker that has replied
-            makes no item until one is consumed.
+            If True, execute the call after all requested items are made. After the call, a worker
+            makes no items until one is consumed.
 
         Returns
         -------
         object or list
-            The worker's reply, or a list of all replies in worker order.
+            The result from the worker, or a list of the results from all workers in order.
 
         Raises
         ------
         IndexError
-            No worker has this number.
+            If no worker has this number.
         OSError
-            The streams are closed, or belong to the process that forked this one.
+            If the streams are closed, or belong to a parent process that forked this one.
         Exception
-            The method raised an exception. This ends the worker's stream, but not an epoch of keys.
+            If the method raises an exception. This ends the worker's stream, but not an epoch of
+            keys.
         """
         run = self._ours()
         if worker is not None and not 0 <= worker < self.num_workers:
@@ -277,7 +283,7 @@ class Streams:
 
     @property
     def latest(self) -> int:
-        """The number of the worker that made the last returned item."""
+        """The number of the worker that made the item that was returned last."""
         worker: int = self._feed.latest
         return worker
 
@@ -285,20 +291,21 @@ class Streams:
     def glance(self) -> Callable[[], Any]:
         """A function that returns the next item of an ordered epoch of keys without consuming it.
 
-        The function returns None if the item is not ready, and draws no key. See `Feed.glance`.
+        The function draws no key. If the item is not ready, it returns None. See `Feed.glance`.
         """
         return self._feed.glance
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over the epoch's items: one from each worker in turn, or one for each key.
+        """Iterate over the items of the epoch: one from each worker in turn, or one for each key.
 
-        Workers without items are skipped. With ``ordered=False``, items are returned when ready.
+        Workers that have no more items are skipped. With ``ordered=False``, items are returned when
+        they are ready.
         """
         self._feed.check(self._feed.generation)
         return FeedIterator(self._feed, self._feed.generation, self)
 
     def interrupt(self) -> None:
-        """End the epoch, so it yields no more items. A waiting call raises InterruptedError."""
+        """End the epoch without returning more items. A waiting call raises InterruptedError."""
         self._run.interrupt()
 
     def close(self) -> None:
@@ -306,20 +313,20 @@ class Streams:
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times so far. An item counts as a batch. `naming` counts samples."""
+        """Return counts and times. Each item counts as a batch, and `naming` counts the samples."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
-        """Return the workers' process ids in order, with None for a process not yet started."""
+        """Return the process ids of the workers in order, with None for a process not started."""
         supervisor = self._run.pool.supervisor
         return [] if supervisor is None else supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
-        """Return each worker's latest process by worker number. A process may have exited.
+        """Return the latest process of each worker by worker number. A process may have exited.
 
-        The method always returns the same dict, which is updated at each start and remains valid
-        after the streams are gone. With `wait`, all processes have started on return, unless the
-        streams end in the meantime.
+        The method always returns the same dict, which is updated when a process starts, and remains
+        valid after the streams are gone. If `wait` is True, the method waits until all processes
+        have been started or the streams end.
         """
         supervisor = self._run.pool.supervisor
         if supervisor is None:
@@ -340,7 +347,7 @@ class Streams:
         self.close()
 
     def _ours(self) -> Run[Items]:
-        """Return the run. Raise OSError if it cannot be used in this process."""
+        """Return the run. Raise OSError if this process cannot use it."""
         rest()
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")

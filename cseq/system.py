@@ -1,8 +1,8 @@
 """The machine or container: control groups, cores, library threads, memory.
 
-By default, each numerical library uses all cores in every process, although workers share the
-cores. Libraries read the environment when they load. A forked process may inherit loaded libraries,
-so torch and OpenBLAS need explicit calls.
+By default, numerical libraries use all cores in every process, although workers share the cores.
+Most libraries only read the environment when they are loaded. Because a forked process can inherit
+loaded libraries, the limits for torch and OpenBLAS are set with explicit calls.
 
 ::
 
@@ -19,7 +19,7 @@ import os
 import re
 import sys
 
-# pathlib is slow to import, and every start waits for it.
+# Use os.path, because importing pathlib is slow and would delay every start.
 from os.path import join
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,15 +59,15 @@ __all__ = [
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 
-# The parent folder of ``proc`` and ``sys``.
+# The folder that contains ``proc`` and ``sys``.
 ROOT = "/"
 
 
 def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple[str, str]]:
-    """Yield this process's control groups and their ancestors with the name of a controller file.
+    """Yield the control groups of this process and their ancestors, each with a file name.
 
-    Each result is a folder, which may not exist in a container, and a file name: `name`, or `old`
-    for cgroups v1. Examples of controllers are ``'memory'`` and ``'cpu'``.
+    The file name is `name`, or `old` for cgroups v1. The folder of a control group may not exist in
+    a container. Examples of controllers are ``'memory'`` and ``'cpu'``.
     """
     for line in lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -84,7 +84,7 @@ def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def lines(path: str) -> list[str]:
-    """Return a file's lines, or an empty list if the file cannot be read."""
+    """Return the lines of a file, or an empty list if the file cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read().decode(errors="replace").splitlines()
@@ -93,13 +93,13 @@ def lines(path: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Return the number in a file, or None if the file is missing or contains text ('max')."""
+    """Return the number in a file. Return None if the file is missing or contains text ('max')."""
     text = "".join(lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def fields(path: str) -> dict[str, int]:
-    """Return the numbers in a file whose lines consist of a name and a number."""
+    """Return the numbers in a file by name. Each line of the file has a name and a number."""
     words = [line.split() for line in lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
@@ -107,12 +107,12 @@ def fields(path: str) -> dict[str, int]:
 # -- cores and library threads
 
 OPENMP = "OMP_NUM_THREADS"
-# If one of these variables is unset, its library reads the OPENMP variable, as torch does.
+# If one of these variables is unset, the library reads the OPENMP variable instead, like torch.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-# The names of the same function in the OpenBLAS builds that NumPy and SciPy include.
+# The names of the same function in different OpenBLAS builds, which NumPy and SciPy include.
 OPENBLAS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -130,7 +130,7 @@ def cores() -> int:
 
 
 def share() -> int:
-    """Return the number of cores for this process: its rank's share of the container's quota."""
+    """Return the number of cores for this rank, given the container's quota and its other ranks."""
     allowed = quota()
     most = cores() if allowed is None else min(cores(), int(allowed + 0.5))
     return max(1, most // neighbours())
@@ -149,15 +149,15 @@ def quota(root: Folder = ROOT) -> float | None:
 
 
 def neighbours() -> int:
-    """Return the number of ranks on this machine from launcher variables (torchrun, MPI)."""
+    """Return the number of ranks on this machine, which launchers (torchrun, MPI) pass on."""
     sizes = (os.environ.get(name, "") for name in LOCAL_SIZES)
     return next((int(size) for size in sizes if size.isdecimal() and int(size)), 1)
 
 
 def gpu_is_idle() -> bool | None:
-    """Return whether the GPU has finished this thread's work, or None without CUDA.
+    """Return whether the GPU has finished the work of the current stream, or None without CUDA.
 
-    The result is also None during a graph capture, where queries are not allowed.
+    The result is also None during a graph capture, because queries are not allowed then.
     """
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
@@ -169,10 +169,11 @@ def gpu_is_idle() -> bool | None:
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables for `threads` threads. The user's variables take precedence.
+    """Return the variables that limit libraries to `threads` threads. Omit those that are set.
 
     Some libraries read OMP_NUM_THREADS if their own variable is unset. If the user has set
-    OMP_NUM_THREADS, those variables stay unset. ``threads=None`` sets no variables.
+    OMP_NUM_THREADS, the variables of these libraries stay unset. With ``threads=None``, the result
+    is empty.
     """
     if threads is None:
         return {}
@@ -182,7 +183,7 @@ def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[st
 
 
 def limit_threads(threads: int | None) -> None:
-    """Limit library threads in a forked process, for libraries loaded now or later."""
+    """Limit the threads of libraries in a forked process, both loaded and not yet loaded."""
     if threads is None:
         return
     ours = thread_variables(threads, os.environ)
@@ -196,16 +197,17 @@ def limit_threads(threads: int | None) -> None:
             set_number(threads)
 
 
-# The module count at the last search, and OpenBLAS thread counts, each paired with its setter.
+# The number of modules at the last search, and the thread count and setter of each OpenBLAS.
 _openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find loaded OpenBLAS libraries on Linux. Call this before a fork to save children the work.
+    """Find the loaded OpenBLAS libraries on Linux. If called before a fork, children reuse them.
 
-    A fork ends OpenBLAS's threads. Setting a thread count in the child restarts as many threads as
-    an internal variable holds, and each of them spins for 75 ms. The variable is therefore set
-    first. An OpenBLAS build that hides it, such as NumPy 2.5's, keeps its thread count.
+    The threads of OpenBLAS do not exist in a forked child. If the child sets the number of threads,
+    OpenBLAS first starts as many threads as an internal variable says, and each of them spins for
+    75 ms. The caller must therefore set the variable first. Builds that hide the variable, such as
+    NumPy 2.5's, keep their number of threads.
     """
     global _openblas
     if _openblas[0] != len(sys.modules):
@@ -229,11 +231,11 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# A control group's files for its memory usage and its number of out-of-memory kills, by the name of
-# its memory limit file.
+# The names of a control group's files for the memory usage and the number of out-of-memory kills.
+# The keys are the names of the file for the memory limit.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-# The memory size to assume if the system does not report it.
+# The memory size to assume if the system does not report the size.
 UNKNOWN_RAM = 8 * GIB
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -243,21 +245,21 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kKMGT]?i?B)", re.ASCII)
 
 
 def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
-    """Check ``memory_limit`` or a similar argument and return the number of bytes.
+    """Validate ``memory_limit`` or a similar argument, and return the number of bytes.
 
     Parameters
     ----------
     value : int, str or None
         A number of bytes, a number with a unit, such as ``'2GiB'`` or ``'500 MB'``, or None for
-        this rank's share of a quarter of the machine's or control group's memory. With 0, no slot
-        is lent, and batches are always copied.
+        this rank's share of a quarter of the memory of the machine or control group. With 0,
+        batches are always copied out of their slots.
 
     Raises
     ------
     TypeError
-        The value has an unsupported type.
+        If the value has an unsupported type.
     ValueError
-        The value is negative, or the text is not a size.
+        If the value is negative, or if the text is not a size.
     """
     if value is None:
         return default_memory_limit()
@@ -286,13 +288,13 @@ def _parse_size(text: str, name: str) -> int:
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
-    """Return one rank's share of a quarter of the memory available to this process, in bytes."""
+    """Return a rank's share of a quarter of the machine's or control group's memory, in bytes."""
     limits = [number(join(group, limit)) for group, limit in _groups(root)]
     return min([_ram(), *(limit for limit in limits if limit is not None)]) // (4 * neighbours())
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Return the number of bytes that this process may still use, or None if unknown."""
+    """Return the number of bytes that this process can still allocate, or None if unknown."""
     machine = fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
@@ -301,24 +303,25 @@ def available_memory(root: Folder = ROOT) -> int | None:
 
 
 def private_memory(pid: int | None, root: Folder = ROOT) -> int:
-    """Return the private memory of a process in bytes, or 0 if unknown."""
+    """Return the size of a process's private memory in bytes, or 0 if it is unknown."""
     words = "".join(lines(join(root, f"proc/{pid}/statm"))).split()
     return os.sysconf("SC_PAGE_SIZE") * (int(words[1]) - int(words[2])) if len(words) > 2 else 0
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
     """Return the number of out-of-memory kills in this control group, or None if unknown."""
-    # Exhaust the generator, because a signal handler's exception is lost if raised while it closes.
+    # Exhaust the generator. If a signal handler raised while an unfinished generator closes, the
+    # exception would be lost.
     counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
     return known[0] if known else None
 
 
 def check_available(nbytes: int) -> None:
-    """Raise MemoryError if fewer bytes are available. Otherwise, Linux would kill a process.
+    """Raise MemoryError if fewer than `nbytes` bytes are available.
 
-    macOS does not report the available memory and would fill its disk. There, a request beyond the
-    total memory is rejected.
+    Without this check, Linux would kill a process, and macOS would fill its disk. macOS does not
+    report the available memory, so requests beyond the total memory are rejected there.
     """
     free = available_memory()
     free = _ram() if free is None else free
@@ -337,7 +340,7 @@ def _ram() -> int:
 
 
 def _free_of_groups(root: Folder) -> Iterator[int]:
-    """Yield the bytes left in each control group. Inactive page-cache memory counts as free."""
+    """Yield the free bytes in each control group. The inactive page cache counts as free."""
     for group, name in _groups(root):
         limit = number(join(group, name))
         taken = number(join(group, USAGE[name]))

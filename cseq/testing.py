@@ -8,16 +8,17 @@
                 cseq.testing.kill(manager, 0)  # training continues with the same batches
             train(batch)
 
-`running` is an object with worker processes: an `MPSequence` between `start` and `finish`, a
-`cseq.stream.Streams`, a `cseq.DataLoader` or its iterator, or one of the classes in `cseq.adapters`
-for RETURNN (``MultiProcDataset``) or torchdata (``MultiProcessingReadingService``). Workers are
-numbered as in `worker_info`. Converter processes have higher numbers. The functions raise
+The argument `running` is an object with worker processes: an `MPSequence` between `start` and
+`finish`, a `cseq.stream.Streams`, a `cseq.DataLoader` or its iterator, or one of the classes in
+`cseq.adapters` for RETURNN (``MultiProcDataset``) or torchdata (``MultiProcessingReadingService``).
+Workers have the same numbers as in `worker_info`. Converter processes have higher numbers. The
+functions raise
 
 TypeError
-    `running` has no workers.
+    If `running` has no workers.
 RuntimeError
-    `running` is not running, belongs to the process that forked this one, or makes batches in this
-    process with threads or in test mode.
+    If `running` is not running, belongs to a parent process that forked this one, or makes batches
+    in this process (with threads or in test mode).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["await_workers", "check_order", "kill", "pids"]
 
-# The polling interval in seconds for states without a notification.
+# The interval in seconds for polling a state that has no notification.
 PAUSE = 0.001
 
 
@@ -46,20 +47,20 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     ----------
     running : MPSequence, Streams or an adapter
     worker : int
-        The worker's number, as in ``worker_info().number``.
+        The number of the worker, as in ``worker_info().number``.
     number : int
         The signal number.
 
     Returns
     -------
     int or None
-        The id of the process that received the signal, or None while the worker is being started
+        The id of the process that received the signal, or None if the worker is just being started
         or replaced.
 
     Raises
     ------
     ValueError
-        No worker has this number.
+        If no worker has this number.
     """
     supervisor = supervisor_of(running)
     owners = supervisor.shared.owners
@@ -73,9 +74,9 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 
 
 def pids(running: Any) -> list[int | None]:
-    """Return the process ids of the workers, with None for a worker not yet started.
+    """Return the process ids of the workers, with None for a worker that has not started yet.
 
-    A dead forked worker is replaced while the loop waits for a batch, or in `await_workers`.
+    A forked worker that died is replaced when the loop waits for a batch, or by `await_workers`.
     """
     return supervisor_of(running).pids()
 
@@ -86,9 +87,10 @@ def await_workers(running: Any, timeout: float = 60.0) -> None:
     Raises
     ------
     TimeoutError
-        Some workers are not ready after `timeout` seconds.
+        If some workers are not ready after `timeout` seconds.
     Exception
-        A worker cannot be created or has died too often. The loop would raise the same exception.
+        If a worker cannot be created or has died too often. The loop would raise the same
+        exception.
     """
     supervisor = supervisor_of(running)
     deadline = time.monotonic() + (seconds("timeout", timeout) or 0.0)

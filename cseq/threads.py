@@ -1,9 +1,9 @@
 """Threads that start and join safely even if a signal handler raises at any time.
 
-`threading` is written in Python. A handler (Ctrl-C) that raises in the middle of ``Thread.start``
-or an event's ``wait`` can leave a lock acquired forever. In this module, the main thread calls only
-C functions. A handler therefore runs before or after a C call, or inside `Latch.wait`, which holds
-no lock. All other code runs in threads that execute no handlers.
+`threading` is written in Python. If a handler (Ctrl-C) raises in the middle of ``Thread.start`` or
+``Event.wait``, a lock can remain acquired forever. In this module, the main thread only calls C
+functions. A handler therefore runs before or after a C call, or inside `Latch.wait`, which holds no
+lock. All other code runs in other threads, which do not execute handlers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("cseq")
 
 
 class Threads:
-    """Threads that are started and joined together. Once `begun`, they run or are about to run."""
+    """Threads that start and join together. If `begun` is True, they run or are about to run."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -57,18 +57,18 @@ class Threads:
         self._error: BaseException | None = None
 
     def add(self, name: str, target: Callable[[], None]) -> None:
-        """Add a thread for `start` to start."""
+        """Add a thread, which `start` will start."""
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
 
     def start(self) -> None:
         """Start all threads, even if a signal handler raises in the meantime.
 
-        Handlers run only in the main thread, and never between setting `begun` and the next call.
+        Handlers only run in the main thread, and never between setting `begun` and the next call.
 
         Raises
         ------
         RuntimeError
-            The system cannot start more threads, or the threads would be greenlets.
+            If the system cannot start more threads, or if the threads would be greenlets.
         """
         refuse_patches("threading", "thread")
         if _thread.get_ident() != threading.main_thread().ident:
@@ -88,7 +88,7 @@ class Threads:
             raise self._error
 
     def _start(self) -> None:
-        """Start the threads from a thread that runs no signal handlers."""
+        """Start the threads from another thread, in which no signal handlers run."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -99,7 +99,7 @@ class Threads:
             self._started.set()
 
     def join(self, deadline: float) -> list[str]:
-        """Wait for the threads until `deadline` (time.monotonic). Return the names of any left."""
+        """Wait until `deadline` (time.monotonic). Return the names of threads that still run."""
         if self.begun and not self._started.wait(max(0.0, deadline - time.monotonic())):
             return [thread.name for thread in self._threads]
         for thread in self._threads:
@@ -108,12 +108,12 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# Greenlet libraries, and the function in each that checks whether a module is patched.
+# For each greenlet library, the name of the function that checks whether a module is patched.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
 def refuse_patches(*modules: str) -> None:
-    """Raise RuntimeError if one of the modules is patched to run greenlets."""
+    """Raise RuntimeError if one of the modules is patched to use greenlets instead of threads."""
     for name, is_patched in GREENLETS.items():
         library = sys.modules.get(name)
         for module in () if library is None else modules:
@@ -125,15 +125,15 @@ def refuse_patches(*modules: str) -> None:
                 )
 
 
-# Threads that were still running user code when they should have exited.
+# The threads that were still running user code when they were supposed to exit.
 _left: set[Threads] = set()
 
 
 def leave_running(threads: Threads) -> None:
-    """Make interpreter exit wait for threads that run user code.
+    """Delay interpreter exit until these threads, which run user code, have finished.
 
     Before Python 3.14, the exiting interpreter unwinds the stack of a thread that tries to
-    reacquire the GIL. In C++ functions such as torch's, this aborts the process.
+    reacquire the GIL. If there are C++ functions on the stack, as with torch, the process aborts.
     """
     _left.difference_update([group for group in _left if not group.join(0.0)])
     if sys.version_info < (3, 14):
@@ -141,7 +141,7 @@ def leave_running(threads: Threads) -> None:
 
 
 def await_left(seconds: float) -> None:
-    """Wait up to `seconds` for threads that were left running."""
+    """Wait up to `seconds` for the threads that were passed to `leave_running`."""
     deadline = time.monotonic() + seconds
     stuck = [name for threads in _left for name in threads.join(deadline)]
     if stuck:
@@ -150,7 +150,7 @@ def await_left(seconds: float) -> None:
 
 
 def thread_limits(root: str = ROOT) -> str:
-    """Return an error message about the limits on threads and processes."""
+    """Return an error message that shows the limits on threads and processes."""
     known = []
     if resource is not None and hasattr(resource, "RLIMIT_NPROC"):
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -167,7 +167,7 @@ def thread_limits(root: str = ROOT) -> str:
     )
 
 
-# -- logging on another thread, which exits when nothing is pending
+# -- logging in another thread, which exits when no messages are pending
 
 _pending: deque[Callable[[], object]] = deque()
 _writer = Threads()
@@ -176,19 +176,19 @@ _guard = Lock()
 
 
 def log_later(level: int, text: str, *args: object) -> None:
-    """Log a message on another thread, in order.
+    """Log a message in another thread. Messages are logged in order.
 
-    The user's `logging` handlers may raise or wait for a server. Handlers must not delay a thread
-    that other threads wait for. An exception from a handler is printed.
+    The user's `logging` handlers may raise exceptions or wait for a server, and must not delay a
+    thread that other threads are waiting for. An exception from a handler is printed.
     """
     if log.isEnabledFor(level):
         call_later(partial(log.log, level, text, *args))
 
 
 def call_later(call: Callable[[], object]) -> None:
-    """Call a logging function on another thread, in order.
+    """Call a logging function in another thread, in order.
 
-    If no thread can start, the next message retries. A signal handler may also raise here.
+    If the thread cannot be started, or a signal handler raises, the next call tries again.
     """
     global _writer, _writing
     with _guard.hold():
@@ -207,7 +207,7 @@ def call_later(call: Callable[[], object]) -> None:
 
 
 def _write() -> None:
-    """Log pending messages. If possible, print any exception from the user's handlers."""
+    """Log the pending messages. If a user's handler raises an exception, try to print it."""
     global _writing
     while True:
         with _guard.hold():
@@ -223,7 +223,7 @@ def _write() -> None:
 
 
 def await_logged(deadline: float) -> None:
-    """Wait until all messages are logged or until `deadline` (time.monotonic)."""
+    """Wait until all messages are logged, or until `deadline` (time.monotonic)."""
     _writer.join(deadline)
 
 

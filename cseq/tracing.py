@@ -35,9 +35,9 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# A quarter of a year in ns. `baseTimeNanoseconds` is a multiple of this, as in torch's profiler.
+# A quarter of a year in ns. `baseTimeNanoseconds` is a multiple, as in torch's profiler.
 QUARTER = 7_889_238 * 10**9
-# The thread id of a loop's row is MADE_UP plus the loop's thread id. Runner rows start at RUNNERS.
+# The row of a loop has the id of its thread plus MADE_UP. The rows of runners start at RUNNERS.
 MADE_UP = 1 << 30
 RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1
@@ -45,25 +45,25 @@ SUPERVISOR = RUNNERS - 1
 # A record of type `_trace.TAKEN`.
 Record = Any
 
-# This lock is held while a trace starts or stops.
+# This lock is acquired to start or stop a trace.
 _guard = threading.Lock()
 _present: Trace | None = None
 
 
 def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
-    """Record the events of every batch inside a ``with``, and write the trace on exit.
+    """Record the events of every batch inside a ``with`` statement, and write the trace on exit.
 
-    The trace covers every manager, loader and stream in this process, including those already
-    started. Open the file at https://ui.perfetto.dev or in chrome://tracing.
+    The trace covers all managers, loaders and streams in this process, even if they were started
+    before the trace. Open the file at https://ui.perfetto.dev or in chrome://tracing.
 
     Parameters
     ----------
     path : str or path
-        A name that ends in ``.json`` or ``.json.gz``. ``%p`` is replaced by the process id and
-        ``%r`` by the rank (0 for a single process).
+        The file name, which must end in ``.json`` or ``.json.gz``. ``%p`` is replaced by the
+        process id, and ``%r`` by the rank (0 for a single process).
     tickets : int
-        The number of most recent batches to keep, at 72 bytes of memory each. The log reports how
-        many were dropped.
+        The maximum number of batches to keep. Each takes 72 bytes of memory. If there are more, the
+        oldest are dropped, and a log message reports their number.
 
     Returns
     -------
@@ -72,11 +72,11 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
     Raises
     ------
     TypeError, ValueError
-        An argument is invalid.
+        If an argument is invalid.
     FileNotFoundError, NotADirectoryError
-        The folder does not exist. The ``with`` statement raises this error and the next one.
+        If the folder does not exist. The ``with`` statement raises this error.
     RuntimeError
-        Another trace is active in this process.
+        If another trace is active in this process. The ``with`` statement raises this error.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
 
 
 class Trace:
-    """The context manager that `trace` returns, which records inside the ``with``."""
+    """The context manager that `trace` returns. It records inside the ``with`` statement."""
 
     def __init__(
         self, path: str | os.PathLike[str], tickets: int = TICKETS, rank: int | None = None
@@ -104,10 +104,10 @@ class Trace:
         self._tickets = integer("tickets", tickets, most=MOST_TICKETS)
 
     def begin_recording(self) -> None:
-        """Start recording. Errors are documented in `trace`."""
+        """Start recording. For the exceptions, see `trace`."""
         global _present
         path = full(self.path, self._rank)
-        # This raises if the folder does not exist.
+        # Raise an error if the folder does not exist.
         os.stat(os.path.join(os.path.dirname(path), ""))
         with _guard:
             if _present is not None:
@@ -140,10 +140,10 @@ class Trace:
         self.end_recording(error)
 
     def end_recording(self, ended: BaseException | None = None) -> None:
-        """Stop recording and write the file, unless a previous call already did.
+        """Stop recording and write the file, unless an earlier call already did.
 
-        If the write fails, raise the error. If the program `ended` with an exception, only log the
-        error, because it must not hide that exception.
+        If the file cannot be written, the error is raised. If the program `ended` with an
+        exception, the error is only logged, so it does not hide that exception.
         """
         with _guard:
             if _present is not self:
@@ -159,7 +159,7 @@ class Trace:
             log.error("the trace %s was not written: %s", self.path, str(error))
 
     def _stop(self) -> None:
-        """Stop recording. The caller holds `_guard`."""
+        """Stop recording. The caller must hold `_guard`."""
         global _present
         lanes.record(None)
         self._taken, self._ever = end_log()
@@ -168,7 +168,7 @@ class Trace:
 
 
 def full(path: str, rank: int | None = None) -> str:
-    """Return the absolute path, with the process id for %p and the rank for %r."""
+    """Return an absolute path in which %p and %r are replaced by the process id and the rank."""
     path = path.replace("%p", str(os.getpid()))
     if "%r" in path:
         from cseq.order import shard
@@ -181,9 +181,9 @@ def full(path: str, rank: int | None = None) -> str:
 
 
 class Writing:
-    """The writer of a trace file's text.
+    """The writer that produces the text of a trace file.
 
-    `_names` maps rows to names. `_runners` maps a pool's number and a runner's number to a row.
+    `_names` maps rows to their names. `_runners` maps the numbers of a pool and a runner to a row.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -196,7 +196,7 @@ class Writing:
         self._shift = shift - self._base
 
     def file(self) -> Iterator[str]:
-        """Yield the file's text in pieces."""
+        """Yield the text of the file in pieces."""
         head = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -227,7 +227,7 @@ class Writing:
     # -- the loop and the batches that it received
 
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
-        """Yield the events of one thread, which waits for each batch and uses it."""
+        """Yield the events of a thread that receives batches: it waits for a batch and uses it."""
         inline = [number for number, pool in self._pools.items() if pool.kind == "inline"]
         is_inline = np.isin(taken["feed"], inline)
         asked = np.where(is_inline, taken["started"], taken["asked"])
@@ -275,13 +275,13 @@ class Writing:
     # -- rows
 
     def _runner(self, pool: Lanes, runner_number: int) -> int:
-        """Return the row of a runner. A replacement worker keeps the row."""
+        """Return the row of a runner. If a worker is replaced, its successor has the same row."""
         row = self._runners.setdefault((pool.number, runner_number), RUNNERS + len(self._runners))
         self._names[row] = self._title(pool, runner_number)
         return row
 
     def _title(self, pool: Lanes, runner_number: int) -> str:
-        """Return a runner's name, with its manager if there are several."""
+        """Return the name of a runner, including its manager if there are several."""
         if len(self._pools) == 1:
             return pool.name(runner_number)
         return f"{pool.name(runner_number)} of manager {1 + list(self._pools).index(pool.number)}"
@@ -311,19 +311,19 @@ def _name_of(record: Record) -> str:
 
 
 def _clocks() -> Iterator[tuple[int, int, int]]:
-    """Read the system clock between two readings of cseq's clock."""
+    """Yield several readings of the system clock, each between two readings of cseq's clock."""
     for _ in range(9):
         yield now_ns(), time.time_ns(), now_ns()
 
 
 # -- CSEQ_TRACE
 
-# True after CSEQ_TRACE was read, or if it does not apply to this process.
+# True if CSEQ_TRACE was already read, or if the variable does not apply to this process.
 _was_asked = False
 
 
 def record_if_asked() -> None:
-    """At the first run, start the trace that CSEQ_TRACE requests. It ends with the program."""
+    """Start the trace that CSEQ_TRACE requests at the first run. The trace ends at program exit."""
     global _was_asked
     path = os.environ.get("CSEQ_TRACE", "")
     if _was_asked or not path:
@@ -335,7 +335,7 @@ def record_if_asked() -> None:
 
 
 def _forget() -> None:
-    """Leave the trace to the parent process after a fork."""
+    """Forget the trace in a forked process, because it belongs to the parent process."""
     global _was_asked, _present, _guard
     _was_asked, _present, _guard = True, None, threading.Lock()
     lanes.record(None)
