@@ -8,7 +8,7 @@ cimport numpy as cnp
 from cseq._headers cimport *
 from cseq._memory cimport Memory
 
-# The maximum sleep in ns before a sleeper checks signals, workers and deadlines.
+# The maximum time in ns for which a sleeper does not check signals, workers and deadlines.
 cdef enum:
     PARK = 100_000_000
 
@@ -32,11 +32,12 @@ cdef class Turns:
 
 @cython.final
 cdef class Ring:
-    # Tickets are `outstanding` until they are committed or cancelled; calls do not count. The search
-    # for a free cell starts at `next_cell`. In a queue, `next_cell` is the cell to post in. `unwoken`
-    # counts the tickets posted since the last wake-up; `wake_at` tickets cause a wake-up. `calling` is
-    # the cell of a queue's pending call, or -1. `meter` is the trainer's meter in the ring at offset 0. All
-    # thread queues share `turns`, and `first_entry` is the offset of this queue's cell objects.
+    # Tickets are `outstanding` until they are committed or cancelled. Calls do not count. The search
+    # for a free cell starts at `next_cell`, which is the cell to post in if this is a queue. `unwoken`
+    # counts the tickets that were posted since the last wake-up, and `wake_at` tickets cause a wake-up.
+    # `calling` is the cell of a queue's pending call, or -1. `meter` is the trainer's meter, which is in
+    # the ring at offset 0. All thread queues share `turns`. This queue's cell objects start at
+    # `first_entry`.
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
@@ -54,26 +55,26 @@ cdef class Ring:
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void committed(self, cseq_cell* c) noexcept:
-        """Count a committed ticket. Call this before the next post in its cell."""
+        """Count a committed ticket. Call this before another ticket is posted in the cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
             cseq_count_u64(&self.meter.batches, 1)
             cseq_count_u64(&self.meter.samples, c.count)
             cseq_count_u64(&self.meter.nbytes, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
-        """Free one of the trainer's cells for the next ticket. The old ticket is no longer `outstanding`."""
+        """Free a cell of the trainer for another ticket. The old ticket is no longer `outstanding`."""
         if self.kept is None:
             self.next_cell = cell
         else:
             self.kept[cell] = None
         cseq_ring_free(self.r, cell)
     cdef inline uint64_t sleep(self) noexcept:
-        """Record that the trainer starts to sleep now, and return the time."""
+        """Record that the trainer goes to sleep now, and return the current time."""
         cdef uint64_t now = cseq_now_ns()
         cseq_store_rlx_u64(&self.meter.asleep_ns, now)
         return now
     cdef inline void slept(self, uint64_t before, uint64_t awake) noexcept:
-        """Record the end of the sleep and the subsequent wait for the GIL."""
+        """Record how long the trainer slept and how long it then waited for the GIL."""
         cdef uint64_t now = cseq_now_ns()
         cseq_histogram_add(&self.meter.gil, now - awake)
         cseq_meter_slept(self.meter, before, now)
@@ -81,9 +82,9 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
-# The layout of stream tickets (see producer.py). A request has six words: slot, committed bytes, record. A
-# cell has two requests, one for the call or key and one for the assignment. The number of ints in the key (or
-# one of the two negative values) and the ints follow.
+# The layout of stream tickets (see producer.py). A request consists of six words: the slot, the number of
+# committed bytes, and the record. A cell contains two requests, one for the call or key and one for the
+# assignment, followed by the number of ints in the key (or one of the two negative values) and the ints.
 cdef enum:
     ASK_ITEM = 0
     ASK_CALL = 1

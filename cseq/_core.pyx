@@ -1,8 +1,9 @@
 # cython: language_level=3, freethreading_compatible=True
 """The core that runs without the GIL: the ring, the shuffle and batch indices.
 
-The algorithms are plain C in ``include/cseq_*.h``, independent of Python. The classes here check
-arguments, release the GIL for long operations, and turn status codes into exceptions.
+The algorithms are written in plain C and do not depend on Python (``include/cseq_*.h``). The classes
+in this module validate arguments, release the GIL for long operations, and turn status codes into
+exceptions.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -32,7 +33,7 @@ ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
-# A shuffle of up to BRIEF steps keeps the GIL. Longer shuffles check for signals every SLICE steps.
+# Shuffles of up to BRIEF steps keep the GIL. Longer shuffles check for signals every SLICE steps.
 cdef enum:
     BRIEF = 4096
     SLICE = 1 << 20
@@ -54,7 +55,7 @@ cdef const int64_t* int64s(cnp.ndarray array) except? NULL:
 
 
 def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
-    """Return the first `count` 64-bit words of the stream for (seed, epoch, purpose)."""
+    """Return the first `count` 64-bit words of the random stream for (seed, epoch, purpose)."""
     cdef uint64_t words[8]
     cdef Py_ssize_t k
     if not 0 <= count <= 8:
@@ -89,7 +90,7 @@ cdef object shuffled(uint64_t size, uint64_t* state):
 
 
 def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
-    """Return the sample order of an epoch for a manager with `n` samples and this seed.
+    """Return the order of the samples in an epoch, for a manager with `n` samples and this seed.
 
     Parameters
     ----------
@@ -98,23 +99,24 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
     seed : int
         An integer in [0, 2**64).
     epoch : int
-        An integer in [0, 2**64), which is hashed with the seed, not added to it.
+        An integer in [0, 2**64). The epoch and the seed are hashed together, not added.
     algorithm : 'fisher-yates-v1' or 'feistel-v1'
-        The algorithm for ``shuffle=True`` or ``shuffle='feistel'``. See docs/inside/shuffle.md. The
-        meaning of a name never changes.
+        The algorithm of ``shuffle=True`` or ``shuffle='feistel'``. See docs/inside/shuffle.md. The
+        result of an algorithm never changes.
 
     Returns
     -------
     numpy.ndarray
         A new array of shape (n,) that contains each of 0 … n-1 once. The type is ``uint32`` for up
-        to 2**32 samples, otherwise ``int64``, which only feistel-v1 supports.
+        to 2**32 samples, and ``int64`` for more, which only feistel-v1 supports.
 
     Raises
     ------
     TypeError, ValueError
-        An argument is not an integer or is out of range, or `n` exceeds 2**32 with fisher-yates-v1.
+        If an argument is not an integer or is out of range, or if `n` exceeds 2**32 with
+        fisher-yates-v1.
     MemoryError
-        There is not enough memory for the array.
+        If there is not enough memory for the array.
 
     Examples
     --------
@@ -142,30 +144,31 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
 
 
 cdef class Reader:
-    """The core's implementation of an `order.base.Order` for one seed, which reads the order's units.
+    """The base class of objects that read the units of an `order.base.Order` with a given seed.
 
-    The result depends only on seed, epoch and position, not on the order of calls. State between calls only
-    improves speed. Only one thread at a time may use a reader. An epoch has `units` units with up to `room`
-    samples each.
+    The result depends only on the seed, the epoch and the position, and not on earlier calls. State that is
+    kept between calls only improves the speed. Only one thread at a time can use a reader. An epoch has
+    `units` units with up to `room` samples each.
     """
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
-        """Write the samples of the existing units [start, start + count) and return their number.
+        """Write the samples of the units [start, start + count), which must exist, and return their number.
 
-        `out` has room for `count` * `room` samples. Unless NULL, `sizes` receives the size of each unit.
-        Long operations release the GIL and run signal handlers. After an exception, the caller retries.
+        `out` has space for `count` * `room` samples. If `sizes` is not NULL, the size of each unit is
+        written there. Long operations release the GIL and run signal handlers. After an exception, the
+        caller can try again.
         """
         raise NotImplementedError
 
     cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
-        """Like `read`, for one rank's part of the global batch [first, first + together). An order may select
-        the same number of other units from the batch for each rank."""
+        """Like `read`, but for one rank's part of the global batch [first, first + together). An order may
+        select other units of the batch for this rank, but their number must stay the same."""
         return self.read(epoch, start, count, out, sizes)
 
     def samples(self, epoch, uint64_t start, uint64_t count):
-        """Return the samples of units [start, start + count) and each unit's size as new int64 arrays."""
+        """Return the samples and the sizes of the units [start, start + count) as new int64 arrays."""
         if start > self.units or count > self.units - start:
             raise IndexError(f"units [{start}, {start + count}) exceed {self.units}")
         sizes = numpy.ones(count, numpy.int64)
@@ -194,7 +197,7 @@ cdef class RangeReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class FeistelReader(Reader):
-    """A reader of feistel-v1 for at least `FEISTEL_LEAST` samples, with random access and no table."""
+    """A reader of feistel-v1, which needs no table. The order has at least `FEISTEL_LEAST` samples."""
 
     cdef cseq_feistel feistel
     cdef uint64_t epoch
@@ -225,8 +228,8 @@ cdef class FeistelReader(Reader):
 cdef class TableReader(Reader):
     """A reader of fisher-yates-v1 that shuffles incrementally, just before the samples are needed.
 
-    The table (4 bytes per sample) is created on the first read and touched only as far as needed, so
-    the time to start an epoch does not grow with the number of samples.
+    The table (4 bytes per sample) is created by the first read, and only the required part is accessed.
+    The time to start an epoch therefore does not depend on the number of samples.
     """
 
     cdef cseq_order order
@@ -261,7 +264,7 @@ cdef class TableReader(Reader):
                       int64_t* sizes) except -1:
         if self.table == NULL:
             self.make_table()
-        # A signal handler may read another epoch, so each iteration checks the epoch.
+        # Check the epoch in each iteration, because a signal handler may have read another epoch.
         while True:
             if epoch != self.epoch:
                 cseq_order_start(&self.order, self.seed, epoch)
@@ -284,7 +287,7 @@ def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
 @cython.final
 @cython.no_gc
 cdef class Turns:
-    """Turn-taking among threads, which is used while it is faster. See cseq_turns.h."""
+    """The state of threads that take turns. They do so only while it is faster. See cseq_turns.h."""
 
     def __cinit__(self, uint32_t runners):
         self.t.runners, self.t.between = runners, 1
@@ -299,21 +302,21 @@ cdef class Turns:
         return self.t.holder
 
     def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
-        """Record the trainer's sleep from `before` to `awake` (ns), after `taken` batches in total."""
+        """Record that the trainer slept from `before` to `awake` (ns), after `taken` batches in total."""
         cseq_turns_learn(&self.t, before, awake, taken)
 
 
 @cython.final
 cdef class Ring:
-    """The trainer's view of the cells that carry tickets. See docs/inside/ring.md.
+    """The trainer's side of a ring, whose cells contain tickets. See docs/inside/ring.md.
 
-    Only one thread at a time may post, commit and cancel. Any thread may call `repost`, `notify_all`,
-    `close`, `depths` and `holder`. `Feed` defines the delivery order of tickets.
+    Only one thread at a time can post, commit and cancel. The methods `repost`, `notify_all`, `close`,
+    `depths` and `holder` are thread-safe. `Feed` defines the order in which tickets are delivered.
 
     Parameters
     ----------
     memory : Memory
-        The memory that holds the ring: a `Mapping`, or a zeroed `Block` for threads.
+        The memory of the ring: a `Mapping`, or a zeroed `Block` for threads.
     capacity : int
         The number of cells, which limits the number of open tickets, or 0 to attach to an existing ring.
     batch_size : int
@@ -321,22 +324,23 @@ cdef class Ring:
     runners : int
         The number of runners. Owners are numbered from 1 to `runners`.
     calls : int
-        0 for a shared ring, where any runner may claim any ticket. Otherwise the ring is a queue of one
-        runner, which claims tickets in posting order and checks the last `calls` cells first.
+        0 for a shared ring, in which any runner can claim any ticket. Otherwise, the ring is the queue of a
+        single runner, which claims tickets in the order they were posted and checks the last `calls` cells
+        first.
     at : int
-        The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring at
-        offset 0, so it can wait for several rings in one memory (`Feed.wait`).
+        The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring with
+        offset 0, so it can wait for several rings in the same memory (`Feed.wait`).
     limit : int
         The initial limit on outstanding tickets, or 0 for the number of cells.
     threads : bool
-        True if all parties are threads of this process, even if other processes can read the memory.
+        Whether all parties are threads of this process. Other processes may still read the memory.
 
     Attributes
     ----------
     limit : int
         The maximum number of outstanding tickets.
     kept : list or None
-        For each cell of a queue, the objects that its ticket refers to.
+        The objects that the ticket in each cell of a queue refers to.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -379,13 +383,14 @@ cdef class Ring:
         return self.r.capacity
 
     def published(self, uint32_t owner):
-        """Return the number of tickets that a runner has published, excluding calls."""
+        """Return the number of tickets that a runner has published, not including calls."""
         if not 1 <= owner <= self.r.runners:
             raise IndexError(f"owner {owner} is not in [1, {self.r.runners}]")
         return cseq_load_rlx_u64(&cseq_ring_meter(self.r, owner).batches)
 
     def meters(self):
-        """Return all parties' records as bytes, trainer first, in `meters.METER` layout. Thread-safe."""
+        """Return the meters of all parties as bytes, in the layout `meters.METER`, with the trainer's
+        first. This method is thread-safe."""
         cdef Py_ssize_t k, count = (self.r.runners + 1) * <Py_ssize_t>sizeof(cseq_meter) // 8
         cdef uint64_t* words = <uint64_t*>cseq_ring_meter(self.r, 0)
         copied = PyBytes_FromStringAndSize(NULL, 8 * count)
@@ -396,19 +401,19 @@ cdef class Ring:
 
     @property
     def closed(self):
-        """0 if open, 1 if closed permanently, n > 1 if indexers numbered n and above must exit."""
+        """0 if the ring is open, 1 if it is closed, or n > 1 if indexers numbered n and above must exit."""
         return cseq_load_sc_u32(&self.r.closed)
 
     def set_spin(self, uint32_t ns, uint32_t crew=0):
-        """Set how long runners and the trainer spin before they sleep (ns), and how many runners (`crew`)
-        alternate with the trainer. See cseq_spin.h."""
+        """Set how long runners and the trainer spin before they sleep (in ns), and how many runners
+        alternate with the trainer (`crew`). See cseq_spin.h."""
         cseq_ring_set_spin(self.r, ns, crew)
 
     def fit(self, uint32_t limit, uint32_t indexers):
-        """Limit outstanding tickets to `limit` and indexers to `indexers`. Indexers with higher numbers
-        exit when they hold no ticket. The posting thread may call this at any time.
+        """Limit the number of outstanding tickets and the number of indexers.
 
-        Converter numbers follow the highest possible indexer number.
+        Indexers with higher numbers exit when they hold no ticket. The thread that posts tickets can call
+        this method at any time. The numbers of converters follow the highest possible number of an indexer.
         """
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
@@ -418,13 +423,13 @@ cdef class Ring:
         cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
-        """Return the cell's space for indices, an int64 array in the ring's memory."""
+        """Return the space for the indices of a cell as an int64 array in the ring's memory."""
         self.at(cell)
         cdef Py_ssize_t offset = <char*>cseq_ring_indices(self.r, cell) - self.memory.data
         return self.memory.view(offset, numpy.dtype(numpy.int64), (self.r.batch_size,))
 
     def depths(self):
-        """Return how many tickets wait for an indexer, for a converter, and for the trainer."""
+        """Return how many tickets are waiting for an indexer, for a converter, and for the trainer."""
         cdef Py_ssize_t[3] depth
         cdef uint32_t c
         cdef int state
@@ -440,7 +445,7 @@ cdef class Ring:
         return depth[0], depth[1], depth[2]
 
     def holder(self, uint32_t cell):
-        """Return a claimed cell's owner and claim time (ns of `now_ns`), or (0, 0) if not claimed."""
+        """Return the owner and claim time (ns of `now_ns`) of a cell, or (0, 0) if it is not claimed."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
         cdef int state = CSEQ_STATE(word)
@@ -449,7 +454,7 @@ cdef class Ring:
         return CSEQ_OWNER(word), cseq_load_rlx_u64(&cseq_cell_stint(c, state == CSEQ_CONVERTING).started_ns)
 
     cdef int find_vacant(self) noexcept:
-        """Return a free cell or -1. In a queue, consider only the next cell to post in."""
+        """Return a free cell, or -1 if there is none. In a queue, check only the next cell to post in."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
         if self.outstanding >= self.limit:
@@ -462,11 +467,11 @@ cdef class Ring:
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                      uint32_t count, uint64_t start, uint64_t seed) noexcept:
-        """Post a ticket in a free cell that already contains the ticket's indices.
+        """Post a ticket in a free cell that already contains the indices of the ticket.
 
-        `start` is the position of the first sample in the epoch's order. `seed` is the seed for the
-        order and the batch's generators. The runners are woken when `wake_at` tickets have accumulated,
-        and whenever the trainer waits. Calls are outside the round.
+        `start` is the position of the first sample in the order of the epoch. `seed` is the seed for the
+        order and the generators of the batch. Runners are woken up after `wake_at` tickets, and before the
+        trainer waits. The cells of calls are outside the round.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
@@ -487,12 +492,12 @@ cdef class Ring:
             self.wake()
 
     cpdef void wake(self) noexcept:
-        """Wake the runners that are waiting for tickets."""
+        """Wake up the runners that are waiting for tickets."""
         self.unwoken = 0
         cseq_gate_notify(&self.r.gate[0])
 
     cdef uint32_t unanswered(self) noexcept:
-        """Return the number of tickets that a queue's runner has not answered."""
+        """Return the number of tickets that the runner of a queue has not published yet."""
         cdef uint32_t count = 0, n = cseq_ring_round(self.r)
         while (count < self.outstanding
                and not cseq_ring_ready(self.r, (self.next_cell + n - count - 1) % n)):
@@ -500,9 +505,10 @@ cdef class Ring:
         return count
 
     def peek(self, uint32_t cell, uint64_t ticket):
-        """Return the runners' answer to a ticket as (status, slot, capacity, record).
+        """Return what the runners have published for a ticket: (status, slot, capacity, record).
 
-        Return None if there is no answer yet, and () if the ticket is gone. No state changes.
+        Return None if the ticket is not ready yet, or () if it is no longer in the cell. The method does
+        not change any state.
         """
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
@@ -515,7 +521,7 @@ cdef class Ring:
         return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
     cdef bint cancel_newest(self, uint32_t cell) noexcept:
-        """Cancel the newest ticket of a queue unless claimed. Return whether it was cancelled."""
+        """Cancel the newest ticket of a queue if it is not claimed. Return whether it was cancelled."""
         if not cseq_ring_cancel_newest(self.r, cell):
             return False
         self.next_cell = cell
@@ -523,9 +529,9 @@ cdef class Ring:
         return True
 
     cdef void wait(self, uint32_t seen, int cell) noexcept:
-        """Sleep until the ticket in a cell (-1 for any cell) is ready, or until `notify_all`, for up to
-        `PARK`. The caller must read `cseq_ring_notices` (`seen`) before it checks for failures and
-        interruptions. `unwoken` is written with the run's lock held."""
+        """Sleep for up to `PARK` ns, until the ticket in a cell (-1 for any cell) is ready or `notify_all`
+        is called. `seen` is the result of `cseq_ring_notices`, which the caller must call before it checks
+        for failures and interruptions. The caller holds the lock of the run, which protects `unwoken`."""
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake
         if self.unwoken:
@@ -536,7 +542,7 @@ cdef class Ring:
         self.slept(before, awake)
 
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept:
-        """Spin for a limited time until a ticket is ready. Return whether it is ready."""
+        """Spin until a ticket is ready, for a limited time. Return whether the ticket is ready."""
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake
         cdef int ready
@@ -549,21 +555,22 @@ cdef class Ring:
         return ready
 
     def ticket(self, uint32_t cell):
-        """Return (epoch, batch, count) of a cell's ticket."""
+        """Return (epoch, batch, count) for the ticket in a cell."""
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
     def start(self, uint32_t cell):
-        """Return the start of a cell's ticket: a position in the order, or an item's number."""
+        """Return where the ticket in a cell starts: a position in the order, or the number of an item."""
         return self.at(cell).start
 
     def token(self, uint32_t cell):
-        """Return the cell's word, which is 0 if free, unique per state, and larger for later tickets."""
+        """Return the word of a cell. It is 0 if the cell is free, differs between states, and is larger for
+        later tickets."""
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
-        """Return the values that the runners wrote into a cell: (last stage to write, status, slot,
-        capacity, indexer's record, converter's record). They are valid until the cell's next `offer`."""
+        """Return what the runners have written to a cell: (last stage that wrote, status, slot, capacity,
+        indexer's record, converter's record). The values are valid until the next `offer` for the cell."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
@@ -571,12 +578,12 @@ cdef class Ring:
                 (f[0], f[1], f[2], f[3]))
 
     def held(self, uint32_t owner):
-        """Return the cells that `owner` has claimed."""
+        """Return a list of the cells that `owner` has claimed."""
         cdef uint32_t c
         return [c for c in range(self.r.capacity) if self.holder(c)[0] == owner]
 
     def repost(self, uint32_t owner, uint32_t status=0):
-        """Repost the tickets of `owner`, which must have exited, and return their cells.
+        """Repost the tickets of `owner`, which must have exited, and return a list of their cells.
 
         With a `status`, publish the tickets with this status instead.
         """
@@ -591,9 +598,9 @@ cdef class Ring:
             PyMem_RawFree(held)
 
     def slots(self):
-        """Return the set of slots used by published tickets.
+        """Return the set of slots that published tickets use.
 
-        A slot that leaves the ring in the meantime already belongs to the trainer.
+        If a slot is removed from the ring in the meantime, it already belongs to the trainer.
         """
         cdef uint32_t k, slot
         cdef int state
@@ -607,14 +614,14 @@ cdef class Ring:
         return published
 
     def notify_all(self):
-        """Wake the trainer, regardless of which cell it waits for."""
+        """Wake up the trainer, regardless of which cell it is waiting for."""
         cseq_gate_notify_all(cseq_ring_output(self.r))
 
     def close(self):
-        """Close the ring. Runners exit when they find no ticket to claim."""
+        """Close the ring. Runners exit when there are no more tickets to claim."""
         cseq_ring_close(self.r)
 
 
 def now_ns():
-    """Return nanoseconds on the monotonic clock that `Ring.holder` uses."""
+    """Return the time in nanoseconds on the monotonic clock that `Ring.holder` uses."""
     return cseq_now_ns()

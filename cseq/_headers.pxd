@@ -239,12 +239,12 @@ cdef extern from "cseq_reuse.h":
     void cseq_reuse_count_thread(cseq_reuse* r, bint begins) noexcept
 
 
-# Without a GIL, counting a reference to another thread's object requires an atomic operation and moves a
-# cache line between cores.
+# Without a GIL, each reference to an object of another thread is counted with an atomic operation, which
+# moves a cache line between cores.
 
 cdef extern from *:
     """
-    /* Return 1 if an object has no other references and no other thread can create one. */
+    /* Return 1 if there is only one reference to an object and no other thread can create another. */
     static inline int cseq_is_unique(PyObject *one) {
     #ifndef Py_GIL_DISABLED
         return Py_REFCNT(one) == 1;
@@ -256,7 +256,7 @@ cdef extern from *:
             && _Py_atomic_load_ssize_relaxed(&one->ob_ref_shared) == 0;
     #endif
     }
-    /* Transfer the caller's reference to the result. */
+    /* Transfer ownership of the caller's reference to the result. */
     static inline PyObject *cseq_given(PyObject *one) { return one; }
     """
     bint cseq_is_unique(PyObject* one) noexcept

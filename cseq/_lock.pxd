@@ -1,4 +1,4 @@
-"""Locks and latches for threads, which the core acquires without Python calls."""
+"""Locks and latches for threads, which the core uses without Python calls."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -18,9 +18,9 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    # Thread `owner` (0 for none) has acquired the lock `depth` times. While `asleep` is set, a thread
-    # may be waiting for the lock. `forks` is the value of `forks_here` at the last check. `calls` contains
-    # the deferred calls. `due` is set while there are deferred calls.
+    # The thread `owner` (0 for none) has acquired the lock `depth` times. If `asleep` is set, a thread may
+    # be waiting for the lock. `forks` is the value of `forks_here` at the last check. `calls` contains
+    # the deferred calls, and `due` is set if there are any.
     cdef uint64_t owner
     cdef uint32_t asleep, depth, forks, due
     cdef list calls

@@ -15,7 +15,7 @@ from threading import current_thread
 
 cseq_wait_choose()
 
-# The number of frames reserved for a sampler or a key iterator.
+# The number of frames that are reserved for a sampler or a key iterator.
 cdef enum:
     ROOM = 100
 
@@ -34,8 +34,8 @@ cpdef int check_depth() except -1:
 
 
 cpdef bint is_deep(int depth=0) except -1:
-    """Return True if the stack has at least `depth` frames, by default half the limit. A RecursionError
-    may then be caused by the caller's stack and not by the called code."""
+    """Return True if the stack has at least `depth` frames, by default half of the limit. If so, the cause
+    of a RecursionError may be the stack of the caller and not the called code."""
     try:
         _getframe(depth or Py_GetRecursionLimit() // 2)
     except ValueError:
@@ -44,7 +44,7 @@ cpdef bint is_deep(int depth=0) except -1:
 
 
 cdef uint64_t ns_of(double seconds) noexcept:
-    """Convert seconds to nanoseconds. Negative values mean no limit."""
+    """Convert seconds to nanoseconds. A negative value means no limit."""
     return <uint64_t>-1 if seconds < 0 else <uint64_t>(min(seconds, 1e9) * 1e9)
 
 
@@ -53,12 +53,12 @@ cdef uint64_t ns_of(double seconds) noexcept:
 cdef class Lock:
     """A reentrant lock like `threading.RLock`, which the core acquires without Python calls.
 
-    A signal handler runs either before the acquisition or inside the protected section. In the section, a
-    handler that reads may acquire the lock again. Other handlers are refused (`refuse_mine`) or deferred
-    (`put_off`). Python code must use ``with lock.hold()``. Otherwise, since Python 3.14, a handler may raise
-    between the acquisition and the body and leave the lock acquired.
+    A signal handler runs either before the lock is acquired or inside the protected section. Inside, a
+    handler that only reads can acquire the lock again. Other handlers are rejected (`refuse_mine`) or
+    deferred (`put_off`). Python code must use ``with lock.hold()``. Otherwise, since Python 3.14, a handler
+    can raise after the lock is acquired and before the body starts, and the lock would never be released.
 
-    In a forked process, the lock is free unless the forking thread holds it: other threads are gone.
+    In a forked process, only the forking thread can hold the lock, because other threads do not exist.
     """
 
     def __cinit__(self):
@@ -66,14 +66,14 @@ cdef class Lock:
         self.forks = forks_here[0]
 
     cdef bint has(self) noexcept:
-        """Return True if this thread holds the lock. Only a thread itself sets and clears its id."""
+        """Return True if this thread holds the lock. Each thread sets and clears only its own id."""
         if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
 
     @cython.critical_section
     cdef int look_at_fork(self) noexcept:
-        """Free the lock once in a forked process, unless the forking thread holds it. A new thread may
+        """In a forked process, free the lock once unless the forking thread holds it. A new thread could
         have the same id as a thread that no longer exists."""
         if self.forks != forks_here[0]:
             if cseq_load_rlx_u64(&self.owner) != forker_here[0]:
@@ -93,7 +93,7 @@ cdef class Lock:
         return hold
 
     cpdef int refuse_mine(self) except -1:
-        """Raise RuntimeError if this thread holds the lock, which means that it is inside another call."""
+        """Raise RuntimeError if this thread holds the lock. It is then in the middle of another call."""
         if self.has():
             raise RuntimeError(
                 "this thread is in the middle of another call of the same object: a signal handler, or "
@@ -105,7 +105,7 @@ cdef class Lock:
     cdef bint acquire(self, double timeout) except -1:
         """Acquire the lock within `timeout` seconds (-1 for no limit). Return whether it was acquired.
 
-        Signal handlers run during the wait. If a handler raises, the lock is not acquired.
+        Signal handlers run while the thread waits. If a handler raises, the lock is not acquired.
         """
         if not self.has():
             return self.acquire_first(timeout)
@@ -113,7 +113,7 @@ cdef class Lock:
         return True
 
     cdef bint acquire_first(self, double timeout) except -1:
-        """Acquire the lock, which this thread must not hold yet."""
+        """Acquire the lock. This thread must not hold it already."""
         if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
             if not timeout or not self.sleep(timeout):
                 return False
@@ -121,7 +121,7 @@ cdef class Lock:
         return True
 
     cdef bint sleep(self, double timeout) except -1:
-        """Sleep until the lock is acquired, for up to `timeout` seconds, and run signal handlers."""
+        """Sleep for up to `timeout` seconds until the lock is acquired, and run signal handlers."""
         cdef uint64_t limit = ns_of(timeout), begun = cseq_now_ns(), waited = 0
         while waited < limit:
             cseq_swap_sc_u32(&self.asleep, 1)  # SYNC: sleeper seen
@@ -134,7 +134,7 @@ cdef class Lock:
         return False
 
     cdef int release(self) except -1:
-        """Release the lock, which the caller must hold, and make the deferred calls."""
+        """Release the lock and execute the deferred calls. The caller must hold the lock."""
         self.depth -= 1
         if not self.depth:
             cseq_swap_sc_u64(&self.owner, 0)
@@ -143,16 +143,16 @@ cdef class Lock:
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def put_off(self, call not None):
-        """Defer ``call()`` to the thread that holds the lock, which makes the call after releasing the lock.
-        If the lock is free, this thread makes the call immediately."""
+        """Defer ``call()`` until the thread that holds the lock has released it. That thread executes the
+        call. If the lock is free, execute the call immediately."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
         if self.acquire(0):
             self.release()
 
     cdef int make_calls(self) except -1:
-        """Make the deferred calls, unless this thread still holds the lock. If a call raises, the remaining
-        calls stay due."""
+        """Execute the deferred calls, unless this thread still holds the lock. If a call raises, the
+        remaining calls stay deferred."""
         if self.has() or not cseq_swap_sc_u32(&self.due, 0):
             return 0
         try:
@@ -172,10 +172,10 @@ cdef class Lock:
 @cython.no_gc
 @cython.freelist(8)
 cdef class Hold:
-    """A context manager that holds a lock during a ``with``.
+    """A context manager that holds a lock inside a ``with`` statement.
 
-    If an exception occurs before the body, this object is dropped, which releases the lock. With a `timeout`,
-    the body may run without the lock. `has` is True if the lock was acquired.
+    If an exception is raised before the body, this object is deallocated and releases the lock. With a
+    `timeout`, the body may run without the lock. `has` is True if the lock was acquired.
     """
 
     cdef Lock lock
@@ -210,7 +210,7 @@ cdef class Latch:
     def wait(self, double timeout=-1):
         """Wait up to `timeout` seconds (-1 for no limit) until the latch is set. Return whether it is set.
 
-        Signal handlers run during the wait.
+        Signal handlers run while the thread waits.
         """
         cdef uint64_t limit, begun
         cdef uint64_t waited = 0
@@ -228,10 +228,10 @@ cdef class Latch:
 
 @cython.final
 cdef class RunState:
-    """The part of a run that iterators need for every batch.
+    """The part of a run that iterators use for every batch.
 
-    An iterator with a different `generation` is invalid and receives nothing. The `lock` guards every use of
-    the pool except `interrupt`.
+    Iterators with a different `generation` are invalid and receive no batches. The `lock` protects every
+    use of the pool except `interrupt`.
     """
 
     def __cinit__(self):
@@ -242,7 +242,7 @@ cdef class RunState:
         return cseq_load_acq_u64(&self.number)
 
     def interrupt(self):
-        """Start the next generation and return its number. Any thread or signal handler may call this."""
+        """Start the next generation and return its number. Any thread or signal handler can call this."""
         return cseq_add_sc_u64(&self.number, 1) + 1
 
 
@@ -252,15 +252,15 @@ cdef extern from *:
     #include <unistd.h>
     #define cseq_exit _exit
     #else
-    /* _exit makes each DLL clean up, which may wait for a thread that no longer exists. */
+    /* _exit runs the cleanup of each DLL, which may wait for a thread that no longer exists. */
     #define cseq_exit(code) TerminateProcess(GetCurrentProcess(), (UINT)(code))
     #endif
     """
     void cseq_exit(int code) noexcept nogil
 
 def exit_on_hangup(intptr_t socket):
-    """Wait until the peer of `socket` is gone, then exit this process without finalizing the interpreter. The
-    function never returns, so it needs a dedicated thread."""
+    """Wait until the peer of `socket` is gone, and then exit this process without finalizing the
+    interpreter. This function never returns, so call it in a dedicated thread."""
     with nogil:
         cseq_await_hangup(socket)
         cseq_exit(1)
@@ -270,17 +270,17 @@ cdef bint ends = False
 
 
 def end_daemons():
-    """Make `rest` block daemon threads from now on, because the interpreter is exiting."""
+    """Make `rest` block daemon threads from now on. Call this when the interpreter exits."""
     global ends
     ends = True
 
 
 cpdef int rest() except -1:
-    """Block a user's daemon thread permanently once the interpreter exits. The thread holds no lock.
+    """Block a user's daemon thread permanently if the interpreter is exiting. The thread must hold no lock.
 
-    Python stops a daemon thread that tries to reacquire the GIL, and up to 3.13 unwinds its stack. In a
-    tensor's destructor, which releases the GIL, this aborts the process. A blocked thread drops no objects
-    and prints no traceback.
+    When a daemon thread tries to reacquire the GIL, Python stops the thread, and up to version 3.13 unwinds
+    its stack. If this happens in the destructor of a tensor, which releases the GIL, the process aborts. A
+    blocked thread drops no objects and prints no traceback.
     """
     cdef uint32_t word = 0
     if not ends:

@@ -6,21 +6,22 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-# Copies of LARGE bytes or more release the GIL. LEAST bytes of a slot are committed before the slot is used.
-# Leaves of up to MOST_COPIED bytes are copied out of their slots into shared blocks of up to this size.
+# Copies of LARGE bytes or more release the GIL. The first LEAST bytes of a slot are committed before it is
+# used. Leaves of up to MOST_COPIED bytes are copied out of their slots, into blocks of at most this size.
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536
     LEAST = 16384
     MOST_COPIED = 65536
 
-# The fork count (see `fork_depth`), and the id of the thread that forked this process.
+# The number of forks (see `fork_depth`), and the id of the thread that forked this process.
 cdef uint32_t* forks_here
 cdef uint64_t* forker_here
 
 cdef extern from *:
     """
-    /* Return an array on `owner`'s memory that keeps `owner` alive. Without `strides`, it is contiguous. */
+    /* Return an array in the memory of `owner` that keeps `owner` alive. If `strides` is NULL, the array is
+     * contiguous. */
     static inline PyObject *cseq_array_on(PyObject *owner, char *data, PyObject *dtype, int nd, npy_intp *dims,
                                           npy_intp *strides, int flags) {
         PyObject *array = PyArray_NewFromDescr(&PyArray_Type, (PyArray_Descr *)Py_NewRef(dtype), nd, dims,

@@ -43,8 +43,9 @@ cdef extern from *:
     #include <stdlib.h>
     #ifdef __GLIBC__
     #include <malloc.h>
-    /* Blocks of more than CSEQ_MAPPED bytes are zeroed on creation and unmapped when freed. Up to CSEQ_FREED
-     * bytes stay at the end of the heap. glibc caches up to seven freed blocks per torch-aligned size. */
+    /* Blocks of more than CSEQ_MAPPED bytes are zeroed when created and unmapped when freed. Up to
+     * CSEQ_FREED bytes stay at the end of the heap. glibc caches up to seven freed blocks per torch-aligned
+     * size. */
     enum { CSEQ_MAPPED = 32 << 20, CSEQ_FREED = 128 << 20 };
     static int cseq_keep_freed(void) {
         return mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
@@ -57,10 +58,10 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* A process has one instance of each, because arrays that outlive all other objects refer to them. */
+    /* There is one instance of each per process, because arrays that outlive all other objects use them. */
     static cseq_slot_allocator cseq_slot_arrays;
     static cseq_reuse cseq_reused;
-    /* The number of forks since exec, and the id of the thread that forked this process. */
+    /* The number of forks since the last exec, and the id of the thread that forked this process. */
     static uint32_t cseq_forks;
     static uint64_t cseq_forker;
 
@@ -104,23 +105,23 @@ forks_here, forker_here = &cseq_forks, &cseq_forker
 
 
 def fork_depth():
-    """Return the number of forks between the executed program and this process.
+    """Return the number of forks between the program that was executed and this process.
 
-    An object that has stored this number can detect that it is a copy in a forked process.
+    An object can compare this number with a stored value to detect that it is a copy in a forked process.
     """
     return cseq_forks
 
 
 def fork():
-    """Call `os.fork` without the Python 3.12 warning that this process has threads.
+    """Fork like `os.fork`, but without the warning in Python 3.12 that this process has threads.
 
-    `warnings.catch_warnings` changes the filters of all threads, so it could interfere with user threads.
-    Python issues the warning after the fork. If warnings are errors, the caller could lose the child.
+    `warnings.catch_warnings` would change the filters of all threads, including the user's. Python issues
+    the warning after the fork, so if warnings are errors, the caller could lose track of the child.
 
     Raises
     ------
     OSError
-        No more processes can be created.
+        If no more processes can be created.
     """
     cdef int pid, error
     sys.audit("os.fork")
@@ -138,9 +139,9 @@ SMALL = LEAST
 
 
 cdef class Memory:
-    """Memory for arrays, which stays alive until its last array is gone.
+    """Memory for arrays, which remains valid until the last array in it is gone.
 
-    It exports the buffer protocol (writable, format 'B').
+    The class supports the buffer protocol (writable, format 'B').
     """
 
     @property
@@ -162,7 +163,7 @@ cdef class Memory:
         return 0
 
     def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape):
-        """Return an array on this memory at `offset`. The array keeps the memory alive.
+        """Return an array in this memory, which starts at `offset` and keeps the memory alive.
 
         `dtype` must not contain Python objects.
         """
@@ -186,7 +187,7 @@ cdef class Memory:
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
-        """Copy bytes to `offset`. For `LARGE` bytes or more, release the GIL."""
+        """Copy bytes to `offset`. Copies of `LARGE` bytes or more release the GIL."""
         self.inside(offset, nbytes)
         CSEQ_POINT("encode")
         if nbytes < LARGE:
@@ -197,7 +198,7 @@ cdef class Memory:
         return 0
 
     def store_from(self, Py_ssize_t offset, Memory source not None, Py_ssize_t nbytes):
-        """Copy the first `nbytes` of another memory to `offset`."""
+        """Copy the first `nbytes` bytes of another memory to `offset`."""
         source.inside(0, nbytes)
         self.put(offset, source.data, nbytes)
 
@@ -205,7 +206,7 @@ cdef class Memory:
 @cython.final
 @cython.no_gc
 cdef class Block(Memory):
-    """Private memory, aligned to 128 bytes."""
+    """Private memory that is aligned to 128 bytes."""
 
     def __cinit__(self, Py_ssize_t nbytes, *, bint zero=False):
         if nbytes < 0:
@@ -231,7 +232,7 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
 # -- dense arrays, whose bytes can be copied directly
 
 cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
-    """Return True if an array is dense with its axes in this memory order, outermost first."""
+    """Return True if an array is dense and its axes have this order in memory, outermost first."""
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int k
     for k in range(cnp.PyArray_NDIM(array) - 1, -1, -1):
@@ -242,10 +243,10 @@ cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
 
 
 cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
-    """Return True if an array is dense but not in row-major order. Set `axes` to the axes' memory order if
-    so, otherwise to row-major order.
+    """Return True if an array is dense but not in row-major order. Set `axes` to the order of the axes in
+    memory, or to row-major order if the result is False.
 
-    Strides of single-element axes also count, because some torch formats differ only in these strides.
+    The strides of axes with a single element also count, because some torch formats differ only in these.
     """
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int nd = cnp.PyArray_NDIM(array)
@@ -275,17 +276,18 @@ cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
 
 
 def axes_of(cnp.ndarray array not None):
-    """Return an array's axis order in a slot as bytes, outermost first. With gaps, the order is row-major."""
+    """Return the order of an array's axes in a slot as bytes, outermost first. If there are gaps, the order
+    is row-major."""
     cdef uint8_t axes[MAX_DIMS]
     is_permuted(array, axes)
     return (<char*>axes)[:cnp.PyArray_NDIM(array)]
 
 
 def flat_of(cnp.ndarray array not None):
-    """Return an array's elements in memory order as a one-dimensional array, or None if there are gaps or
-    negative strides.
+    """Return the elements of an array as a one-dimensional array in memory order. Return None if the array
+    has gaps or negative strides.
 
-    Only read the result. It is marked as writable because objects made from its bytes must be writable.
+    Callers must only read the result. It is marked as writable because objects made from its bytes must be.
     """
     cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
@@ -303,7 +305,7 @@ def flat_of(cnp.ndarray array not None):
 @cython.final
 @cython.no_gc
 cdef class Loan(Memory):
-    """The first `nbytes` bytes of another memory (by default all), with support for weak references."""
+    """The first `nbytes` bytes of another memory (all by default), with support for weak references."""
 
     cdef Memory whole
     cdef object __weakref__
@@ -318,10 +320,10 @@ cdef class Loan(Memory):
 @cython.final
 @cython.no_gc
 cdef class Mapping(Memory):
-    """A mapping of part of a file, shared by default and unmapped when its last array is gone.
+    """A mapping of part of a file, which is unmapped when its last array is gone.
 
-    `offset` (bytes) must be a multiple of the page size. The file may be closed afterwards. With `own`,
-    writes are visible only to this process.
+    `offset` is in bytes and must be a multiple of the page size. The file can be closed afterwards. With
+    `own`, writes are visible only to this process. Otherwise, the mapping is shared.
     """
 
     def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):
@@ -343,10 +345,10 @@ cdef class Mapping(Memory):
 @cython.final
 @cython.no_gc
 cdef class Descriptor:
-    """A file descriptor (on Windows, a handle) above 2, closed when this object is deallocated.
+    """A file descriptor (on Windows, a handle) above 2, which is closed when this object is deallocated.
 
-    `opener` is a function from `os` that is called with `args`. Calling it here prevents signal handlers
-    from running between opening and assignment.
+    `opener` is a function from `os` that is called with `args`. Because the constructor makes the call, no
+    signal handler can run between the call and the assignment.
     """
 
     cdef readonly int fd
@@ -367,8 +369,8 @@ cdef class Descriptor:
 
 
 cpdef int lift(int fd) except -1:
-    """Return `fd` if it is above 2 (the last standard stream), otherwise a copy above 2. The original is
-    then closed, even if no more descriptors are available (OSError)."""
+    """Return `fd` if it is above 2 (the last standard stream), otherwise a copy above 2. In this case, the
+    original is closed, even if no more descriptors are available (OSError)."""
     fd = cseq_lift(fd)
     if fd < 0:
         raise OSError(errno, os.strerror(errno))
@@ -376,7 +378,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """On Windows, create a section of `nbytes` zeros and return its handle for a `Descriptor`."""
+    """Create a section of `nbytes` zeros on Windows, and return its handle for a `Descriptor`."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -386,7 +388,7 @@ def section(uint64_t nbytes):
 
 
 def commit(int fd, uint64_t offset, uint64_t nbytes):
-    """Allocate the pages for part of a file, so that writing to the pages cannot fail."""
+    """Allocate the pages for part of a file, so that writes to these pages cannot fail."""
     cdef int error
     with nogil:
         error = cseq_commit(fd, offset, nbytes)
@@ -395,7 +397,7 @@ def commit(int fd, uint64_t offset, uint64_t nbytes):
 
 
 def ram():
-    """Return this machine's memory size in bytes on Windows, and 0 elsewhere."""
+    """Return the memory size of this machine in bytes on Windows, and 0 on other systems."""
     return cseq_ram()
 
 
@@ -404,8 +406,8 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make this process's malloc keep freed blocks of up to 32 MB, because the system clears new pages.
-    Larger blocks are mapped and unmapped. Return whether this is supported (only with glibc)."""
+    """Make malloc keep freed blocks of up to 32 MB in this process, because the system clears new pages.
+    Larger blocks are still mapped and unmapped. Return whether this is supported (only with glibc)."""
     return bool(cseq_keep_freed())
 
 
@@ -416,7 +418,7 @@ cdef PyDataMem_Handler slot_handler, reuse_handler
 
 cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
                    PyDataMemAllocator allocator) except -1:
-    """Initialize a handler on top of NumPy's handler, whose allocator is copied into `below`."""
+    """Initialize a handler that wraps NumPy's handler, whose allocator is copied into `below`."""
     handler[0] = (<PyDataMem_Handler*>PyCapsule_GetPointer(numpys, "mem_handler"))[0]
     memcpy(below, &handler.allocator, sizeof(cseq_allocator))
     strcpy(handler.name, name)
@@ -425,17 +427,17 @@ cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* hand
 
 
 cdef void release_slot(void* owner) noexcept:
-    """Drop a `Mapping` when its region contains no more arrays."""
+    """Release a `Mapping` when its region contains no more arrays."""
     Py_DECREF(<object>owner)
 
 
 @cython.final
 @cython.no_gc
 cdef class SlotAllocator:
-    """A hook that makes NumPy allocate a batch's arrays in its slot. See cseq_slot_allocator.h.
+    """A hook that makes NumPy allocate the arrays of a batch in its slot. See cseq_slot_allocator.h.
 
-    The hook applies to the thread and `contextvars` context that create it, until the process exits. Each
-    worker process has one hook.
+    The hook stays active in the thread and `contextvars` context that created it until the process exits.
+    Each worker process has one hook.
     """
 
     def __cinit__(self):
@@ -448,12 +450,12 @@ cdef class SlotAllocator:
 
     @property
     def count(self):
-        """The number of large allocations since `serve`."""
+        """The number of large allocations since the last `serve`."""
         return cseq_slot_arrays.count
 
     @property
     def used(self):
-        """The number of allocated bytes in the slot."""
+        """The number of bytes that are allocated in the slot."""
         return cseq_slot_arrays.used
 
     @used.setter
@@ -462,11 +464,11 @@ cdef class SlotAllocator:
 
     @property
     def live(self):
-        """The number of arrays in the slot."""
+        """The number of arrays that exist in the slot."""
         return cseq_slot_arrays.slot.live
 
     def serve(self, Mapping slot not None, uint64_t nbytes):
-        """Start numbering large allocations, and serve wanted ones from this slot of `nbytes` bytes."""
+        """Start to number large allocations, and serve the wanted ones from this slot of `nbytes` bytes."""
         if cseq_slot_arrays.slot.live:
             raise RuntimeError(f"{cseq_slot_arrays.slot.live} arrays lie in the previous slot: stop first")
         if nbytes > <uint64_t>slot.size:
@@ -480,7 +482,7 @@ cdef class SlotAllocator:
         cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
-        """Mark the allocations that contain these arrays to be served from the slot next time."""
+        """Mark the allocations that contain these arrays. They are served from the slot next time."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
@@ -488,11 +490,11 @@ cdef class SlotAllocator:
         cseq_slot_arrays.wanted = wanted
 
     def stop(self):
-        """Stop using the slot and return the number of live arrays in it."""
+        """Stop using the slot, and return the number of arrays that still exist in it."""
         return cseq_slot_stop(&cseq_slot_arrays)
 
     def holds(self, Mapping slot not None):
-        """Return whether a slot still contains live arrays after its `stop`."""
+        """Return whether arrays still exist in a slot that was stopped earlier."""
         return bool(cseq_slot_holds(&cseq_slot_arrays, slot.data))
 
 
@@ -503,9 +505,9 @@ put_above(
 
 @cython.final
 cdef class Reuse:
-    """A context manager in which the thread's large arrays reuse freed memory. See cseq_reuse.h.
+    """A context manager that makes this thread's large arrays reuse freed memory. See cseq_reuse.h.
 
-    A custom NumPy handler that the user has set in this thread stays active.
+    If the user has set a custom NumPy handler in this thread, the handler stays active.
     """
 
     def __enter__(self):

@@ -14,10 +14,10 @@ cdef class Runner:
     cdef readonly Ring ring
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
-    # `cell` is the current ticket's cell, or -1. `claim` waits for up to `park` ns. If runners take
-    # turns, `turn` is this runner's number, unique among the pool's queues. With `owes`, the runner must
-    # notify the trainer before it leaves its turn. `since` is the time of the last claim, publication or
-    # unsuccessful wait. `room` holds a ticket's indices.
+    # `cell` is the cell of the current ticket, or -1. `claim` waits for up to `park` ns. If runners take
+    # turns, `turn` is the number of this runner, which is unique among the queues of the pool. If `owes` is
+    # set, the runner must notify the trainer before it leaves its turn. `since` is the time of the last
+    # claim, publication or unsuccessful wait. `room` contains the indices of a ticket.
     cdef cseq_cell* c
     cdef cseq_meter* meter
     cdef readonly int cell

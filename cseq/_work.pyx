@@ -18,15 +18,15 @@ cnp.import_array()
 
 cseq_wait_choose()
 
-# A thread sleeps this long before it requests the GIL. Otherwise, it would get the GIL back immediately.
+# How long a thread sleeps before it requests the GIL. Without the sleep, it would get the GIL immediately.
 cdef enum:
     PROBE_NS = 50000
 NO_MORE = object()
 
 
 cdef class BatchState:
-    """The part of a `context.BatchContext` that changes with every batch: the current ticket, and its
-    random generator, which is None until it is requested."""
+    """The part of a `context.BatchContext` that changes with every batch: the current ticket, and the
+    random generator for the batch, which is None until it is requested."""
 
     cdef public object ticket
     cdef public object drawn
@@ -34,8 +34,8 @@ cdef class BatchState:
 
 cdef extern from *:
     """
-    /* Return 1 if an array is still as PyArray_EMPTY created it. User code may have changed its type, shape
-     * or flags, or created a weak reference to it. */
+    /* Return 1 if an array is unchanged since PyArray_EMPTY created it. User code could have changed the
+     * type, shape or flags, or created a weak reference. */
     static int cseq_is_fresh(PyArrayObject *one, npy_intp n) {
         const PyArrayObject_fields *f = (PyArrayObject_fields *)one;
         return f->nd == 1 && f->dimensions[0] == n && PyArray_ISCARRAY(one)
@@ -51,10 +51,10 @@ cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)
 
 @cython.final
 cdef class Runner:
-    """A runner's side of the ring, which claims and publishes tickets of one stage.
+    """The runner's side of a ring, which claims and publishes the tickets of one stage.
 
-    `stage` is 0 for indexers and 1 for converters. `owner` is the runner's number, starting from 1. The
-    `last` stage publishes to the output.
+    `stage` is 0 for indexers and 1 for converters. `owner` is the number of the runner, starting with 1. If
+    the stage is the `last` one, tickets are published to the output.
     """
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
@@ -76,7 +76,7 @@ cdef class Runner:
         cseq_meter_renew(self.meter)
 
     def claim(self):
-        """Claim a ticket. Return True on success, False if no ticket arrived within `park` ns, or None
+        """Claim a ticket. Return True on success, False if no ticket was posted within `park` ns, or None
         if the ring is closed."""
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
@@ -99,7 +99,7 @@ cdef class Runner:
         return True
 
     cdef void pause(self) noexcept nogil:
-        """Leave the turn, and notify the trainer if a notification is owed."""
+        """Leave the turn, and notify the trainer if this was put off."""
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
@@ -109,7 +109,7 @@ cdef class Runner:
         return self
 
     def __next__(self):
-        """Claim a ticket, reusing the last ticket's end time. Stop when the ring is closed."""
+        """Claim a ticket, using the end time of the last ticket. Stop when the ring is closed."""
         if (self.since and self.since - self.meter.polled_ns < CSEQ_POLL
                 and self.claim_at_once(self.since)):
             return True
@@ -127,7 +127,7 @@ cdef class Runner:
         cseq_store_rlx_u64(&self.meter.since_ns, now)
 
     cdef bint claim_at_once(self, uint64_t now) noexcept:
-        """Claim a ticket at the time `now` if one is available. The runner must hold no ticket."""
+        """Claim a ticket at the time `now` if one is posted. The runner must not hold a ticket."""
         cdef int cell = CSEQ_NONE
         if not cseq_ring_leaves(self.r, self.stage, self.owner):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
@@ -137,13 +137,13 @@ cdef class Runner:
         return True
 
     cdef void repost(self) noexcept:
-        """Repost the current ticket, whose batch was interrupted and must be remade."""
+        """Repost the current ticket. Its batch was interrupted and must be made again."""
         cdef uint32_t cell
         self.cell = -1
         cseq_ring_repost(self.r, self.owner, &cell, 0)
 
     cdef void poll(self) noexcept:
-        """Read the system's counters, and measure how long a thread waits for the GIL."""
+        """Read the system counters, and measure how long a thread waits for the GIL."""
         cdef uint32_t word = 0
         cdef uint64_t awake
         cdef bint shared = self.r.gate[0].shared
@@ -156,7 +156,7 @@ cdef class Runner:
 
     @property
     def seed(self):
-        """The seed for the epoch's order and the generators."""
+        """The seed for the order of the epoch and for the random generators."""
         return self.held().seed
 
     @property
@@ -165,12 +165,12 @@ cdef class Runner:
 
     @property
     def batch(self):
-        """The batch number within the epoch."""
+        """The number of the batch within the epoch."""
         return self.held().batch
 
     @property
     def start(self):
-        """The position of the first sample in the epoch's order."""
+        """The position of the first sample in the order of the epoch."""
         return self.held().start
 
     @property
@@ -183,15 +183,15 @@ cdef class Runner:
 
     @property
     def record(self):
-        """The record of the previous stage."""
+        """The record that the previous stage has written."""
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3]
 
     cpdef object indices(self):
-        """Return the batch's indices in an int64 array with no other references.
+        """Return the indices of the batch in an int64 array to which there are no other references.
 
-        A small array from the last ticket is reused if nothing refers to it. A large array may be in the
-        batch's slot (cseq_slot_allocator.h).
+        If the array of the last ticket is small and no longer referenced, it is reused. A large array can
+        be in the slot of the batch (cseq_slot_allocator.h).
         """
         cdef cnp.npy_intp n = self.held().count
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
@@ -216,14 +216,14 @@ cdef class Runner:
         Parameters
         ----------
         status : int
-            0 for a batch. Any other status goes directly to the output.
+            0 for a batch. Tickets with any other status are published directly to the output.
         record : tuple of int
-            The location of the batch in the slot: up to `FIELDS` sizes in bytes, whose sum is the
-            size of the batch.
+            The location of the batch in the slot: up to `FIELDS` sizes in bytes. Their sum is the size of
+            the batch.
         capacity : int
             The number of bytes that are now committed in the slot.
         slot : int
-            The slot that an indexer has written to, which now belongs to the ticket, or -1.
+            The slot that an indexer has written to, or -1. From now on, the slot belongs to the ticket.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -238,7 +238,7 @@ cdef class Runner:
         self.deliver(c, status)
 
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the ticket, whose slot and record are already written."""
+        """Publish the ticket. The slot and the record must already be written."""
         cdef uint32_t cell = <uint32_t>self.cell
         cdef bint later = self.turns and cseq_turns_has(self.turns, self.turn)
         c.status = status
@@ -251,7 +251,7 @@ cdef class Runner:
 
 
 cdef class BatchWriter:
-    """A writer that publishes a runner's batches. If it uses slots, arrays may be created in its `room`."""
+    """A writer that publishes the batches of a runner. With slots, arrays can be created in its `room`."""
 
     room = None
 
@@ -260,7 +260,7 @@ cdef class BatchWriter:
         return 0
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write a batch and publish its ticket if C code can do both. Return True if it was published."""
+        """If C code can do both, write a batch and publish its ticket. Return True if it was published."""
         return False
 
     def begin_ticket(self):
@@ -268,14 +268,14 @@ cdef class BatchWriter:
         self.open_ticket()
 
     def cast_to(self, dtype):
-        """Set the type to convert numbers to when they are written, or None to keep their type."""
+        """Convert numbers to this type when they are written. None means that they keep their type."""
 
     def write(self, Runner runner not None, batch):
-        """Write a batch and return its location for `publish`."""
+        """Write a batch and return its location, which is an argument of `publish`."""
         raise NotImplementedError
 
     def publish(self, Runner runner not None, record):
-        """Publish the ticket. The caller must no longer hold a reference to the batch."""
+        """Publish the ticket. The caller must not hold a reference to the batch any more."""
         raise NotImplementedError
 
     def fail(self, Runner runner not None, error, uint32_t status=1):
@@ -283,17 +283,17 @@ cdef class BatchWriter:
         raise NotImplementedError
 
     def end_items(self, Runner runner not None):
-        """Publish an empty ticket, which marks the end of this queue."""
+        """Publish an empty ticket, which marks the end of the items in this queue."""
         raise NotImplementedError
 
 
 cdef class Work:
-    """A runner's work on its tickets: it makes and publishes the result for each ticket.
+    """The work of a runner, which makes and publishes the result for each ticket.
 
-    A Python subclass has three methods. ``answer(runner)`` makes the result, or returns `NO_MORE` if
-    this ticket and all later ones have no result. ``fail(runner, error)`` publishes an exception.
-    ``end_copy(error)`` exits a process that user code has forked. Such a process has a fork count other than
-    `depth` and takes no part in the ring.
+    Python subclasses implement three methods. ``answer(runner)`` makes the result, or returns `NO_MORE` if
+    this ticket and all later tickets have no result. ``fail(runner, error)`` publishes an exception.
+    ``end_copy(error)`` exits a process that user code has forked. The fork count of this process differs
+    from `depth`, and the process must not use the ring.
     """
 
     cdef readonly BatchWriter batch_writer
@@ -308,10 +308,10 @@ cdef class Work:
         return self.answer(runner)
 
     cpdef int work(self, Runner runner) except -1:
-        """Make and publish the result for the current ticket, or publish the exception raised.
+        """Make and publish the result for the current ticket. If this fails, publish the exception.
 
-        SystemExit is also reported to the user. No reference to the batch may remain at `publish`,
-        which checks whether user code has kept arrays in the slot.
+        A SystemExit is published like any other exception. There must be no reference to the batch when
+        `publish` is called, because it checks whether user code has kept arrays in the slot.
         """
         try:
             batch = self.make_batch(runner)
@@ -334,8 +334,8 @@ cdef class Work:
 cdef class BatchMaker(Work):
     """The C part of `indexer.Indexing`, which makes batches.
 
-    `batch_state` is the context that this thread has entered. `convert` is applied to every batch, and
-    `seeds` seeds the global generators before each batch.
+    `batch_state` is the context that this thread has entered. `convert` is applied to every batch. `seeds`
+    sets the seeds of the global generators before each batch.
     """
 
     cdef public object indexer
@@ -349,7 +349,7 @@ cdef class BatchMaker(Work):
         self.convert, self.seeds = convert, seeds
 
     cdef bint is_to_repeat(self) except -1:
-        """Return True if this batch imported a generator's module and may have drawn from it."""
+        """Return True if the batch imported the module of a generator, and may have used the generator."""
         return forks_here[0] == self.depth and self.seeds.has_new()
 
     cdef object make_batch(self, Runner runner):
@@ -361,8 +361,8 @@ cdef class BatchMaker(Work):
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
-        """Call the indexer, and repeat the call if it has just imported a generator's module. The first
-        call changes `self.indexer`."""
+        """Call the indexer. If the call imported the module of a generator, set the seed and call the
+        indexer again. The first call may replace `self.indexer`."""
         indexer = self.indexer
         if self.seeds is None: return indexer[runner.indices()]
         self.seeds.seed_present()
@@ -379,11 +379,11 @@ cdef class BatchMaker(Work):
         return self.indexer[runner.indices()]
 
     def make_here(self, Runner runner not None, here):
-        """In test mode, claim a ticket if one is available and process it on the trainer's thread.
+        """In test mode, claim a ticket if one is posted, and process it in the trainer's thread.
 
-        If `fail` raises, the ticket stays posted and its batch is remade. A signal handler may raise at
-        any point, including before the claim and at the very start of `restore`. `here` holds this
-        thread's context.
+        If `fail` raises, the ticket is posted again, and its batch will be remade. A signal handler can
+        raise at any point, including before the claim and at the very start of `restore`. `here` holds the
+        context of this thread.
         """
         if runner.cell >= 0:
             raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "
