@@ -1,4 +1,4 @@
-/* NumPy's PyDataMemAllocator (NEP 49), independent of the NumPy headers. */
+/* NumPy's PyDataMemAllocator (NEP 49), declared without the NumPy headers. */
 #ifndef CSEQ_ALLOCATOR_H
 #define CSEQ_ALLOCATOR_H
 

@@ -1,9 +1,9 @@
 /* Atomic words with named memory orders, based on GCC/Clang builtins or MSVC intrinsics.
  *
- * `acq`, `rel`, `rlx` and `sc` stand for acquire, release, relaxed and sequentially consistent. A
- * store-load pattern ("publish, then check for a sleeper" versus "announce a sleep, then check for a
- * publication") needs `sc` on all four accesses. Acquire and release suffice for everything else.
- * There are no stand-alone fences because ThreadSanitizer does not model them.
+ * `acq`, `rel`, `rlx` and `sc` stand for acquire, release, relaxed and sequentially consistent. If one side
+ * publishes and then checks for a sleeper, while the other side announces a sleep and then checks for a
+ * publication, all four accesses must be `sc`. Everywhere else, acquire and release are sufficient. There
+ * are no stand-alone fences, because ThreadSanitizer does not support them.
  */
 #ifndef CSEQ_ATOMIC_H
 #define CSEQ_ATOMIC_H
@@ -38,8 +38,8 @@
 #define CSEQ_INLINE static __forceinline
 
 /* With /volatile:ms, volatile reads acquire and volatile writes release. Interlocked operations are full
- * barriers. All sequentially consistent writes are interlocked, so an acquire suffices for a sequentially
- * consistent read. (An interlocked read would take the cache line away from its writer.) */
+ * barriers. All sequentially consistent writes are interlocked, so acquire is sufficient for a sequentially
+ * consistent read. (An interlocked read would take the cache line away from the writer.) */
 #define CSEQ_MSVC_ATOMIC_OF(T, S, I, SUFFIX)                                                  \
     CSEQ_INLINE T cseq_load_rlx_##S(const T *p) { return *(const volatile T *)p; }            \
     CSEQ_INLINE T cseq_load_acq_##S(const T *p) { return *(const volatile T *)p; }            \
@@ -67,8 +67,8 @@
 CSEQ_ATOMIC_OF(uint32_t, u32)
 CSEQ_ATOMIC_OF(uint64_t, u64)
 
-/* Add to a counter that only one thread at a time writes. Any thread may read it (`cseq_load_rlx_u64`),
- * but may see an older value. */
+/* Add to a counter that only one thread at a time writes. Any thread can read the counter
+ * (`cseq_load_rlx_u64`), but may see an older value. */
 CSEQ_INLINE void cseq_count_u64(uint64_t *p, uint64_t more) {
     cseq_store_rlx_u64(p, cseq_load_rlx_u64(p) + more);
 }

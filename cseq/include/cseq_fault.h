@@ -1,12 +1,12 @@
-/* Fault points for testing process deaths. In a debug build, CSEQ_FAULT=point:n kills a worker process when
- * it passes a point for the n-th time. CSEQ_FAULT=point:n:worker kills only the worker with that number.
+/* Fault points for tests in which a process dies. In a debug build, CSEQ_FAULT=point:n kills a worker process
+ * when it passes a point for the n-th time. CSEQ_FAULT=point:n:worker kills only the worker with this number.
  *
- * Include this header before cseq_ring.h. A release build has no fault points.
+ * Include this header before cseq_ring.h. Release builds have no fault points.
  */
 #ifndef CSEQ_FAULT_H
 #define CSEQ_FAULT_H
 
-/* If 1, memory that is no longer in use is overwritten. */
+/* If this is 1, memory is overwritten when it is no longer in use. */
 #ifdef CSEQ_DEBUG
 #define CSEQ_POISON 1
 #else
@@ -20,8 +20,8 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The number of passes until death, or -1 before the environment is read. Only workers, whose number is in
- * CSEQ_WORKER, are killed, although the trainer also passes these points. */
+/* The number of passes until the process dies, or -1 if the environment was not read yet. Only workers are
+ * killed (CSEQ_WORKER is their number), although the trainer passes these points as well. */
 static long cseq_fault_left = -1;
 static char cseq_fault_name[32];
 

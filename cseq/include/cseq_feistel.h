@@ -1,12 +1,12 @@
-/* An epoch's order without a table: the algorithm "feistel-v1" of docs/inside/shuffle.md.
+/* The order of an epoch without a table: the algorithm "feistel-v1" in docs/inside/shuffle.md.
  *
- * A keyed bijection on n values maps a position to its sample. It applies eight rounds of a Feistel network
- * to the position's digits in a grid with a rows and b columns, where a * b >= n. For a result >= n, the
- * rounds are repeated until the result is below n. The grid has fewer than a values >= n.
+ * A keyed bijection on n values maps each position to a sample. It represents the position by two digits, the
+ * row and the column in a grid with a rows and b columns, where a * b >= n, and applies eight rounds of a
+ * Feistel network. While the result is >= n, the rounds are repeated. The grid has fewer than a values >= n.
  *
- * The algorithm uses no memory and no state, and any position can be computed. CSEQ_LANES positions go
- * through a round together, so their multiplications overlap. Rounds are not unrolled, which keeps their
- * words in registers. With fewer than CSEQ_FEISTEL_LEAST samples, the network's keys would have too few bits.
+ * The algorithm uses no memory and no state, and can compute any position directly. Each round processes
+ * CSEQ_LANES positions together, so that their multiplications overlap. The rounds are not unrolled, so that
+ * their words stay in registers. For fewer than CSEQ_FEISTEL_LEAST samples, the keys would have too few bits.
  */
 #ifndef CSEQ_FEISTEL_H
 #define CSEQ_FEISTEL_H
@@ -20,7 +20,7 @@ enum {
 };
 #define CSEQ_FEISTEL_LEAST 65536
 
-/* A network for n samples with a rows, b columns, and the keys x and m of each round. */
+/* A network for n samples, with a rows, b columns, and the keys x and m for each round. */
 typedef struct {
     uint64_t n, a, b;
     uint64_t x[CSEQ_ROUNDS], m[CSEQ_ROUNDS];
@@ -28,7 +28,7 @@ typedef struct {
 
 #define CSEQ_NO_KEY UINT64_MAX
 
-/* Derive the first `count` words for (seed, epoch, purpose), and for `key` unless it is CSEQ_NO_KEY. */
+/* Derive the first `count` words from (seed, epoch, purpose), and from `key` if it is not CSEQ_NO_KEY. */
 static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key,
                                      uint64_t *words, size_t count)
 {
@@ -36,7 +36,7 @@ static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t pur
     cseq_words(key == CSEQ_NO_KEY ? z : cseq_mix(z ^ key), words, count);
 }
 
-/* Fold words into `z` in order, and return the fingerprint. */
+/* Hash words into `z`, one after the other, and return the fingerprint. */
 static inline uint64_t cseq_fold(uint64_t z, const uint64_t *words, size_t count)
 {
     for (size_t k = 0; k < count; k++)
@@ -70,7 +70,7 @@ static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t
     }
 }
 
-/* Map a digit to a number below `range` in round i. */
+/* Return the value of the round function for a digit in round i, which is below `range`. */
 CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint64_t digit,
                                               uint64_t range)
 {
@@ -78,7 +78,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint
     return cseq_multiply(low ^ high, range, &low);
 }
 
-/* Apply all rounds in place to the rows and columns of several positions. */
+/* Apply all rounds to the rows and columns of several positions, in place. */
 CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row, uint64_t *column,
                                            int lanes)
 {
@@ -94,7 +94,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row,
     }
 }
 
-/* Return the sample for a value. The rounds are repeated for values >= n. */
+/* Return the sample for a value after the rounds. If the value is >= n, the rounds are repeated. */
 static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
 {
     while (value >= f->n) {
@@ -105,7 +105,7 @@ static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
     return value;
 }
 
-/* Write the samples of the positions with these rows and columns. */
+/* Write the samples for the positions with these rows and columns. */
 CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows, uint64_t *columns,
                                           int lanes, int64_t *out)
 {
@@ -114,7 +114,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows,
         out[k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
 }
 
-/* Write the samples at the given positions, which are below n. `out` may be equal to `positions`. */
+/* Write the samples at the given positions, which must be below n. `out` can be equal to `positions`. */
 static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *positions, uint64_t count,
                                        int64_t *out)
 {
@@ -129,7 +129,7 @@ static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *pos
     }
 }
 
-/* Write the samples at positions start .. start+count-1, all below n, with a single division. */
+/* Write the samples at positions start .. start+count-1, which must be below n, with a single division. */
 static inline void cseq_feistel_range(const cseq_feistel *f, uint64_t start, uint64_t count,
                                      int64_t *out)
 {

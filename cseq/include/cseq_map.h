@@ -1,10 +1,10 @@
-/* File mappings, and committing pages before they are written.
+/* File mappings, whose pages are committed before they are written.
  *
- * A sparse file's pages are allocated on first touch, which raises SIGBUS if memory is exhausted.
+ * The pages of a sparse file are allocated on first access, which raises SIGBUS if no memory is left.
  * `cseq_commit` allocates pages in advance and returns an error code instead.
  *
- * On Windows, `fd` is a section handle (handles have 32 significant bits). The pages of a section must
- * also be committed before they are read.
+ * On Windows, `fd` is the handle of a section (handles have 32 significant bits). The pages of a section must
+ * be committed before they are read or written.
  */
 #ifndef CSEQ_MAP_H
 #define CSEQ_MAP_H
@@ -39,7 +39,7 @@
 #define CSEQ_HIGH(n) ((DWORD)((n) >> 32))
 #endif
 
-/* On Windows, return a handle for a section of `nbytes` zeros without memory yet, or -1 with errno set. */
+/* On Windows, create a section of `nbytes` zeros without memory. Return its handle, or -1 with errno set. */
 CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #if defined(_WIN32)
     HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, 0, PAGE_READWRITE | SEC_RESERVE,
@@ -53,7 +53,7 @@ CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #endif
 }
 
-/* Return a mapping's address, or NULL with errno set. With `own`, writes are private to this process. */
+/* Map part of a file. Return the address, or NULL with errno set. With `own`, writes are private. */
 CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #if defined(_WIN32)
     void *p = MapViewOfFile(CSEQ_HANDLE(fd), own ? FILE_MAP_COPY : FILE_MAP_ALL_ACCESS,
@@ -67,7 +67,7 @@ CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #endif
 }
 
-/* On Windows, return this machine's memory size in bytes, or 0 if unknown. Elsewhere, 0 (see sysconf). */
+/* On Windows, return the memory size in bytes, or 0 if it is unknown. Elsewhere, return 0; see sysconf. */
 CSEQ_INLINE uint64_t cseq_ram(void) {
 #if defined(_WIN32)
     MEMORYSTATUSEX status;
@@ -96,8 +96,8 @@ CSEQ_INLINE void cseq_close(int fd) {
 }
 
 /* Return `fd` if it is above the standard streams. Otherwise, close `fd` and return a copy above them, or
- * -1 with errno set. Without this, C libraries could print to a file that reuses the descriptor of a closed
- * standard stream. */
+ * -1 with errno set. If a file had the descriptor of a closed standard stream, C libraries could print to the
+ * file. */
 CSEQ_INLINE int cseq_lift(int fd) {
 #if defined(_WIN32)
     return fd;
@@ -113,7 +113,7 @@ CSEQ_INLINE int cseq_lift(int fd) {
 }
 
 #if !defined(_WIN32)
-/* Commit pages by writing zeros, as uncommitted pages read as zeros. Return 0 or an errno. */
+/* Commit pages by writing zeros, which is what uncommitted pages contain. Return 0 or an errno. */
 CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
     static const char zeros[1 << 16];
     while (nbytes > 0) {
@@ -130,9 +130,9 @@ CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
 
 /* Allocate the pages of [offset, offset + nbytes). Return 0 or an errno.
  *
- * On Windows, a view starts at a multiple of 64 KiB. A page committed in one view is committed in all
- * views of all processes while the section exists. On macOS, F_PREALLOCATE does not fill holes, and
- * writing zeros must not fill the disk. */
+ * On Windows, a view starts at a multiple of 64 KiB. If a page is committed in one view, it is committed in
+ * all views of all processes while the section exists. On macOS, F_PREALLOCATE does not fill holes, so zeros
+ * are written, but only if they do not fill the disk. */
 CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(_WIN32)
     uint64_t begin = offset & ~(uint64_t)0xffff;
@@ -162,8 +162,8 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
-/* Release the pages of [offset, offset + nbytes), which then read as zeros and must be committed before
- * they are written again. Return 0, or an errno if nothing was released. */
+/* Release the pages of [offset, offset + nbytes). They then contain zeros, and must be committed before they
+ * are written again. Return 0, or an errno if no pages were released. */
 CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(__linux__)
     int error;
@@ -178,7 +178,7 @@ CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
-/* Block without the interpreter until a socket's peer is gone. Another thread reads the messages. */
+/* Wait without the interpreter until the peer of a socket is gone. Another thread reads the messages. */
 CSEQ_INLINE void cseq_await_hangup(intptr_t socket) {
     char byte;
     for (;;) {

@@ -1,9 +1,9 @@
 /* Meters that record what each party of a ring has done and how long it took.
  *
- * The trainer and each runner have a record in the ring's memory, in the same format for processes,
- * threads and streams. Only the party itself writes its record, with relaxed stores. Each number that a
- * reader sees is valid on its own, and none is used as a pointer or an index. The counts of a dead runner
- * remain, and the next runner with the same number adds to them.
+ * The trainer and each runner have a record in the memory of the ring, in the same format for processes,
+ * threads and streams. Each party writes only its own record, with relaxed stores. Readers can use each
+ * number on its own, and no number is used as a pointer or an index. When a runner dies, its counts remain,
+ * and the next runner with the same number adds to them.
  *
  *                trainer                                     runner
  *   work         the loop's own time between two batches     from claim to publish of each ticket
@@ -32,7 +32,8 @@
 /* Four buckets per octave, from 64 ns to 73 minutes. */
 #define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
-/* The time in ns between two polls of the system counters, and between two readings, which take a few us. */
+/* The minimum time in ns between two polls of the system counters, and between two readings, which take a
+ * few us each. */
 #define CSEQ_POLL 100000000u
 #define CSEQ_READ_GAP 1000000u
 
@@ -42,26 +43,26 @@ typedef struct {
     char pad[56];
 } cseq_histogram;
 
-/* A ticket and its duration. `ns` is 0 if there is no ticket. */
+/* A ticket and the time it took. `ns` is 0 if there is no ticket. */
 typedef struct {
     uint64_t ns, epoch, batch;
 } cseq_slow;
 
-/* `batches` counts the batches that a runner published, or that the trainer received without errors. Only the
- * trainer has `samples` and `nbytes`, totals for its batches, and `epochs`, the number of epochs started
- * after the first batch. Only runners have `slowest`.
+/* `batches` is the number of batches that a runner has published, or that the trainer has received without an
+ * error. Only the trainer has `samples` and `nbytes`, which are totals over its batches, and `epochs`, the
+ * number of epochs that were started after the first batch. Only runners have `slowest`.
  *
- * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time slept in this step but
- * not yet added to `wait`. `asleep_ns` is the start of the current sleep, or 0.
+ * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time that the party has
+ * slept in this step and that is not yet part of `wait`. `asleep_ns` is the start of the current sleep, or 0.
  *
- * `start_ns` is the loop's wait for its first batch, which `wait` excludes. `first_ns` is the arrival
- * time of that batch. In a runner's record, `first_ns` is the sum of `work` at that time, written by the
- * trainer. `wait` includes `behind_ns`, the waits after which half of the other tickets were ready, and
- * `early_ns`, the waits for the first batches of an epoch (one batch per runner).
+ * `start_ns` is the time that the loop waited for its first batch. It is not part of `wait`. `first_ns` is
+ * the time when this batch arrived. In the record of a runner, `first_ns` is the sum of `work` at that time,
+ * and is written by the trainer. `wait` includes `behind_ns`, the waits after which half of the other tickets
+ * were ready, and `early_ns`, the waits for the first batches of an epoch (one batch per runner).
  *
- * `cpu_ns` is the party's CPU time. `queued_ns` is its thread's wait for a core. `polled_ns` is the time
- * of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the last reading. `thread` is the
- * system's id of the thread or process. */
+ * `cpu_ns` is the CPU time of the party, and `queued_ns` is the time that its thread waited for a core.
+ * `polled_ns` is the time of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the last
+ * reading. `thread` is the system's id of the thread or process. */
 typedef struct {
     uint64_t batches, samples, nbytes;
     uint64_t since_ns, waited_ns, asleep_ns;
@@ -99,7 +100,7 @@ CSEQ_INLINE void cseq_histogram_add(cseq_histogram *h, uint64_t ns) {
 
 /* ── a runner ─────────────────────────────────────────────────────────────────────────── */
 
-/* Record a ticket that took `ns`. `slowest` is sorted. An entry's `ns` is 0 while the entry changes. */
+/* Record a ticket that took `ns`. `slowest` is sorted. The `ns` of an entry is 0 while the entry changes. */
 CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, uint64_t batch) {
     cseq_histogram_add(&m->work, ns);
     cseq_count_u64(&m->batches, 1);
@@ -117,7 +118,7 @@ CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, u
     cseq_store_rel_u64(&m->slowest[k].ns, ns);
 }
 
-/* Prepare an exited runner's record for its successor. */
+/* Prepare the record of a runner that has exited for the next runner with the same number. */
 CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
     cseq_store_rlx_u64(&m->since_ns, 0);
     cseq_store_rlx_u64(&m->polled_ns, 0);
@@ -125,7 +126,7 @@ CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
 
 /* ── the trainer ──────────────────────────────────────────────────────────────────────── */
 
-/* Start an epoch's clock. The loop's wait before its very first batch is the startup time. */
+/* Start the clock for an epoch. The startup time is how long the loop waits for its very first batch. */
 CSEQ_INLINE void cseq_meter_start_epoch(cseq_meter *m, uint64_t now) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns);
     if (cseq_load_rlx_u64(&m->first_ns)) {
@@ -141,7 +142,8 @@ CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) 
     cseq_store_rlx_u64(&m->asleep_ns, 0);
 }
 
-/* End the loop's step after a batch and return the wait time. `first` is 1 if the epoch had no batch yet. */
+/* End a step of the loop after a batch, and return how long the loop waited. `first` is 1 if the epoch had no
+ * batch before this step. */
 CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns), waited = cseq_load_rlx_u64(&m->waited_ns);
     const uint64_t took = now - since, step = since && took > waited ? took - waited : 0;
@@ -156,8 +158,8 @@ CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
 
 /* ── system counters ──────────────────────────────────────────────────────────────────── */
 
-/* Return how long the calling thread has waited for a core in ns, or 0 if unknown. The file has three
- * numbers: the time on a core, the time waited, and the number of time slices. */
+/* Return the time in ns that the calling thread has waited for a core, or 0 if it is unknown. The file
+ * contains three numbers: the time on a core, the waiting time, and the number of time slices. */
 CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     uint64_t queued = 0;
 #if defined(__linux__)
@@ -174,8 +176,8 @@ CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     return queued;
 }
 
-/* Read the calling thread's CPU time (its process's if `whole`) and the thread's wait for a core. With
- * `counts`, add the increase since the last reading if the same thread took that reading. */
+/* Read the CPU time of the calling thread (or of the process if `whole` is set), and the time that the thread
+ * waited for a core. With `counts`, add the increase since the last reading if it was for the same thread. */
 CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, int counts) {
     uint64_t cpu = 0, queued, thread = 0;
     if (m->polled_ns && now - m->read_ns < CSEQ_READ_GAP) return;
@@ -200,7 +202,7 @@ CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, 
     cseq_store_rlx_u64(&m->queued_seen, queued);
 }
 
-/* Read the counters and record the time of this poll. Readings between polls do not delay a poll. */
+/* Read the counters, and record the time of this poll. Readings between two polls do not delay the next. */
 CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole, int counts) {
     cseq_meter_read_system(m, now, whole, counts);
     cseq_store_rlx_u64(&m->polled_ns, now);

@@ -1,16 +1,17 @@
-/* Reuse of memory from worker threads' large arrays that the loop has dropped.
+/* An allocator for large arrays in worker threads. It reuses the memory of arrays that the loop dropped.
  *
- * malloc unmaps freed blocks or trims its heap, and the system clears the pages of every new block. A
- * thread can replace NumPy's data allocator (NEP 49). This allocator keeps freed blocks for later arrays of
- * the same size and reuses the newest first.
+ * malloc unmaps freed blocks or trims the heap, and the system clears the pages of every new block. Because a
+ * thread can replace NumPy's data allocator (NEP 49), this allocator keeps freed blocks for later arrays of
+ * the same size. The newest block is reused first.
  *
- * A block comes from NumPy's own allocator with a rounded size. NumPy passes an array's size when it frees
- * the memory. A size that is too small, because code has shrunk the array's shape, is safe: the block is
- * kept for arrays of that size, or freed. NumPy's own cache of small blocks also relies on this.
+ * Blocks are allocated by NumPy's own allocator with a rounded size. When NumPy frees the memory of an array,
+ * it passes the size of the array. If code has reduced the array's shape, this size is too small. This is
+ * safe, because the block is then kept for arrays of that size, or freed. NumPy's own cache of small blocks
+ * also relies on this.
  *
- * Any thread may free an array. The thread that holds `lock` updates the table of free blocks in a few
- * instructions without the interpreter. No allocation waits for the lock: a thread that finds it held,
- * which happens without a GIL, uses NumPy's own allocator.
+ * Any thread can free an array. The thread that holds `lock` updates the table of free blocks in a few
+ * instructions without the interpreter. An allocation never waits for the lock. If the lock is held, which
+ * can only happen without a GIL, the thread uses NumPy's own allocator.
  */
 #ifndef CSEQ_REUSE_H
 #define CSEQ_REUSE_H
@@ -20,15 +21,15 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* The size of the smallest block to keep (glibc's malloc maps larger blocks), and the maximum total size
- * and number of free blocks. Sizes are in bytes. */
+/* The size of the smallest block to keep (glibc's malloc maps larger blocks), and the maximum total size and
+ * number of the free blocks. Sizes are in bytes. */
 #define CSEQ_REUSE_LEAST ((size_t)128 << 10)
 #define CSEQ_REUSE_MOST ((size_t)128 << 20)
 #define CSEQ_REUSE_BLOCKS 128u
 
-/* `below` is NumPy's own allocator. The words after `lock` belong to the thread that has set it to 1.
- * `threads` is the number of threads that make arrays; at 0, no blocks are kept. `blocks` are the `count`
- * free blocks, newest last, with `nbytes` in total. */
+/* `below` is NumPy's own allocator. The words after `lock` belong to the thread that has set `lock` to 1.
+ * `threads` is the number of threads that make arrays. If it is 0, no blocks are kept. `blocks` contains the
+ * `count` free blocks, newest last, which have `nbytes` bytes in total. */
 typedef struct {
     cseq_allocator below;
 
@@ -40,7 +41,7 @@ typedef struct {
     } blocks[CSEQ_REUSE_BLOCKS];
 } cseq_reuse;
 
-/* Round up to a block size, in steps of an eighth, so batches of padded samples can share blocks. */
+/* Round up to a block size, in steps of an eighth, so that batches of padded samples can share blocks. */
 CSEQ_INLINE size_t cseq_reuse_room(size_t size) {
     size_t step = CSEQ_REUSE_LEAST / 8;
     if (size < CSEQ_REUSE_LEAST || size > CSEQ_REUSE_MOST) return size;
@@ -114,8 +115,8 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
     if (p) r->below.free(r->below.ctx, p, room);
 }
 
-/* Count a thread that starts or stops making arrays. The last thread frees all blocks. The call waits for
- * the lock, whose holder does not need the interpreter. */
+/* Count a thread that starts or stops to make arrays. The last thread frees all blocks. This function waits
+ * for the lock, which is safe because the holder does not need the interpreter. */
 CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     while (!cseq_reuse_try(r)) {
     }
@@ -127,8 +128,8 @@ CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     cseq_reuse_unlock(r);
 }
 
-/* Discard the table in a forked process, which has no worker threads. The blocks stay allocated because the
- * copied table may be half updated. */
+/* Discard the table in a forked process, which has no worker threads. The blocks stay allocated, because the
+ * table may have been copied in the middle of an update. */
 CSEQ_INLINE void cseq_reuse_forget(cseq_reuse *r) {
     r->threads = r->count = 0;
     r->nbytes = 0;

@@ -1,30 +1,30 @@
-/* The ring, whose cells each carry one ticket from post to commit.
+/* The ring. Each cell contains one ticket from post to commit.
  *
  *             post          claim          publish         claim           publish        commit
  *   FREE ───► POSTED ───► INDEXING ───► INDEXED ───► CONVERTING ───► READY ───► FREE
  *             [input]                   [middle]                     [output]
  *
- * With a single stage, INDEXING is published directly to READY. The same code works for memory shared
- * between processes and for memory of threads: it uses no pointers and only fixed widths. Gates, cells
- * and each party's meter have separate cache lines.
+ * With a single stage, a cell goes directly from INDEXING to READY. The same code is used for memory that is
+ * shared between processes and for the memory of threads, because it contains no pointers and all widths are
+ * fixed. The gates, the cells and the meter of each party are in separate cache lines.
  *
  * There are two kinds of rings. A *shared* ring has any number of runners. Each runner claims the first
  * open cell at or after the hint, and the trainer posts in any free cell. A *queue* has one runner and
- * preserves the order: the trainer posts in consecutive cells, and the runner checks only the cell after
- * its last claim. The last `calls` cells of a queue are outside this *round*, and the runner checks them
- * first. The round of a shared ring may exclude cells, and may grow.
+ * preserves the order. The trainer posts in consecutive cells, and the runner checks only the cell after its
+ * last claim. The last `calls` cells of a queue are not part of this *round*, and the runner checks them
+ * first. The round of a shared ring does not have to include all cells, and can grow.
  *
- * The party that may write a cell's word depends on the word's state:
+ * The state of a cell's word determines which party may write the word:
  *   FREE                    the trainer (post)
  *   POSTED, INDEXED         a runner of the stage (claim), or the trainer (cancel). Both use
  *                           compare-and-swap, so exactly one of them succeeds.
  *   INDEXING, CONVERTING    the owner named in the word (publish). After the owner's death,
  *                           the trainer's supervisor thread (repost).
  *   READY                   the trainer (commit)
- * The party that may write the word may also write the cell's other fields.
+ * The party that may write the word may also write the other fields of the cell.
  *
- * A claim is a single compare-and-swap that also records the owner. A cell held by a dying process
- * therefore always names that process, and no repair is needed.
+ * A claim is a single compare-and-swap that also records the owner. If a process dies while it holds a cell,
+ * the cell therefore always names this process, and nothing has to be repaired.
  */
 #ifndef CSEQ_RING_H
 #define CSEQ_RING_H
@@ -37,17 +37,17 @@
 #include "cseq_spin.h"
 #include "cseq_wait.h"
 
-/* A point where tests can kill a process. It is empty unless the including file defines it. */
+/* A point where tests can kill a process. The macro is empty unless the including file defines it. */
 #ifndef CSEQ_POINT
 #define CSEQ_POINT(name) ((void)0)
 #endif
 
-/* Adjacent 64-byte cache lines are fetched in pairs. */
+/* Many processors fetch adjacent 64-byte cache lines in pairs. */
 #define CSEQ_LINE 128
 #define CSEQ_MAGIC 0x63736571u
 #define CSEQ_LAYOUT 12u
 #define CSEQ_NO_SLOT 0xffffffffu
-/* The number of words in a record, which is the location of a batch in its slot. */
+/* The number of words in a record, which describes where a batch is in its slot. */
 #define CSEQ_FIELDS 4
 
 enum {
@@ -59,7 +59,7 @@ enum {
     CSEQ_READY = 5
 };
 
-/* Return values of claim and await other than a cell's number. */
+/* The return values of claim and await that are not the number of a cell. */
 enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 
 /* word = ticket (40 bits) | owner (16 bits) | state (8 bits) */
@@ -69,14 +69,14 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 #define CSEQ_OWNER(word) ((uint32_t)(((word) >> 8) & 0xffff))
 #define CSEQ_TICKET(word) ((word) >> 24)
 
-/* A word to sleep on, with information about its sleepers.
+/* A word on which parties sleep, and information about the sleepers.
  *
- * Parties sleep on `event`, which every wake-up increments. `asleep` is 1 while a party may be asleep. A dead
- * sleeper leaves `asleep` set, which costs one unnecessary wake-up. Only the output gate uses `wanted`: 1 +
- * the cell that the trainer waits for, or 0 for any cell. `shared` is 1 if the parties are processes and 0 if
- * they are threads of one process. `shared` is written before any party exists. `spin` belongs to the party
- * that spins before it sleeps here. At the output gate, `spin.who` is 1 while the trainer waits for a cell of
- * this ring. */
+ * Parties sleep on `event`, which is incremented by every wake-up. `asleep` is 1 while a party may be asleep.
+ * If a sleeper dies, `asleep` stays set, which causes one unnecessary wake-up. `wanted` is used only at the
+ * output gate. It is 1 + the cell that the trainer waits for, or 0 for any cell. `shared` is 1 if the parties
+ * are processes, or 0 if they are threads of one process, and is written before any party exists. `spin`
+ * belongs to the party that spins before it sleeps at this gate. At the output gate, `spin.who` is 1 while
+ * the trainer waits for a cell of this ring. */
 typedef struct {
     uint32_t event, asleep, wanted, shared;
     char pad[CSEQ_LINE / 2 - 16];
@@ -84,20 +84,20 @@ typedef struct {
     char pad1[CSEQ_LINE / 2 - 12];
 } cseq_gate;
 
-/* The times when a stage's owner claimed and published a ticket, on the clock of `cseq_now_ns`.
- * `started_ns` is 0 before the claim. `published_ns` is valid after the publish. */
+/* The times when the owner in a stage claimed and published a ticket, on the clock of `cseq_now_ns`.
+ * `started_ns` is 0 before the claim. `published_ns` is valid after the ticket is published. */
 typedef struct {
     uint64_t started_ns, published_ns;
 } cseq_stint;
 
-/* Before the post, the trainer writes: `batch`, the number within the epoch; `start`, the position of
- * the first sample in the epoch's order; `count`, the number of samples; `seed`, for the order and the
+/* Before the post, the trainer writes: `batch`, the number within the epoch; `start`, the position of the
+ * first sample in the order of the epoch; `count`, the number of samples; `seed`, for the order and the
  * generators; and `parts`, the number of unit sizes after the indices (0 if each unit is a sample).
  *
- * The owner writes: `slot`, which holds the batch (CSEQ_NO_SLOT at the post); `capacity`, the number of
- * committed bytes in the slot; `stage`, the last record written; `status`, 0 for a batch, otherwise a
- * value from stage.py; its number in `owner[stage]`; its stint; and its record. The indexer's `record`
- * stays valid until the converter has published `converted`. */
+ * The owner writes: `slot`, which contains the batch (CSEQ_NO_SLOT at the post); `capacity`, the number of
+ * committed bytes in the slot; `stage`, the stage that wrote the last record; `status`, which is 0 for a
+ * batch and otherwise a value from stage.py; its number in `owner[stage]`; its stint; and its record. The
+ * indexer's `record` is valid until the converter has published `converted`. */
 typedef struct {
     uint64_t word;
     uint64_t epoch, batch, start;
@@ -115,23 +115,24 @@ typedef struct {
     char pad2[CSEQ_LINE - 8 - 8 * CSEQ_FIELDS];
 } cseq_cell;
 
-/* The first cache line is written only once, except `round`.
+/* The first cache line is written only once, except for `round`.
  *
- * `calls` is the number of cells that the runner checks first, or 0 in a shared ring. `round` is the
- * number of other cells that runners check. The trainer of a shared ring raises `round` before it posts in
- * additional cells. `output` is the offset in bytes from the ring to the gate where the trainer sleeps:
- * `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several rings.
+ * `calls` is the number of cells that the runner checks first, or 0 in a shared ring. `round` is the number
+ * of other cells that runners check. The trainer of a shared ring increases `round` before it posts in
+ * additional cells. `output` is the offset in bytes from the ring to the gate where the trainer sleeps. This
+ * is `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several
+ * rings.
  *
- * The trainer writes `closed`: 0 if the ring is open, 1 if it is closed permanently to all runners,
+ * The trainer writes `closed`, which is 0 if the ring is open, 1 if the ring is closed to all runners, and
  * otherwise the lowest number of the indexers that exit when they hold no ticket. The trainer also writes
  * `spin`, the time in ns that a party spins before it sleeps, and `crew`, the number of runners that
  * share the GIL with the trainer (cseq_spin.h). Each runner of the crew adds 1 to `parked` while it waits.
  *
- * `hint` is the first cell to check in each stage. It is advisory in a shared ring. In a queue, it is the
- * next cell to claim, written by the runner, or by repost after the runner's death.
+ * `hint` is the first cell to check in each stage. In a shared ring, any value is correct. In a queue, it is
+ * the next cell to claim, and is written by the runner, or by repost after the death of the runner.
  *
- * Stage 0 sleeps at `gate[0]`, stage 1 at `gate[1]`, and the trainer at the gate that `output` refers to.
- * `wanted` and `spin.who` of `gate[2]` always belong to this ring. */
+ * Runners of stage 0 sleep at `gate[0]`, runners of stage 1 at `gate[1]`, and the trainer at the gate that
+ * `output` refers to. `wanted` and `spin.who` of `gate[2]` always belong to this ring. */
 typedef struct {
     uint32_t magic, layout, capacity, batch_size, runners, fields;
     uint32_t calls, round;
@@ -158,7 +159,7 @@ CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
 CSEQ_INLINE cseq_stint *cseq_cell_stint(cseq_cell *c, uint32_t stage) {
     return stage ? &c->converting : &c->indexing;
 }
-/* Owners are numbered from 1. The trainer has number 0. */
+/* Owners are numbered from 1. The trainer has the number 0. */
 CSEQ_INLINE cseq_meter *cseq_ring_meter(const cseq_ring *r, uint32_t owner) {
     return (cseq_meter *)(void *)cseq_ring_cell(r, r->capacity) + owner;
 }
@@ -193,14 +194,14 @@ CSEQ_INLINE cseq_gate *cseq_ring_output(cseq_ring *r) {
 /* Return the number of cells in the round. SYNC: round has the cell */
 CSEQ_INLINE uint32_t cseq_ring_round(const cseq_ring *r) { return cseq_load_sc_u32(&r->round); }
 
-/* Let the trainer of a shared ring post in `cells` cells from now on. A smaller number has no effect.
+/* Allow the trainer of a shared ring to post in `cells` cells from now on. A smaller number has no effect.
  * SYNC: round has the cell (this swap, before post's swap; against a check after gate_enter's swap) */
 CSEQ_INLINE void cseq_ring_extend(cseq_ring *r, uint32_t cells) {
     if (cells > r->round) cseq_swap_sc_u32(&r->round, cells);
 }
 
-/* Return 1 if `bytes` of memory contain a ring of this layout. The limit on `batch_size` prevents overflow
- * in cseq_ring_bytes. */
+/* Return 1 if `bytes` of memory contain a ring with this layout. The limit on `batch_size` prevents an
+ * overflow in cseq_ring_bytes. */
 CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
     return bytes >= sizeof(cseq_ring) && r->magic == CSEQ_MAGIC && r->layout == CSEQ_LAYOUT &&
            r->fields == CSEQ_FIELDS && r->batch_size <= bytes &&
@@ -210,7 +211,7 @@ CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
 
 /* ── gates ────────────────────────────────────────────────────────────────────────────── */
 
-/* Announce a sleep. The caller must then check once more before it waits for `event` to change.
+/* Announce a sleep. The caller must then check the ring again before it waits for `event` to change.
  * SYNC: sleeper seen (gate_enter's swap, then the check; against the store, then gate_notify's load) */
 CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     uint32_t seen = cseq_load_acq_u32(&g->event);
@@ -218,16 +219,16 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     return seen;
 }
 
-/* Wake all parties that sleep or are about to sleep. */
+/* Wake up all parties that are asleep or about to sleep. */
 CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
     cseq_add_sc_u32(&g->event, 1);
     cseq_wake(&g->event, (int)g->shared);
 }
 
-/* Wake the sleepers if the flag is set. Otherwise, the cost is a single load.
- * A process that dies between the swap and the wake costs the sleepers one bounded sleep. The
- * trainer notifies all parties when it detects a death.
+/* Wake up the sleepers if the flag is set. Otherwise, the cost is a single load. If a process dies between
+ * the swap and the wake, the sleepers wake up when their time limit expires, or when the trainer detects the
+ * death and notifies all parties.
  * SYNC: sleeper seen */
 CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
@@ -245,14 +246,14 @@ CSEQ_INLINE int cseq_ring_leaves(const cseq_ring *r, uint32_t stage, uint32_t ow
     return closed && (closed == 1 || (stage == 0 && owner >= closed));
 }
 
-/* Return 1 if ticket `a` precedes ticket `b`. Ticket numbers wrap around at 2^40. */
+/* Return 1 if ticket `a` comes before ticket `b`. Ticket numbers wrap around at 2^40. */
 CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
     return (((a - b) >> 39) & 1) != 0;
 }
 
-/* Return an open cell for a runner to claim, or CSEQ_NONE. Store the cell's word in `word`.
- * A scan of several cells is not a snapshot: it may miss a ticket and see a later one. A queue's runner
- * therefore checks only one cell of the round, and the trainer fills the cells in sequence. */
+/* Return an open cell that a runner can claim, or CSEQ_NONE. Store the word of the cell in `word`.
+ * A scan of several cells is not a snapshot. It can miss a ticket and still find a later one. In a queue, the
+ * runner therefore checks only one cell of the round, and the trainer fills the cells in sequence. */
 CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t *word) {
     const uint32_t n = cseq_ring_round(r), most = r->calls ? 1 : n;
     const int open = stage == 0 ? CSEQ_POSTED : CSEQ_INDEXED;
@@ -268,8 +269,8 @@ CSEQ_INLINE int cseq_ring_find_open(const cseq_ring *r, uint32_t stage, uint64_t
     return CSEQ_NONE;
 }
 
-/* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`. Return its cell, or CSEQ_NONE.
- * A failed compare-and-swap means that another runner or the trainer made progress, so the loop ends.
+/* Claim a ticket of `stage` (0: POSTED, 1: INDEXED) for `owner`. Return the cell, or CSEQ_NONE.
+ * If the compare-and-swap fails, another runner or the trainer has made progress, so the loop ends.
  * If a runner dies before it moves the hint, it still holds the cell, and repost sets the hint.
  * SYNC: ticket visible to runner (post's swap or publish's swap; against this swap) */
 CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
@@ -287,8 +288,8 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-/* Spin and try to claim for a limited time. A crew's runner tries only while the trainer waits. Return a
- * cell, or CSEQ_NONE. Only one runner spins at a time, which is enough to catch the next ticket. */
+/* Spin for a limited time and try to claim a ticket. If there is a crew, try only while the trainer waits.
+ * Return a cell, or CSEQ_NONE. Only one runner spins at a time, which is enough for the next ticket. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint64_t ns = cseq_load_rlx_u32(&r->spin);
     const uint32_t crew = cseq_load_rlx_u32(&r->crew);
@@ -306,7 +307,7 @@ CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return cell;
 }
 
-/* Claim a ticket, and sleep up to `ns` if there is none. Return a cell, CSEQ_NONE, or CSEQ_CLOSED. */
+/* Claim a ticket. If there is no ticket, sleep for up to `ns`. Return a cell, CSEQ_NONE, or CSEQ_CLOSED. */
 CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t ns) {
     cseq_gate *g = &r->gate[stage];
     const uint32_t crew = cseq_load_rlx_u32(&r->crew) != 0;
@@ -328,8 +329,8 @@ CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, ui
 }
 
 /* Publish a claimed cell whose stint contains both times. `next` is CSEQ_INDEXED or CSEQ_READY. Return 1 if
- * the trainer wants the cell. With `later`, the caller must then notify the trainer. A call has no samples
- * and is not measured.
+ * the trainer is waiting for the cell. With `later`, the caller must then notify the trainer. Calls have no
+ * samples and are not measured.
  * SYNC: batch visible to reader (this swap; against claim's swap, or ready's load) */
 CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int later) {
     cseq_cell *c = cseq_ring_cell(r, cell);
@@ -355,8 +356,8 @@ CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int lat
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
-/* Post a FREE cell whose fields are all written. In a queue, the cell must follow the last posted cell. This
- * does not wake runners; see cseq_gate_notify(&r->gate[0]).
+/* Post a FREE cell. All fields must be written. In a queue, the cell must follow the last posted cell. This
+ * function does not wake up runners; see cseq_gate_notify(&r->gate[0]).
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the swap) */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
@@ -366,7 +367,7 @@ CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
 
-/* Make the runners of a shared ring check this cell first, where a run of tickets starts. */
+/* Make the runners of a shared ring check this cell first, because the trainer starts to post here. */
 CSEQ_INLINE void cseq_ring_set_hints(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[0], cell);
     cseq_store_rlx_u32(&r->hint[1], cell);
@@ -381,21 +382,21 @@ CSEQ_INLINE int cseq_ring_state(const cseq_ring *r, uint32_t cell) {
     return CSEQ_STATE(cseq_load_sc_u64(&cseq_ring_cell(r, cell)->word));
 }
 
-/* Return 1 if the cell's batch may be read. SYNC: batch visible to reader */
+/* Return 1 if the batch in the cell can be read. SYNC: batch visible to reader */
 CSEQ_INLINE int cseq_ring_ready(const cseq_ring *r, uint32_t cell) {
     return cseq_ring_state(r, cell) == CSEQ_READY;
 }
 
-/* Cancel the last posted ticket of a queue. Return 1 if no runner has claimed it. The cell is then free
- * and is the next cell to post in. */
+/* Cancel the ticket that was posted last in a queue. Return 1 if no runner had claimed the ticket. The cell
+ * is then free, and the next ticket must be posted in it. */
 CSEQ_INLINE int cseq_ring_cancel_newest(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
     return CSEQ_STATE(w) == CSEQ_POSTED && cseq_cas_sc_u64(&c->word, w, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Cancel a ticket that no runner is working on. Return 1 if the cell belongs to the trainer again. In a
- * queue's round, this would leave a gap: use cseq_ring_cancel_newest. SYNC: batch visible to reader */
+/* Cancel a ticket if no runner is working on it. Return 1 if the cell belongs to the trainer again. In a
+ * queue's round, use cseq_ring_cancel_newest, which leaves no gap. SYNC: batch visible to reader */
 CSEQ_INLINE int cseq_ring_cancel(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
@@ -409,16 +410,17 @@ CSEQ_INLINE void cseq_ring_free(cseq_ring *r, uint32_t cell) {
     cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Wake all sleepers of this ring. */
+/* Wake up all sleepers of this ring. */
 CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
     for (int g = 0; g < 2; g++) cseq_gate_notify_all(&r->gate[g]);
     cseq_gate_notify_all(cseq_ring_output(r));
 }
 
-/* Repost the tickets of `owner`, which must have exited and must not be replaced yet. Write the cells into
- * `held` and return their number. Runners check the oldest cell first; a queue has only one. With a
- * `status`, publish the tickets with this status instead. An indexer's ticket loses its slot, because the
- * owner may have died before publishing it. A second repost or a lost last notification is harmless.
+/* Repost the tickets of `owner`, which must have exited and must not be replaced yet. Write the cells to
+ * `held` and return their number. Runners then check the oldest of these cells first. (A queue has only one.)
+ * With a `status`, publish the tickets with this status instead. A ticket of an indexer loses its slot,
+ * because the owner may have died before it published the slot. It is harmless if this function is called
+ * twice, or if the last notification is lost.
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held,
                                       uint32_t status) {
@@ -452,14 +454,15 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
     return count;
 }
 
-/* Return how many times the trainer was woken. The trainer reads this number before it checks for failures
- * and a close, and passes it to wait_ready. A notification in between then ends the wait immediately. */
+/* Return how many times the trainer was woken up. The trainer reads this number before it checks for failures
+ * and for a close, and passes it to wait_ready. If there is a notification in between, the wait ends
+ * immediately. */
 CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
 
-/* Sleep up to `ns` until a cell (any cell if cell < 0) may be ready. The caller must check the cell. The
- * trainer is the only sleeper here and clears `asleep` itself.
+/* Sleep for up to `ns` until a cell (any cell if cell < 0) may be ready. The caller must check the cell. The
+ * trainer is the only sleeper at this gate, and clears `asleep` itself.
  * SYNC: sleeper seen (the two swaps, then the checks; against publish's swap, then its loads) */
 CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(r);
@@ -478,7 +481,7 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
 }
 
 /* Spin before the trainer sleeps. Return 1 if one of the cells, each in a separate ring, is ready. The
- * trainer continues when the rings' crews are also parked. */
+ * trainer continues only when the crews of the rings are parked, too. */
 CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells, uint32_t count,
                                  uint32_t seen) {
     cseq_spin *s = &cseq_ring_output(rings[0])->spin;
@@ -500,8 +503,8 @@ CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells,
     return ready;
 }
 
-/* Like cseq_ring_wait_ready, but wait for one of several cells, each in a separate ring. The rings share
- * an output gate. SYNC: sleeper seen */
+/* Like cseq_ring_wait_ready, but wait for one of several cells, each in a separate ring. All rings have the
+ * same output gate. SYNC: sleeper seen */
 CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, uint32_t count,
                                     uint32_t seen, uint64_t ns) {
     cseq_gate *g = cseq_ring_output(rings[0]);
@@ -514,9 +517,9 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 
-/* Admit `count` indexers (at least 1). Indexers with higher numbers exit, and the others claim the
- * remaining tickets. An indexer that has exited can restart when the ring admits it again. Only one thread
- * may call this. If another thread closes the ring in the meantime, the ring stays closed. */
+/* Admit `count` indexers (at least 1). Indexers with higher numbers exit, and the others claim the remaining
+ * tickets. An indexer that has exited can be restarted when the ring admits it again. Only one thread can
+ * call this function. If another thread closes the ring in the meantime, the ring stays closed. */
 CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     uint32_t closed;
     do closed = cseq_load_sc_u32(&r->closed);
@@ -524,7 +527,7 @@ CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     cseq_gate_notify_all(&r->gate[0]);
 }
 
-/* Close the ring. Runners then exit when they find no ticket to claim. */
+/* Close the ring. Runners then exit when there are no more tickets to claim. */
 CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
     cseq_swap_sc_u32(&r->closed, 1);
     cseq_ring_notify_all(r);

@@ -1,4 +1,4 @@
-/* An epoch's order: the algorithm "fisher-yates-v1" of docs/inside/shuffle.md.
+/* The order of an epoch: the algorithm "fisher-yates-v1" in docs/inside/shuffle.md.
  *
  * This is a forward Fisher-Yates shuffle of a table that stores value XOR position, so zeroed memory is
  * the identity. A position is final as soon as the walk has passed it:
@@ -7,9 +7,9 @@
  *     [ 0 ................ i - 1 ][ i ......... j ......................... n - 1 ]
  *                                   \__ swap __/   j = i + bounded(n - i)
  *
- * The caller owns the memory. No function here allocates, waits or fails. Entries are 4 bytes wide, for
- * up to CSEQ_MOST_TABLED samples. Partners j are drawn up to CSEQ_AHEAD steps before their swap, and
- * their entries are prefetched. The order of the swaps is kept, so the result does not change.
+ * The caller owns the memory. None of the functions allocates, waits or fails. Entries have 4 bytes, for up
+ * to CSEQ_MOST_TABLED samples. The partners j are drawn up to CSEQ_AHEAD steps before they are swapped, and
+ * their entries are prefetched. This does not change the order of the swaps, nor the result.
  */
 #ifndef CSEQ_SHUFFLE_H
 #define CSEQ_SHUFFLE_H
@@ -33,12 +33,12 @@
 #define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
 
-/* "cseq-v1" and a zero byte as a big-endian number, and SplitMix64's step, 2^64 / golden ratio. */
+/* "cseq-v1" and a zero byte as a big-endian number, and the step of SplitMix64, 2^64 / golden ratio. */
 #define CSEQ_IV UINT64_C(0x637365712D763100)
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 /* The number of steps between a draw and its swap. */
 #define CSEQ_AHEAD 64
-/* The sizes in bytes of a table that fits into a cache, and of a page, which is zeroed as a whole. */
+/* The size in bytes of a table that fits into a cache, and of a page, which is zeroed as a whole. */
 #define CSEQ_CACHED (1u << 20)
 #define CSEQ_PAGE 4096
 #define CSEQ_MOST_TABLED (UINT64_C(1) << 32)
@@ -48,8 +48,8 @@ enum { CSEQ_PURPOSE_SHUFFLE = 1 };
 
 /* ---- 64-bit words -------------------------------------------------------------------------- */
 
-/* Return the high half of a * b. *low receives the low half. CSEQ_PORTABLE_MUL selects plain C. Without
- * the empty assembly, GCC counts down a 128-bit range in addition to the loop variable. */
+/* Return the high half of a * b, and store the low half in *low. CSEQ_PORTABLE_MUL selects plain C. Without
+ * the empty assembly, GCC would count down a 128-bit range in addition to the loop variable. */
 CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 {
 #if defined(__SIZEOF_INT128__) && !defined(CSEQ_PORTABLE_MUL)
@@ -74,7 +74,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 #endif
 }
 
-/* Perform one step of SplitMix64: increment the counter and apply the finalizer. */
+/* Execute one step of SplitMix64: increment the counter and apply the finalizer. */
 CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
 {
     v += CSEQ_GOLDEN;
@@ -83,7 +83,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
     return v ^ (v >> 31);
 }
 
-/* Return the start of the word stream for (seed, epoch, purpose). */
+/* Return the start of the stream of words for (seed, epoch, purpose). */
 static inline uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose)
 {
     return cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
@@ -107,7 +107,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_rotate(uint64_t v, int bits)
     return (v << bits) | (v >> (64 - bits));
 }
 
-/* xoshiro256++ (Blackman and Vigna, https://prng.di.unimi.it): the next word of `s`. */
+/* Return the next word of `s` (xoshiro256++ by Blackman and Vigna, https://prng.di.unimi.it). */
 CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
 {
     uint64_t word = cseq_rotate(s[0] + s[3], 23) + s[0];
@@ -121,8 +121,8 @@ CSEQ_FORCE_INLINE uint64_t cseq_next(uint64_t s[4])
     return word;
 }
 
-/* Return an unbiased number below `range` >= 1 (Lemire 2019, https://arxiv.org/abs/1805.10941). `surplus`
- * is the number of excess words, 2^64 mod range. */
+/* Return an unbiased random number below `range` >= 1 (Lemire 2019, https://arxiv.org/abs/1805.10941).
+ * `surplus` is the number of words that must be rejected, 2^64 mod range. */
 CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 {
     uint64_t low, high = cseq_multiply(cseq_next(s), range, &low);
@@ -136,18 +136,18 @@ CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-/* The xoshiro256++ generator, and the partners drawn for positions below `drawn`. The partner of position i
- * is stored at i % CSEQ_AHEAD until the walk has passed i. */
+/* The xoshiro256++ generator, and the partners that were drawn for positions below `drawn`. The partner of
+ * position i is stored at i % CSEQ_AHEAD until the walk has passed i. */
 typedef struct {
     uint64_t state[4];
     uint64_t drawn;
     uint64_t partners[CSEQ_AHEAD];
 } cseq_draws;
 
-/* An order of n samples. Positions below `position` are final. `table` has n entries of value XOR position
- * in cseq_table_pages() whole pages. Each epoch on a used table increments `generation`. `tags` contains
- * the generation that last zeroed each page. `stale` counts the pages with another tag. When `stale` is 0,
- * the table needs no checks. */
+/* An order of n samples. Positions below `position` are final. `table` has n entries of value XOR position in
+ * cseq_table_pages() whole pages. Each epoch that reuses the table increments `generation`. `tags` contains
+ * the generation in which each page was last zeroed, and `stale` is the number of pages with an older
+ * generation. If `stale` is 0, the table needs no checks. */
 typedef struct {
     uint64_t n, position;
     cseq_draws draws;
@@ -173,7 +173,7 @@ CSEQ_FORCE_INLINE void cseq_refresh(cseq_order *order, uint64_t k)
     }
 }
 
-/* Draw the partner of position `i`. Clean the partner's entry and prefetch it. */
+/* Draw the partner of position `i`. If needed, zero the page of its entry. Prefetch the entry. */
 CSEQ_FORCE_INLINE uint64_t cseq_draw(uint32_t *table, uint64_t n, uint64_t i, uint64_t state[4],
                                      cseq_order *order)
 {
@@ -186,7 +186,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_draw(uint32_t *table, uint64_t n, uint64_t i, ui
     return j;
 }
 
-/* Swap the values at i and j. Entries are value XOR position if `masked`, otherwise plain values. */
+/* Swap the values at i and j. Entries are value XOR position if `masked` is set, otherwise plain values. */
 CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64_t j)
 {
     uint32_t mask_i = masked ? (uint32_t)i : 0, mask_j = masked ? (uint32_t)j : 0;
@@ -195,8 +195,8 @@ CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64
     table[i] = at_j ^ mask_i;
 }
 
-/* Perform steps i .. end-1, with early draws up to `limit` >= `end`. Before `ahead`, each swap is paired
- * with a draw. A constant `masked` and a null `order` (no checks) are optimized away. */
+/* Execute steps i .. end-1, and draw partners up to `limit` >= `end` in advance. Before `ahead`, each swap is
+ * paired with a draw. A constant `masked` and a null `order` (no checks) are optimized away. */
 CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64_t i, uint64_t end,
                                  uint64_t limit, cseq_draws *draws, cseq_order *order)
 {
@@ -219,7 +219,7 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
 
 /* ---- an incremental order ------------------------------------------------------------------ */
 
-/* Initialize an order. `table` and `tags` must be zeroed. This function does not touch them. */
+/* Initialize an order. `table` and `tags` must be zeroed, and are not accessed. */
 static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *table, uint32_t *tags)
 {
     memset(order, 0, sizeof *order);
@@ -228,8 +228,8 @@ static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *tabl
     order->tags = tags;
 }
 
-/* Start an epoch in O(1), even on a used table, whose pages are zeroed when needed. All tags are cleared
- * only after 2^32 epochs, when old tags would look new. */
+/* Start an epoch in O(1). If the table was used before, each page is zeroed when it is needed. The tags are
+ * cleared only after 2^32 epochs, when old tags would look like new ones. */
 static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t epoch)
 {
     uint64_t pages = cseq_table_pages(order->n);
@@ -261,8 +261,8 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
     return left;
 }
 
-/* Copy the samples at positions start .. start+count-1, which must be final. The 32-bit arithmetic allows
- * compilers to vectorize the loop. */
+/* Copy the samples at positions start .. start+count-1, which must be final. With 32-bit arithmetic,
+ * compilers can vectorize the loop. */
 static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint64_t count,
                                    int64_t *out)
 {
@@ -276,7 +276,7 @@ static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint
 
 /* ---- a complete permutation ---------------------------------------------------------------- */
 
-/* Entries are plain values here, which takes one more pass but fewer operations per step. */
+/* Here, entries are plain values, which requires another pass but fewer operations per step. */
 CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
 {
     uint64_t k = 0;
@@ -287,7 +287,7 @@ CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
         result[k] = (uint32_t)k;
 }
 
-/* Perform steps i .. end-1 on a result that fits into the cache, without prefetching. */
+/* Execute steps i .. end-1 without prefetching, for a result that fits into the cache. */
 CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {
@@ -297,7 +297,7 @@ CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, s, sizeof s);
 }
 
-/* Like cseq_walk_cached, but for larger results. Early draws stop at `end`, so `state` is exact. */
+/* Like cseq_walk_cached, but for larger results. No partners are drawn beyond `end`, so `state` is exact. */
 CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {
@@ -308,8 +308,8 @@ CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, draws.state, sizeof draws.state);
 }
 
-/* Perform steps start .. end-1 of a permutation of n. When end == n, `result` is complete. Before step 0,
- * `result` may be uninitialized, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
+/* Execute steps start .. end-1 of a permutation of n. If end == n, `result` is then complete. Before step 0,
+ * `result` can be uninitialized, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
 static inline void cseq_permute(uint32_t *result, uint64_t n, uint64_t start, uint64_t end,
                                 uint64_t state[4])
 {

@@ -1,12 +1,12 @@
-/* The slot allocator: NumPy creates arrays directly in the batch's slot, transparently to the indexer.
+/* An allocator with which NumPy creates arrays directly in a batch's slot, without changes to the indexer.
  *
- * NumPy's data allocator can be replaced (NEP 49). In a worker process, the large allocations of each
- * ticket are numbered. Allocations whose numbers were part of the last batch are served from the ticket's
- * slot. All other allocations go to NumPy's own allocator.
+ * NumPy's data allocator can be replaced (NEP 49). In a worker process, the large allocations of each ticket
+ * are numbered. If the allocation with the same number was part of the last batch, the new one is served from
+ * the slot of the ticket. All other allocations are passed to NumPy's own allocator.
  *
- * Allocations in a slot are counted until they are freed, which guarantees that arrays kept by the indexer
- * are detected. In this case, the worker keeps the slot (cseq_slot_stop) and publishes a copy of the batch
- * in another slot.
+ * Allocations in a slot are counted until they are freed, so it is always detected if the indexer keeps an
+ * array. In this case, the worker keeps the slot (cseq_slot_stop) and publishes a copy of the batch in
+ * another slot.
  *
  * Only one thread at a time may use the allocator, with the GIL.
  */
@@ -20,25 +20,27 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* Allocations of fewer than CSEQ_SLOT_LEAST bytes are not numbered. A ticket has no more numbers than a word
- * has bits. In a slot, allocations are aligned to a cache line, which is as wide as any vector register. */
+/* Allocations of fewer than CSEQ_SLOT_LEAST bytes are not numbered. The numbers of a ticket are limited to
+ * the number of bits in a word. In a slot, allocations are aligned to cache lines, which are at least as wide
+ * as vector registers. */
 #define CSEQ_SLOT_LEAST 65536u
 #define CSEQ_SLOT_NUMBERED 64u
 #define CSEQ_SLOT_ALIGN 64u
 
-/* A slot, or the used part of a slot, that served allocations. `live` counts the allocations not freed yet.
- * `owner` keeps the region mapped. */
+/* A slot, or the used part of a slot, from which allocations were served. `live` is the number of allocations
+ * that are not freed yet. `owner` keeps the region mapped. */
 typedef struct {
     char *base;
     uint64_t size, live;
     void *owner;
 } cseq_region;
 
-/* `below` is NumPy's own allocator. `release` is called when an owner's region has no more allocations.
+/* `below` is NumPy's own allocator. `release` is called with the owner of a region that has no more
+ * allocations.
  *
- * While `active`, the indexer makes a batch and may allocate in `slot`, whose first `used` bytes are in
- * use. `made` are the `count` large allocations of this ticket. Bit k of `wanted` is set if number k was
- * part of the last batch. `kept` are slots of earlier tickets that are still in use. */
+ * While `active` is set, the indexer makes a batch and can allocate in `slot`, whose first `used` bytes are
+ * in use. `made` contains the `count` large allocations of this ticket. Bit k of `wanted` is set if number k
+ * was part of the last batch. `kept` contains slots of earlier tickets that are still in use. */
 typedef struct {
     cseq_allocator below;
     void (*release)(void *owner);
@@ -66,7 +68,7 @@ CSEQ_INLINE void *cseq_slot_carve(cseq_slot_allocator *p, uint64_t size) {
     return p->slot.base + offset;
 }
 
-/* Return the region that contains an address, or NULL. */
+/* Return the region that contains an address, or NULL if there is none. */
 CSEQ_INLINE cseq_region *cseq_slot_region_of(cseq_slot_allocator *p, const void *address) {
     const char *a = (const char *)address;
     if (p->slot.live && a >= p->slot.base && a < p->slot.base + p->slot.size) return &p->slot;
@@ -81,13 +83,13 @@ CSEQ_INLINE int cseq_slot_is_numbered(const cseq_slot_allocator *p, size_t size)
     return p->active && size >= CSEQ_SLOT_LEAST && p->count < CSEQ_SLOT_NUMBERED;
 }
 
-/* Number an allocation. Return its memory if the slot serves it, otherwise NULL. */
+/* Number an allocation. Return its memory if it is served from the slot, otherwise NULL. */
 CSEQ_INLINE void *cseq_slot_next(cseq_slot_allocator *p, size_t size) {
     uint32_t k = p->count++;
     return p->wanted >> k & 1 ? cseq_slot_carve(p, size) : 0;
 }
 
-/* Record the address of the last numbered allocation, or NULL if it failed. */
+/* Record the address of the last numbered allocation, which is NULL if the allocation failed. */
 CSEQ_INLINE void *cseq_slot_note(cseq_slot_allocator *p, void *made, size_t size) {
     p->made[p->count - 1].p = (char *)made;
     p->made[p->count - 1].size = made ? size : 0;
@@ -101,7 +103,7 @@ CSEQ_INLINE void *cseq_slot_malloc(void *ctx, size_t size) {
     return cseq_slot_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
 }
 
-/* The allocator below clears its own memory, because it can tell which memory is already zero. */
+/* NumPy's own allocator clears its memory itself, because it knows which memory is already zero. */
 CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     if ((size && count > (size_t)-1 / size) || !cseq_slot_is_numbered(p, count * size))
@@ -111,7 +113,8 @@ CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     return cseq_slot_note(p, made, count * size);
 }
 
-/* If the freed allocation is the slot's last, it was temporary, and the next one can reuse its memory. */
+/* If the freed allocation is the last one in the slot, the array was temporary, and the next allocation can
+ * reuse the memory. */
 CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
@@ -129,7 +132,7 @@ CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     }
 }
 
-/* Copy up to the end of the region at most, because the allocation's size is unknown. */
+/* Copy at most until the end of the region, because the size of the allocation is unknown. */
 CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
@@ -142,8 +145,8 @@ CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     return made;
 }
 
-/* Stop serving from the slot and return the number of its live allocations. If there are none, the owner
- * is released. Otherwise, the slot is kept in the space that cseq_slot_serve has reserved. */
+/* Stop serving allocations from the slot, and return the number of live allocations in the slot. If it is 0,
+ * the owner is released. Otherwise, the slot is added to `kept`, where cseq_slot_serve has reserved space. */
 CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     cseq_region left = p->slot;
     memset(&p->slot, 0, sizeof p->slot);
@@ -157,8 +160,8 @@ CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     return left.live;
 }
 
-/* Serve the next allocations from an empty slot without live allocations. Return 0 or an errno. After an
- * errno, the caller keeps `owner`. */
+/* Serve the next allocations from a slot that contains no live allocations. Return 0 or an errno. If this
+ * fails, the caller keeps `owner`. */
 CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t size, void *owner) {
     if (p->kept_count == p->kept_room) {
         uint32_t room = p->kept_room ? 2 * p->kept_room : 16;
@@ -177,15 +180,15 @@ CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t siz
     return 0;
 }
 
-/* Return 1 if an earlier ticket's slot that is mapped at `base` has live allocations. */
+/* Return 1 if the slot of an earlier ticket is mapped at `base` and contains live allocations. */
 CSEQ_INLINE int cseq_slot_holds(const cseq_slot_allocator *p, const void *base) {
     for (uint32_t k = 0; k < p->kept_count; k++)
         if (p->kept[k].base == (const char *)base) return 1;
     return 0;
 }
 
-/* Mark the allocation that contains this address, which is part of the batch, as wanted next time. The
- * latest allocation counts, because an earlier one may have been freed. */
+/* Mark the allocation that contains this address, which is part of the batch, as wanted next time. If there
+ * are several, use the latest, because earlier allocations may have been freed. */
 CSEQ_INLINE void cseq_slot_learn(cseq_slot_allocator *p, const void *address, uint64_t *wanted) {
     const char *a = (const char *)address;
     for (uint32_t k = p->count; k-- > 0;) {

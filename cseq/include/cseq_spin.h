@@ -1,25 +1,25 @@
 /* Spinning: an idle party watches the ring for a limited time before it sleeps.
  *
- * A wake-up takes longer than a quick batch, and it delays the party that causes it. After spinning fails, up
- * to 256 further attempts are skipped, so spinning costs little where it does not help (with long batches or
- * more parties than cores). The trainer and one runner of each stage spin.
+ * A wake-up takes longer than a quick batch, and delays the party that causes it. If spinning fails, up to
+ * 256 attempts are skipped. Spinning is therefore cheap even if it does not help, as with long batches or
+ * more parties than cores. The trainer and one runner of each stage spin.
  *
- * Threads that share a GIL alternate. A thread that wakes up while another thread has the GIL sleeps again
- * to wait for the GIL. Both sides therefore release the GIL to wait, and do not disturb each other:
+ * Threads that share a GIL alternate. If a thread wakes up while another thread has the GIL, it must sleep
+ * again. Both sides therefore release the GIL while they wait, and do not disturb each other:
  *
  *   trainer    continues when its batch is ready and the whole crew is `parked`
  *   a runner   claims when there is a ticket and the trainer waits
  *
- * No result depends on spinning, because a party eventually stops spinning and sleeps. All words are
- * hints. Wrong values cost only time.
+ * No result depends on spinning, because every party eventually stops spinning and sleeps. All words are
+ * hints. Wrong values only cost time.
  */
 #ifndef CSEQ_SPIN_H
 #define CSEQ_SPIN_H
 
 #include "cseq_atomic.h"
 
-/* `who` is the owner that is spinning, or 0. After a failure, the next 2^doubt attempts are skipped.
- * `rest` is the number of attempts left to skip. */
+/* `who` is the owner that is spinning, or 0. After a failure, the next 2^doubt attempts are skipped. `rest`
+ * is the number of attempts that are still to be skipped. */
 typedef struct {
     uint32_t who, doubt, rest;
 } cseq_spin;
@@ -30,7 +30,7 @@ CSEQ_INLINE int cseq_spin_may(cseq_spin *s) {
     return rest == 0;
 }
 
-/* Record the outcome of spinning. One failure outweighs two successes. */
+/* Record whether spinning helped. One failure outweighs two successes. */
 CSEQ_INLINE void cseq_spin_tell(cseq_spin *s, int worth) {
     uint32_t doubt = cseq_load_rlx_u32(&s->doubt);
     if (worth) {

@@ -1,17 +1,18 @@
-/* Turns, which make threads with quick batches that need the GIL work one at a time.
+/* Turns: threads whose batches are quick and need the GIL work one at a time.
  *
- * Two such threads interrupt each other in the middle of a batch: at each call that releases the GIL, and
- * whenever one of them sleeps. With turns, a thread processes all tickets of its queue while the others
- * wait without the GIL. The thread leaves its turn when no ticket is left. Only then does it wake the
+ * Without turns, such threads interrupt each other in the middle of a batch: at each call that releases the
+ * GIL, and whenever a thread sleeps. With turns, a thread processes all tickets of its queue while the others
+ * wait without the GIL. When no ticket is left, the thread leaves its turn. Only then does it wake up the
  * trainer, which also needs the GIL.
  *
  * Whether this is faster depends on the user's code, so the trainer runs trials. It measures CSEQ_TRIAL
- * batches in both modes and keeps the better mode. It retries the other mode later, and waits for twice as
- * many batches each time that mode loses. The trainer measures the time between two of its sleeps, but only
- * if it sleeps for most of that time. Otherwise, the loop determines the time.
+ * batches in both modes and keeps the faster mode. Later, it tries the other mode again. Each time the other
+ * mode loses, the trainer waits twice as long before the next trial. The trainer measures the time from one
+ * of its sleeps to the next, but only if it sleeps for most of this time. Otherwise, the loop determines the
+ * time.
  *
- * No result depends on turns. A thread waits up to CSEQ_PATIENCE for its turn, because user code may wait
- * for another thread. All words are hints. Wrong values cost only time.
+ * No result depends on turns. A thread waits for its turn for up to CSEQ_PATIENCE, because user code may wait
+ * for another thread. All words are hints. Wrong values only cost time.
  *
  *   word                        written by
  *   on                          the trainer
@@ -24,17 +25,18 @@
 
 #include "cseq_wait.h"
 
-/* The maximum time in ns that a runner waits for its turn, and the maximum time per batch in its thread
- * for which turns are used. */
+/* The maximum time in ns that a runner waits for its turn, and the maximum time per batch in a thread for
+ * which turns are tried. */
 #define CSEQ_PATIENCE 2000000
 #define CSEQ_QUICK 6000000
-/* The number of batches in a measurement, and the maximum number of measurements between two trials. */
+/* The number of batches per measurement, and the maximum number of measurements between two trials. */
 #define CSEQ_TRIAL 64
 #define CSEQ_RARELY 256
 
-/* During a `trial`, the current mode is being tried, and `cost` is the other mode's cost in ns per batch.
- * `left` is the number of measurements until the next trial, and `between` the number between two trials. The
- * trainer last woke up at `awake_ns`, after `taken` batches. This measurement has `count` batches in `ns`. */
+/* If `trial` is set, the current mode is being tried, and `cost` is the cost of the other mode in ns per
+ * batch. `left` is the number of measurements until the next trial, and `between` is the number between two
+ * trials. The trainer last woke up at `awake_ns`, after it had received `taken` batches. The current
+ * measurement covers `count` batches in `ns`. */
 typedef struct {
     uint32_t on, holder, waiters;
     char pad[CSEQ_LINE - 12];
@@ -44,7 +46,7 @@ typedef struct {
     uint64_t ns, count, cost;
 } cseq_turns;
 
-/* Wait, without the GIL, for the runner's turn.
+/* Wait for the turn of the runner, without the GIL.
  * SYNC: turn seen (the count of waiters, then the compare-and-swap; against cseq_turns_leave) */
 CSEQ_INLINE void cseq_turns_enter(cseq_turns *t, uint32_t runner) {
     if (!cseq_load_rlx_u32(&t->on) || cseq_cas_sc_u32(&t->holder, 0, runner)) return;
@@ -70,8 +72,9 @@ CSEQ_INLINE void cseq_turns_leave(cseq_turns *t, uint32_t runner) {
     if (cseq_load_sc_u32(&t->waiters)) cseq_wake(&t->holder, 0);
 }
 
-/* Record that the trainer slept from `before` to `awake` and has received `taken` batches in total. If the
- * trainer was awake for most of the time since its last sleep, it was using a batch or doing other work. */
+/* Record that the trainer slept from `before` to `awake`, and has received `taken` batches in total. If the
+ * trainer was awake for most of the time since its last sleep, it was using a batch or doing other work, and
+ * the time does not count. */
 CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake, uint64_t taken) {
     const uint64_t ns = awake - t->awake_ns, count = taken - t->taken;
     t->awake_ns = awake;

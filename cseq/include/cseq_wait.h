@@ -1,17 +1,19 @@
-/* Sleeping on a 32-bit word, and waking the sleepers.
+/* Functions to sleep on a 32-bit word and to wake up the sleepers.
  *
  *   cseq_wait(word, seen, ns, shared)  sleeps while *word == seen, for up to ns nanoseconds;
  *                                      spurious returns are possible
- *   cseq_wake(word, shared)            wakes all sleepers on word
+ *   cseq_wake(word, shared)            wakes up all sleepers on word
  *
- * With `shared`, the word is in memory shared between processes, any of which may sleep on it. Otherwise, the
- * sleepers are threads of this process, which is cheaper. Windows can wake only threads by address.
+ * With `shared`, the word is in memory that is shared between processes, and any of them can sleep on it.
+ * Otherwise, all sleepers are threads of this process, which is cheaper. On Windows, wake-ups by address only
+ * work for threads.
  *
- * There is one branch per system: the Linux futex, os_sync_wait_on_address on macOS 14.4 if available
- * at run time, and WaitOnAddress on Windows for threads. Elsewhere, naps poll the word. The nap code is
- * compiled everywhere, and `cseq_wait_nap = 1` selects it, so it can be tested on Linux.
+ * There is an implementation for each system: the futex on Linux, os_sync_wait_on_address on macOS 14.4 if it
+ * is available at run time, and WaitOnAddress on Windows for threads. In all other cases, the word is polled
+ * between naps. The code for naps is compiled everywhere, and `cseq_wait_nap = 1` selects it, so it can be
+ * tested on Linux.
  *
- * Callers limit ns, so a wake-up lost with a dying process costs one bounded sleep.
+ * Callers limit ns. If a process dies before it wakes up the sleepers, they wake up after this time.
  */
 #ifndef CSEQ_WAIT_H
 #define CSEQ_WAIT_H
@@ -36,15 +38,15 @@
 #include <sys/syscall.h>
 #endif
 #if defined(__APPLE__)
-/* These functions are declared here and linked weakly, because some target systems do not have them. */
+/* These functions are linked weakly, because some of the supported systems do not have them. */
 extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32_t, uint32_t,
                                                 uint64_t) __attribute__((weak_import));
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
 #endif
 
 #if defined(_WIN32)
-/* These functions have existed since Windows 8. They are looked up at run time in kernelbase.dll, which every
- * process has loaded, because toolchains differ in the import library for them. */
+/* These functions exist since Windows 8. They are looked up at run time in kernelbase.dll, which every
+ * process has loaded, because their import library differs between toolchains. */
 typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
 typedef void(WINAPI *cseq_wake_function)(void *);
 
@@ -54,17 +56,18 @@ CSEQ_INLINE FARPROC cseq_find_function(const char *name) {
 }
 #endif
 
-/* If 1, always nap. The value is set once before any wait. */
+/* If this is 1, always nap. The value is set once, before any wait. */
 static int cseq_wait_nap = 0;
 
-/* Nap if CSEQ_WAIT=nap is set in the environment. Each module that waits or wakes calls this on import. */
+/* Nap if CSEQ_WAIT=nap is set in the environment. Each module that waits or wakes calls this function when it
+ * is imported. */
 CSEQ_INLINE void cseq_wait_choose(void) {
     const char *how = getenv("CSEQ_WAIT");
     cseq_wait_nap = how != 0 && strcmp(how, "nap") == 0;
 }
 
-/* Return nanoseconds on a monotonic clock. CLOCK_UPTIME_RAW on macOS stops during suspend, as does
- * CLOCK_MONOTONIC on Linux. */
+/* Return the time in nanoseconds on a monotonic clock. Like CLOCK_MONOTONIC on Linux, CLOCK_UPTIME_RAW on
+ * macOS stops while the system is suspended. */
 CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #if defined(_WIN32)
     LARGE_INTEGER count, rate;
@@ -83,7 +86,7 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #endif
 }
 
-/* In a loop that watches a word, yield to this core's other hardware thread. */
+/* Yield to the other hardware thread of this core, in a loop that watches a word. */
 CSEQ_INLINE void cseq_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -94,8 +97,8 @@ CSEQ_INLINE void cseq_pause(void) {
 #endif
 }
 
-/* Sleep for `ns`. A signal ends the sleep early, as intended. On Windows, Sleep has ticks of up to 16 ms.
- * A timer with flag 2, HIGH_RESOLUTION (Windows 10, 1803), is more precise. */
+/* Sleep for `ns`. A signal ends the sleep early, which is intended. On Windows, Sleep has ticks of up to 16
+ * ms, so use a timer with flag 2, HIGH_RESOLUTION (Windows 10, 1803), which is more precise. */
 CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #if defined(_WIN32)
     HANDLE timer = CreateWaitableTimerExW(0, 0, 2, TIMER_ALL_ACCESS);
@@ -114,7 +117,8 @@ CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #endif
 }
 
-/* Nap for 20 us, doubled up to 2 ms. The wait overruns by about a tenth of the time slept. */
+/* Poll the word between naps of 20 us at first and 2 ms at most. The wait ends late by about a tenth of the
+ * time slept. */
 CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t ns) {
     uint64_t nap = 20000, slept = 0;
     while (slept < ns && cseq_load_acq_u32(word) == seen) {
@@ -133,7 +137,7 @@ CSEQ_INLINE void cseq_wait(uint32_t *word, uint32_t seen, uint64_t ns, int share
         struct timespec t;
         t.tv_sec = (time_t)(ns / 1000000000u);
         t.tv_nsec = (long)(ns % 1000000000u);
-        /* After EAGAIN (the word changed), EINTR (a signal) and ETIMEDOUT, the caller checks again. */
+        /* After EAGAIN (the word has changed), EINTR (a signal) and ETIMEDOUT, the caller checks again. */
         syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, seen, &t, 0, 0);
         return;
 #elif defined(__APPLE__)
