@@ -468,7 +468,7 @@ cdef class SlotAllocator:
         return cseq_slot_arrays.slot.live
 
     def serve(self, Mapping slot not None, uint64_t nbytes):
-        """Start to number large allocations, and serve the wanted ones from this slot of `nbytes` bytes."""
+        """Start numbering large allocations, and serve the wanted ones from this slot of `nbytes` bytes."""
         if cseq_slot_arrays.slot.live:
             raise RuntimeError(f"{cseq_slot_arrays.slot.live} arrays lie in the previous slot: stop first")
         if nbytes > <uint64_t>slot.size:

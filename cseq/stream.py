@@ -62,7 +62,7 @@ class Streams:
         The number of worker processes that can die and be replaced per epoch.
     timeout : float, optional
         The number of seconds that an item or a call can take before `on_timeout` applies. The time
-        starts when the worker begins or when the loop starts to wait, whichever is later. A worker
+        starts when the worker begins or when the loop starts waiting, whichever is later. A worker
         can take ten times as long to start.
     on_timeout : 'raise' or 'restart'
         Whether to raise `WorkerTimeout`, or to replace the worker and retry.

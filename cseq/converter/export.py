@@ -1,7 +1,7 @@
 """Transfers batches from the CUDA memory of converter processes to the trainer.
 
-A converter pickles a batch with the reductions of torch, which replace tensors on the device by
-handles to their memory. A reference count of torch keeps this memory alive until the handle has
+A converter pickles a batch with torch's reductions, which replace tensors on the device by
+handles to their memory. A reference count in torch keeps this memory alive until the handle has
 been opened and the tensor has been dropped. For this reason, each pickle is read only once, and its
 tensors are cloned immediately.
 """

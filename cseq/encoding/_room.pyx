@@ -34,7 +34,7 @@ KEEPS = 3
 cdef class Room:
     """The slot that a batch is written to, which can grow, and in which arrays can be allocated.
 
-    A worker takes a slot when it starts to work on a ticket, and publishes the slot with the batch. If
+    A worker takes a slot when it starts working on a ticket, and publishes the slot with the batch. If
     arrays in the slot are still alive at this point, the worker keeps the slot, and publishes a copy of
     the batch in another slot. The kept slot is freed when there are no more live arrays in it. As long as
     a worker keeps several slots, it does not make arrays in slots.

@@ -45,7 +45,7 @@ PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 # Prefixes of the file names in cseq's tracebacks. Compiled code has no absolute path.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
-# Messages of sqlite3, fsspec and LMDB about objects that were opened in another process or thread.
+# Messages from sqlite3, fsspec and LMDB about objects opened in another process or thread.
 UNSHARED = (
     "created in a thread can only be used in that same thread",
     "This class is not fork-safe",
@@ -104,7 +104,7 @@ def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackTy
 
 
 def shorten(error: BaseException) -> None:
-    """Strip leading frames of cseq from a traceback, or only the feed's if all belong to cseq."""
+    """Strip cseq's leading frames from a traceback, or only the feed's if all belong to cseq."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 

@@ -85,7 +85,7 @@ cdef class Feed:
     decoder : Decoder
     pool : Pool
         ``await_next()`` calls `advance` and `wait`, and returns when the next ticket is ready. It
-        raises the errors of workers, and StopIteration if there are no more tickets.
+        raises errors from workers, and StopIteration if there are no more tickets.
         ``decode(ring_number, cell, status, slot, capacity, record)`` returns (batch, None), or
         (None, error) if a worker published an exception. It may also raise. ``describe(ring_number,
         cell, error)`` returns the exception to raise in the loop, and the entry for `skipped`.

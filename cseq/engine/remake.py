@@ -30,7 +30,7 @@ class Remade(NamedTuple):
     Attributes
     ----------
     batch : object
-        The batch, in the form in which the loop receives it.
+        The batch, exactly as the loop receives it.
     indices : numpy.ndarray
         The indices of the samples in the batch, as int64.
     seconds : float

@@ -122,7 +122,7 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Set the worker, as Ray drops arguments of a constructor. Return the PID and the node."""
+        """Set the worker (Ray would drop constructor arguments). Return the PID and the node."""
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "

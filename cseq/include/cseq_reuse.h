@@ -115,7 +115,7 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
     if (p) r->below.free(r->below.ctx, p, room);
 }
 
-/* Count a thread that starts or stops to make arrays. The last thread frees all blocks. This function waits
+/* Count a thread that starts or stops making arrays. The last thread frees all blocks. This function waits
  * for the lock, which is safe because the holder does not need the interpreter. */
 CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     while (!cseq_reuse_try(r)) {

@@ -367,7 +367,7 @@ CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
 
-/* Make the runners of a shared ring check this cell first, because the trainer starts to post here. */
+/* Make the runners of a shared ring check this cell first, because the trainer starts posting here. */
 CSEQ_INLINE void cseq_ring_set_hints(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[0], cell);
     cseq_store_rlx_u32(&r->hint[1], cell);

@@ -128,7 +128,7 @@ def unasked(dataset: Any) -> DatasetIndexer:
 
 
 def refuse_iterable(dataset: object, subject: str) -> None:
-    """Reject iterable-style data sets of torch and their classes. Their ``__getitem__`` raises."""
+    """Reject torch's iterable-style data sets and their classes. Their ``__getitem__`` raises."""
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(

@@ -192,7 +192,7 @@ class Meters:
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
     def since(self, earlier: Meters) -> Meters:
-        """Return the growth since `earlier`, which must be empty or from the same run."""
+        """Return the increase since `earlier`, which must be empty or from the same run."""
         if not len(earlier.runners):
             return self
         added = copy(self)

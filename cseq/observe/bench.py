@@ -52,7 +52,7 @@ class Made(NamedTuple):
     """A description of the loader that ``make()`` has returned.
 
     `text` is a one-line description. `kinds` contains the rows to measure. In the row `current`,
-    the loader is not changed. The DataLoaders of torch and cseq use `workers` workers.
+    the loader is not changed. Both torch's and cseq's DataLoader use `workers` workers.
     """
 
     text: str
@@ -75,7 +75,7 @@ class Figures(NamedTuple):
     first : float or None
         The time from ``iter()`` to the first batch in seconds.
     advice : str
-        The advice of cseq for a loop with this time per step.
+        The advice that cseq gives for a loop with this time per step.
     error : str
         The reason why the measurement has failed or was not completed.
     """
@@ -319,7 +319,7 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Describe how much faster the loop would be if data were free, and the advice of cseq.
+    """Describe how much faster the loop would be if data were free, and what cseq advises.
 
     `current` is the row in which the loader from ``make()`` is not changed.
     """

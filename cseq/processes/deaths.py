@@ -39,9 +39,9 @@ class Deaths:
     budget : int
         The maximum number of replacements per epoch.
     unit, advice : str
-        A noun for a ticket in messages ('batch'), and what to do if workers die of a ticket.
+        A noun for a ticket in messages ('batch'), and advice for tickets that kill workers.
     lost : str
-        A text to add to the log message when a worker is replaced.
+        Text to add to the log message when a worker is replaced.
     fails : bool
         If True, and workers die of a batch, it is replaced by a `WorkerDied` and the run continues.
     """
@@ -124,7 +124,7 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Return a text for messages if there were new out-of-memory kills."""
+        """Return text for a message if there were new out-of-memory kills."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

@@ -103,7 +103,7 @@ def _reducers() -> Reducers:
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a storage of torch. If it is in shared memory, the workers share it."""
+    """Reduce a torch storage. If it is in shared memory, the workers share it."""
     strategy: str = sys.modules["torch"].multiprocessing.get_sharing_strategy()
     is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
     if not is_file or strategy != "file_descriptor":

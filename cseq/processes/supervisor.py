@@ -198,7 +198,7 @@ class Supervisor:
         Raises
         ------
         OSError
-            If a worker cannot be forked. Errors of other start methods are not raised here.
+            If a worker cannot be forked. Errors from other start methods are not raised here.
         """
         if not self._wanted.wait(0):
             self._launcher.context = contextvars.copy_context()
@@ -208,7 +208,7 @@ class Supervisor:
             # This process must not be forked while this thread imports a module or holds a lock,
             # because the child would wait forever. See `_staff`.
             self._launched.wait()
-        # Exceptions of workers are always raised in the loop, even if they occur early.
+        # Exceptions from workers are always raised in the loop, even if they occur early.
         if self._ended.wait(0):
             self.check()
 
@@ -478,7 +478,7 @@ class Supervisor:
         """Return the current workers.
 
         This needs no lock, because only the supervisor thread changes the dict, and it is copied by
-        a single call of C code.
+        a single call to C code.
         """
         return list(self._workers.values())
 
@@ -515,7 +515,7 @@ class Supervisor:
     def resize(self, count: int) -> None:
         """Change the number of workers to `count` (at least 1). Start new workers if necessary.
 
-        If there are too many workers, some of them exit after a call of `Ring.fit`.
+        If there are too many workers, some of them exit after a call to `Ring.fit`.
         """
         if count != self._active:
             self._active = count
@@ -588,7 +588,7 @@ class Supervisor:
 
 
 def _other_threads(caller: int) -> str:
-    """Name threads that a fork would not copy, except for `caller`, this thread and cseq's own."""
+    """Describe the threads that a fork would not copy. Omit `caller`, this one and cseq's own."""
     threads = threading.enumerate()
     pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())

@@ -207,7 +207,7 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 
 
 class WorkerProcess:
-    """A worker process, from the view of the trainer.
+    """A worker process, as the trainer sees it.
 
     Attributes
     ----------

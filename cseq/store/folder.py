@@ -50,7 +50,7 @@ class Folder:
     """
 
     argument = "folder"
-    # A text to add to the error message about different contents.
+    # Text to add to the error message about different contents.
     remedy = ""
     _here: ClassVar[weakref.WeakValueDictionary[str, Folder]] = weakref.WeakValueDictionary()
     _opening = threading.RLock()

@@ -295,7 +295,7 @@ def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
 
 
 def _pickled(store: Any) -> bytes | None:
-    """Pickle a store, which may contain functions of the user."""
+    """Pickle a store, which may contain user functions."""
     if store is None:
         return None
     import cloudpickle

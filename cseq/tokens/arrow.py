@@ -109,7 +109,7 @@ def read(path: str, columns: list[str]) -> Any:
         there = pq.read_schema(path).names
         return pq.read_table(path, columns=[name for name in columns if name in there])
     except (pa.ArrowInvalid, OSError) as error:
-        # Errors of the operating system have an errno, and already name the file.
+        # Errors from the operating system have an errno, and already name the file.
         if getattr(error, "errno", None) is not None:
             raise
         remedy = "pass a Parquet file, or write this one again"

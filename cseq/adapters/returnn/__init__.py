@@ -170,7 +170,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._max_restarts = max_restarts
         self._timeout = timeout
         self._on_timeout = on_timeout
-        # Cached answers of the wrapped dataset.
+        # Cached answers from the wrapped dataset.
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()

@@ -81,7 +81,7 @@ class _Collating:
     """A wrapper around a user's collate function that intercepts torch functions.
 
     This is necessary because torch's allocator, unlike numpy's, cannot be replaced. It costs a few
-    microseconds per call of a torch function. As long as this does not place any tensors in the
+    microseconds per call to a torch function. As long as this does not place any tensors in the
     slot, only one in `EVERY` batches is intercepted.
     """
 

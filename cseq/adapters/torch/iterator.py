@@ -40,7 +40,7 @@ INTERRUPTED = (
     "this iterator's epoch is over: its workers were closed, or they belong to the process that "
     "forked this one; call iter() of the DataLoader again"
 )
-# A placeholder for the exception of a batch that is skipped.
+# A placeholder for the exception of a skipped batch.
 LEFT_OUT = Exception()
 
 
@@ -255,7 +255,7 @@ class LoaderIterator(names.Workers):
             )
             for number in range(len(progress.counts))
         ]
-        # The data set is still in the state in which the previous epoch left it.
+        # The data set is still in the state that the previous epoch left behind.
         if self._shares_state and resume is None:
             dataset: Any = self._dataset
             progress.states = [dumps({"dataset": dataset.state_dict(), "made": 0})]

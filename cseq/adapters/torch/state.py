@@ -127,7 +127,7 @@ def _none() -> None:
 
 
 def _from_3(state: State) -> State:
-    """Convert a state of version 3, which stores the states of generators as tensors."""
+    """Convert a state of version 3, which stores generator states as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):

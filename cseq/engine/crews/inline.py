@@ -40,7 +40,7 @@ class InlineIndexing(indexer.Indexing):
     end_copy = staticmethod(lambda _: None)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception of the indexer. Raise it directly if it must end the program."""
+        """Publish an exception from the indexer. Raise it directly if it must end the program."""
         if failure.ends_program(error):
             raise error
         if isinstance(error, RecursionError) and is_deep():

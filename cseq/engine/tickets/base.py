@@ -91,7 +91,7 @@ class Tickets:
         raise NotImplementedError
 
     def note_wait(self) -> None:
-        """Record that the loop starts to wait."""
+        """Record that the loop starts waiting."""
 
     def open(self) -> None:
         """Start the crew. If this is interrupted, `Pool.close` stops the crew."""

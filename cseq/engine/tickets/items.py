@@ -41,7 +41,7 @@ class Naming(NamedTuple):
     unit : str
         A noun for an item.
     lost : str
-        A text to add to the log message when a worker is replaced.
+        Text to add to the log message when a worker is replaced.
     samples : callable, optional
         ``samples(key)`` returns the number of samples in an item, for `stats`. By default, it is 1.
     interrupted : str
@@ -124,7 +124,7 @@ class Items(Tickets):
     # -- waiting
 
     def note_wait(self) -> None:
-        """Record that the loop starts to wait, which is when times for `working` start."""
+        """Record that the loop starts waiting, which is when times for `working` start."""
         self._idle, self._wait_began = {}, now_ns()
 
     def working(self, awaited: Awaited | None) -> Working:
@@ -230,7 +230,7 @@ class Items(Tickets):
                 name = f"the beginning of epoch {self._epoch - 1}"
                 posts = [self.post_call(worker, None, name) for worker in range(self.num_workers)]
             feed.refill()
-            # This raises the exception of the iterator of keys, if there is one.
+            # This raises the exception from the key iterator, if there is one.
             source.finish()
             for ring in self.pool.rings:
                 ring.wake()

@@ -61,7 +61,7 @@ def begin_as_copy(
         _measure_as(is_measured())
         own_offsets()
         system.limit_threads(threads)
-        # Otherwise, garbage collection would copy all pages with objects of the trainer.
+        # Otherwise, garbage collection would copy all pages that contain the trainer's objects.
         gc.freeze()
         atexit._clear()
         signal.set_wakeup_fd(-1)
@@ -228,7 +228,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# Pools of Joblib are kept alive, because their finalizers would wait for threads that do not exist.
+# Joblib's pools are kept alive, because their finalizers would wait for threads that do not exist.
 _inherited: list[Any] = []
 
 
@@ -248,7 +248,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
-    """Report an exception of the entry function, and return the exit code of the worker."""
+    """Report an exception from the entry function, and return the exit code of the worker."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
     if isinstance(error, ConnectionError) and _hung_up(sock):

@@ -39,7 +39,7 @@ def _close_private() -> None:
     _private.clear()
 
 
-# Any thread of the user may fork, so the guard is acquired before a fork, and released after it, in
+# Any user thread may fork, so the guard is acquired before a fork, and released after it, in
 # C code. In Python code, a signal handler could raise before the guard is released, and the thread
 # that starts workers would wait forever. In a child process, the guard is free.
 if hasattr(os, "register_at_fork"):

@@ -1,4 +1,4 @@
-"""Fork servers, from the view of the trainer, and the launcher that uses them.
+"""Fork servers, as the trainer sees them, and the launcher that uses them.
 
 ::
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SERVER = "cseq.processes.launcher.server"
-# How long a server may take to start, as it may read torch from a slow network disk, and how often
+# How long a server can take to start (it may load torch from a slow network disk), and how often
 # a thread that waits for a server checks it, in seconds.
 START, LOOK = 120.0, 0.25
 REASONS = {
@@ -68,7 +68,7 @@ in_forked_children(_forget_servers)
 
 
 class ForkServer:
-    """A fork server process, from the view of the trainer."""
+    """A fork server process, as the trainer sees it."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         self.has: set[str] = set()

@@ -42,7 +42,7 @@ PAUSE = 0.001
 
 
 class Child:
-    """A child process, from the view of the trainer.
+    """A child process, as the trainer sees it.
 
     `gone` and `status` reap the process, and set `ended` and `code`. They are only called by
     threads that watch workers, because the exit status would be lost if a signal handler raised in
