@@ -378,7 +378,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """Create a section of `nbytes` zeros on Windows, and return its handle for a `Descriptor`."""
+    """Create a section of `nbytes` zeros on Windows and return its handle for a `Descriptor`."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -490,7 +490,7 @@ cdef class SlotAllocator:
         cseq_slot_arrays.wanted = wanted
 
     def stop(self):
-        """Stop using the slot, and return the number of arrays that still exist in it."""
+        """Stop using the slot and return the number of arrays that still exist in it."""
         return cseq_slot_stop(&cseq_slot_arrays)
 
     def holds(self, Mapping slot not None):

@@ -99,7 +99,7 @@ cdef class Runner:
         return True
 
     cdef void pause(self) noexcept nogil:
-        """Leave the turn, and notify the trainer if this was put off."""
+        """Leave the turn and notify the trainer if this was put off."""
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
@@ -143,7 +143,7 @@ cdef class Runner:
         cseq_ring_repost(self.r, self.owner, &cell, 0)
 
     cdef void poll(self) noexcept:
-        """Read the system counters, and measure how long a thread waits for the GIL."""
+        """Read the system counters and measure how long a thread waits for the GIL."""
         cdef uint32_t word = 0
         cdef uint64_t awake
         cdef bint shared = self.r.gate[0].shared

@@ -34,11 +34,11 @@ __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
 # The name of the threads that close runs whose owner was garbage collected.
 NAME = "cseq-close"
-# How long interpreter exit waits at most for runs that are closing and threads that make a batch.
+# The maximum time that interpreter exit waits for closing runs and threads that make a batch.
 EXIT_SECONDS = 15.0
-# How long interpreter exit then waits at most for pending log records.
+# The maximum time that interpreter exit then waits for pending log records.
 LOG_SECONDS = 2.0
-# How long `close` waits at most for a call in another thread.
+# The maximum time that `close` waits for a call in another thread.
 LOCK_SECONDS = 5.0
 
 K = TypeVar("K", bound="Tickets")
@@ -185,7 +185,7 @@ def await_closings(seconds: float) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all runs at interpreter exit, and wait for runs that other threads are closing."""
+    """Close all runs at interpreter exit and wait for runs that other threads are closing."""
     end_daemons()
     deadline = time.monotonic() + HURRY
     for run in list(_runs):

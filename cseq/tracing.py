@@ -51,7 +51,7 @@ _present: Trace | None = None
 
 
 def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
-    """Record the events of every batch inside a ``with`` statement, and write the trace on exit.
+    """Record the events of every batch inside a ``with`` statement and write the trace on exit.
 
     The trace covers all managers, loaders and streams in this process, even if they were started
     before the trace. Open the file at https://ui.perfetto.dev or in chrome://tracing.

@@ -137,7 +137,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         )
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """Start new workers, and iterate from the current position.
+        """Start new workers and iterate from the current position.
 
         The end of the data is signaled by StopIteration. The trainer converts this exception to a
         DataloaderExhaustedError, and it is the only exception that the validator handles.

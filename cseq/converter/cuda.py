@@ -47,7 +47,7 @@ class CudaConverter:
         self._lane = Lane(output.device)
 
     def convert(self, batch: Batch) -> Transfer:
-        """Start to copy a batch, and keep its memory alive until it has been copied.
+        """Start copying a batch and keep its memory alive until it has been copied.
 
         If there is an error, copies that have been started are completed.
         """

@@ -50,7 +50,7 @@ class Lane:
         return bool(tensor.is_pinned())
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor to the device, without waiting."""
+        """Start copying a tensor to the device, without waiting."""
         return tensor.to(self._device, non_blocking=True)
 
     def record(self, read: list[Tensor]) -> Event:
@@ -66,7 +66,7 @@ class Lane:
         return event
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
-        """Make the current stream wait for an event, and mark tensors as used by this stream.
+        """Make the current stream wait for an event and mark tensors as used by this stream.
 
         Otherwise, if the user drops a tensor while kernels are still reading it, the next copies of
         the lane could overwrite the tensor.

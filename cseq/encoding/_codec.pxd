@@ -46,10 +46,10 @@ cdef class ObjectTable:
     cdef Py_ssize_t cells
     cdef int check(self, Py_ssize_t entry) except -1
     cdef inline object put(self, Py_ssize_t entry, object value):
-        """Store an object, and return the previous one."""
+        """Store an object and return the previous one."""
         return cseq_exchange(self.items + STRIDE * entry, value)
     cdef inline PyObject* take_object(self, Py_ssize_t entry) noexcept:
-        """Store None, and return the previous object as an owned reference."""
+        """Store None and return the previous object as an owned reference."""
         return cseq_take(self.items + STRIDE * entry)
     cdef inline object get(self, Py_ssize_t entry):
         return <object>self.items[STRIDE * entry]

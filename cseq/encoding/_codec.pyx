@@ -79,7 +79,7 @@ cdef class Encoder:
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cdef Plan find_plan(self, batch):
-        """Find the plan of a batch, and set `arrays` and `objects`. Return None if no plan matches."""
+        """Find the plan of a batch and set `arrays` and `objects`. Return None if no plan matches."""
         cdef list plans = self.plans
         cdef list arrays = self.arrays
         cdef list objects = None
@@ -152,7 +152,7 @@ cdef class Encoder:
         return f[0], f[1], f[2], f[3]
 
     cdef int write_batch(self, object batch, uint64_t* record) except -1:
-        """Implement `encode`, and store the result in `record`."""
+        """Implement `encode` and store the result in `record`."""
         cdef Plan plan
         cdef list arrays
         cdef bytes pickled = None
@@ -179,7 +179,7 @@ cdef class Encoder:
         return 0
 
     cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
-        """Implement `encode_parts`, and store the result in `record`."""
+        """Implement `encode_parts` and store the result in `record`."""
         cdef Room room = self.room
         cdef Py_ssize_t base = room.reserve(0) if room.target is not None else aligned(room.used)
         cdef Py_ssize_t end = base
@@ -243,7 +243,7 @@ cdef inline void set_word(int64_t* word, int64_t value) noexcept:
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
-    """Copy an array to the location in its layout, and cast it if necessary."""
+    """Copy an array to the location in its layout and cast it if necessary."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
     if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
@@ -407,7 +407,7 @@ cdef class Objects(BatchWriter):
         return Decoder(objects=self.objects, slots=slots, convert=convert, leaf_for=leaf_for)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Store the batch in the entry of the cell, and publish the ticket."""
+        """Store the batch in the entry of the cell and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
@@ -421,7 +421,7 @@ cdef class Objects(BatchWriter):
         runner.publish(BATCH, record)
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Store the exception in the entry of the cell, and publish the ticket."""
+        """Store the exception in the entry of the cell and publish the ticket."""
         self.objects[self.first + runner.cell] = error
         runner.publish(status)
 
@@ -481,7 +481,7 @@ cdef class Decoder:
         return batch if batch is UNREAD else self.divide(batch)
 
     cdef object divide(self, batch):
-        """Return a decoded batch, and set `left` to the samples that are missing from it."""
+        """Return a decoded batch and set `left` to the samples that are missing from it."""
         self.left = None
         if (<PyObject*>batch).ob_type is PARTIAL:
             batch, self.left = batch

@@ -332,7 +332,7 @@ cdef class Plan:
         return arrays
 
     cdef Py_ssize_t look(self, int k, const char* word, Py_ssize_t end, Py_ssize_t* offset) except -1:
-        """Set the offset of a leaf, and return its size in bytes."""
+        """Set the offset of a leaf and return its size in bytes."""
         cdef int64_t start, nbytes
         memcpy(&start, word, 8)
         memcpy(&nbytes, word + 8, 8)

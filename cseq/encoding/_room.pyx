@@ -168,7 +168,7 @@ cdef class Room:
                 self.loaned = True
 
     cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1:
-        """Reserve the next `nbytes` bytes of the slot, and return their offset, a multiple of 64.
+        """Reserve the next `nbytes` bytes of the slot and return their offset, a multiple of 64.
 
         If there is not enough memory, raise MemoryError without changing anything.
         """

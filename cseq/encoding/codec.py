@@ -1,4 +1,4 @@
-"""Writes batches of any structure to slots, and reads them.
+"""Writes batches of any structure to slots and reads them.
 
 There are two tiers. Arrays, CPU tensors and long bytes objects are written and read in C with a
 `Plan`, if they are in tuples, lists, named tuples or dicts with string keys. Everything else is

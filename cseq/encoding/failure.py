@@ -154,7 +154,7 @@ def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, 
 
 
 def _load(pickled: bytes) -> BaseException:
-    """Unpickle an exception, and restore the arguments of all exceptions in it."""
+    """Unpickle an exception and restore the arguments of all exceptions in it."""
     pairs: list[tuple[BaseException, tuple[object, ...]]] = pickle.loads(pickled)
     for error, args in pairs:
         ARGS.__set__(error, args)

@@ -346,7 +346,7 @@ def import_torch() -> Any:
 def _dump_by_value(
     obj: object, modules: dict[str, None], reducers: Reducers, buffers: list[memoryview] | None
 ) -> bytes:
-    """Pickle an object with cloudpickle, and record the modules that the pickle refers to.
+    """Pickle an object with cloudpickle and record the modules that the pickle refers to.
 
     If `buffers` is None, buffers are dropped. This is used to test if an object can be pickled.
     """

@@ -244,7 +244,7 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 
 
 def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
-    """Cast a tensor, and make its storage as small as possible. Special tensors are unchanged."""
+    """Cast a tensor and make its storage as small as possible. Special tensors are unchanged."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
     if tensor.is_nested or (tensor.is_quantized and cast is not None):

@@ -57,7 +57,7 @@ class SlotReader:
         return failure.unpack(packed)
 
     def fetch(self, runner: Runner) -> object:
-        """Decode the batch of the current ticket in a converter thread, and free the slot."""
+        """Decode the batch of the current ticket in a converter thread and free the slot."""
         slot, used = runner.slot, sum(runner.record)
         # Nothing is copied, because the page-locked batch is dropped after it is on the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)

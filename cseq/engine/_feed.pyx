@@ -60,7 +60,7 @@ cdef class ItemFailure:
 
 @cython.final
 cdef class Feed:
-    """Posts the tickets of a `Source`, and fetches the batches or items that workers make for them.
+    """Posts the tickets of a `Source` and fetches the batches or items that workers make for them.
 
     Outstanding tickets form a line. A ticket leaves the line in three steps::
 
@@ -310,7 +310,7 @@ cdef class Feed:
         return 0
 
     cdef object free(self, Py_ssize_t k, Ring ring):
-        """Free the cell of a finished ticket, and return the object that the cell held."""
+        """Free the cell of a finished ticket and return the object that the cell held."""
         cdef Ticket t = self.at(k)[0]
         left = self.decoder.free(t.entry, self.cell(&t))
         self.remove(k)
@@ -777,7 +777,7 @@ cdef class Feed:
     # -- calls to workers
 
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit the reply to a call, and free its cell unless this has already happened.
+        """Commit the reply to a call and free its cell unless this has already happened.
 
         `ends` is True if the reply is an exception, which ends the items of the worker unless items are
         requested by key.

@@ -25,7 +25,7 @@ cdef object NOTHING = object()
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:
-    """Write the requests of a ticket into its cell, and return the words of the cell.
+    """Write the requests of a ticket into its cell and return the words of the cell.
 
     `name` is the name of a call in messages.
     """

@@ -97,7 +97,7 @@ class Tuner:
         return decision
 
     def _judge(self, v: Window, size: Size) -> Decision | None:
-        """Evaluate the latest change, and revert it if more or fewer workers were harmful."""
+        """Evaluate the latest change and revert it if more or fewer workers were harmful."""
         ratio = v.index / v.step if v.step > 0 else 1e9
         trial, self._trial = self._trial, None
         if trial is None:
@@ -114,7 +114,7 @@ class Tuner:
         if waits and not is_better:
             self._enough = self._enough._replace(num_workers=workers if is_worse else now)
         if not is_worse:
-            # The change of the size may have changed the ratio.
+            # The resize may have changed the ratio.
             self._ratio = ratio
             return None
         return Decision(

@@ -119,7 +119,7 @@ def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
 def convert(
     source: Source, function: Callable[[Any], object], batch_writer: BatchWriter, runner: Runner
 ) -> None:
-    """Apply `function` to the batch of a converter's ticket, and publish the result."""
+    """Apply `function` to the batch of a converter's ticket and publish the result."""
     try:
         record = batch_writer.write(runner, function(source.fetch(runner)))
         batch_writer.publish(runner, record)

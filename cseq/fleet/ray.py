@@ -136,7 +136,7 @@ class Agent:
         threading.Thread(target=self._serve, args=(address, key), daemon=True).start()
 
     def make_batch(self, *request: Any) -> Message:
-        """Make a batch, and return it through Ray."""
+        """Make a batch and return it through Ray."""
 
         def make() -> Message:
             data, buffers = self._message(*request)

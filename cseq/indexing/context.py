@@ -102,7 +102,7 @@ class BatchContext(BatchState):
         return self.drawn
 
     def set_ticket(self, ticket: Ticket) -> None:
-        """Set the current ticket, and reset `rng`, even if it is the same batch."""
+        """Set the current ticket and reset `rng`, even if it is the same batch."""
         self.ticket = ticket
         self.drawn = None
 

@@ -333,7 +333,7 @@ class _Stack:
         self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
-        """Copy an array of a sample to a row, and return the row. Return other arrays unchanged."""
+        """Copy an array of a sample to a row and return the row. Return other arrays unchanged."""
         if type(array) is not self._kind or (array.shape, array.dtype) != (
             self._shape,
             self._dtype,

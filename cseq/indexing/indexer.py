@@ -233,7 +233,7 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """Replaces an indexer for the first batch, and warns if labels are cast to floats.
+    """Replaces an indexer for the first batch and warns if labels are cast to floats.
 
     `output` describes what batches are converted to. `tell` is called with the warning.
     """
@@ -247,7 +247,7 @@ class FirstBatch:
         indexing.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> object:
-        """Restore the original indexer, and return its batch."""
+        """Restore the original indexer and return its batch."""
         from cseq.converter.output import explain_cast
 
         self._indexing.indexer = self._indexer

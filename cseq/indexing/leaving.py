@@ -83,7 +83,7 @@ def none_text(index: object, dataset: object) -> str:
 
 
 class Leaving:
-    """Fetches the samples of batches, and leaves out samples that raise.
+    """Fetches the samples of batches and leaves out samples that raise.
 
     If a sample draws random numbers and then raises, this is not undone, and the next samples in
     the batch draw the following numbers. A batch still depends only on its indices and seeds.

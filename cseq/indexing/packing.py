@@ -111,7 +111,7 @@ def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles items, and records the classes and functions that they refer to by name."""
+    """Pickles items and records the classes and functions that they refer to by name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

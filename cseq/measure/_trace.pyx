@@ -20,7 +20,7 @@ cdef object records = None
 
 
 def begin_log(uint64_t size):
-    """Start to record the tickets that loops take. The latest `size` tickets are kept."""
+    """Start recording the tickets that loops take. The latest `size` tickets are kept."""
     global records
     array = numpy.empty(size, TAKEN)
     # Write to all pages now, so that they are allocated before the first ticket.

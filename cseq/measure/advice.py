@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# How many batches are necessary for advice, and how many seconds a normal start takes at most.
+# The minimum number of batches for advice, and the maximum seconds that a normal start takes.
 ENOUGH_BATCHES, START = 8, 2.0
 # The loop is the bottleneck if it waits for less than the fraction LITTLE of the time, or if the
 # GPU runs dry in less than the fraction FED of the waits, because other waits cost nothing.
@@ -222,7 +222,7 @@ class Advice:
     change : dict
         The arguments of the manager to change, such as ``{'num_workers': 4}``.
     gain : float
-        How many times faster the loop would be at most.
+        How many times faster the loop could become.
     start : str
         If the loop waited for the first batch for a long time, a description of this wait, and what
         to do. The other attributes describe the time after the first batch.
@@ -241,7 +241,7 @@ class Advice:
 
     @property
     def remedy(self) -> str:
-        """The action, and how much faster the loop would be at most."""
+        """The action, and how much faster the loop could become."""
         gained = f": at most {self.gain:.{int(self.gain < 10)}f} times as fast"
         gained = gained if self.gain > 1.05 else ""
         return f"{self.action}{gained}" if self.action else ""

@@ -197,7 +197,7 @@ cdef class SlotTable:
         self.set_free(slot)
 
     def give_back(self, Py_ssize_t slot, uint32_t owner=FREE):
-        """Return the pages of a slot to the system, and free the slot. `owner` is FREE or a worker that is
+        """Return the pages of a slot to the system and free the slot. `owner` is FREE or a worker that is
         gone. Return False if the slot belongs to another process, or if the system does not support this.
         """
         cdef int error

@@ -267,7 +267,7 @@ class Arena:
             self._locks.unregister(before)
 
     def tidy(self) -> None:
-        """Free pinned slots, and release free slots that the previous epoch did not need.
+        """Free pinned slots and release free slots that the previous epoch did not need.
 
         This is called at the start of an epoch. The previous epoch did not need slots larger than
         twice the largest batch, or more slots than its tickets and the maximum number of leases.

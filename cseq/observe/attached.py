@@ -102,7 +102,7 @@ class AttachedRun:
             self._file.close()
 
     def _rings(self) -> Iterator[Ring]:
-        """Copy the file, and yield the rings in the copy."""
+        """Copy the file and yield the rings in the copy."""
         size = os.fstat(self._file.fd).st_size
         copy = Block(size)
         if os.preadv(self._file.fd, [copy], 0) < size:
@@ -228,7 +228,7 @@ class Watcher:
         return self._shown
 
     def update(self) -> None:
-        """Read all runs, and search for new runs from time to time."""
+        """Read all runs and search for new runs from time to time."""
         now = now_ns() / 1e9
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now

@@ -32,7 +32,7 @@ def of_run(run: Run[Any]) -> Part:
 
 
 class Recorder:
-    """Keeps the longest run of each kind in this process, and writes a page at the end.
+    """Keeps the longest run of each kind in this process and writes a page at the end.
 
     In `path`, %p is replaced by the process id and %r by the rank.
     """

@@ -282,7 +282,7 @@ cdef class DocumentEnds:
         return documents, positions - inside
 
     cdef int64_t document_of(self, int64_t position, int64_t* begin) noexcept nogil:
-        """Return the document at a position, and store the document's start in `begin`."""
+        """Return the document at a position and store the document's start in `begin`."""
         cdef int64_t low = 0, high = (self.count - 1) // BLOCK, middle, end
         while low < high:
             middle = (low + high) // 2

@@ -44,7 +44,7 @@ cdef class Source:
         return -1
 
     cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        """Post the next ticket in a free cell of its ring, and return the number of units in it."""
+        """Post the next ticket in a free cell of its ring and return the number of units in it."""
         return 0
 
     cdef void end(self, Py_ssize_t ring_number) noexcept:

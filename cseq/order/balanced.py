@@ -202,7 +202,7 @@ class Balanced(Order):
         return tables(folder, name, make, epoch)
 
     def _sort(self, seed: int, works: Works, epoch: int, number: int, new: New) -> None:
-        """Reorder a window's rows, and write them to new arrays."""
+        """Reorder a window's rows and write them to new arrays."""
         first = number * self._window
         rows = np.arange(first, min(first + self._window, self.units))
         work = works(epoch, rows)

@@ -128,7 +128,7 @@ class Lengths:
         self.fingerprint = fingerprint(self.values)
 
     def left_out(self) -> str:
-        """Describe the dropped samples, and warn if there are more than the fraction `LITTLE`."""
+        """Describe the dropped samples and warn if there are more than the fraction `LITTLE`."""
         if not self.dropped:
             return ""
         samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
@@ -192,7 +192,7 @@ class Recipes(Order):
         number of parts.
     parts : numpy.ndarray
         For each part, the class, the number of samples per unit, and the rank at which the recipe's
-        first unit starts to read the class.
+        first unit starts reading the class.
     together : int
         The size of a group of units that stay together. A group is consecutive in recipe order.
     longest : int, optional

@@ -170,7 +170,7 @@ class _Epoch:
         sums.cumsum(out=sums)
 
     def _add(self, starts: Ints, stops: Ints) -> None:
-        """Cut documents into rows, and add the squared piece lengths to the work of each row."""
+        """Cut documents into rows and add the squared piece lengths to the work of each row."""
         assert self.works is not None
         if not len(stops):
             return

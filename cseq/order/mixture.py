@@ -463,7 +463,7 @@ class _Plan:
 
 
 def _listed(texts: list[str]) -> str:
-    """Join texts with commas, and shorten a long list."""
+    """Join texts with commas and shorten a long list."""
     more = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return ", ".join(texts[:SHOWN] + more)
 
@@ -492,7 +492,7 @@ def _phases(
 
 
 def _weights(weights: Weights, names: list[str]) -> list[float]:
-    """Validate a dict of weights, and return the weights in source order."""
+    """Validate a dict of weights and return the weights in source order."""
     sources = set(names)
     for name in [*weights, *names]:
         if name not in sources:

@@ -1,4 +1,4 @@
-"""Groups the units of an order into batches, and divides the batches among ranks.
+"""Groups the units of an order into batches and divides the batches among ranks.
 
 An order is a pure function of (seed, epoch, position), as explained in `base`. In most orders, a
 unit is a single sample. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where

@@ -78,7 +78,7 @@ def tables(
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
-    """Validate the `cache` argument of an order, and return an absolute path or None."""
+    """Validate the `cache` argument of an order and return an absolute path or None."""
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
         raise TypeError(f"cache={cache!r} is not a path; pass a folder of this machine, or None")
     return None if cache is None else os.path.abspath(cache)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# How often workers may die of the same ticket, or a worker may die in a row before it is ready.
+# How often a ticket may kill workers, and how often in a row a worker may die before it is ready.
 TRIES = 3
 
 
@@ -43,7 +43,7 @@ class Deaths:
     lost : str
         Text to add to the log message when a worker is replaced.
     fails : bool
-        If True, and workers die of a batch, it is replaced by a `WorkerDied` and the run continues.
+        If True, a batch that kills workers is replaced by a `WorkerDied`, and the run continues.
     """
 
     def __init__(

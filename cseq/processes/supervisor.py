@@ -171,7 +171,7 @@ class Supervisor:
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        # Do nothing in this thread for now, which would compete with the supervisor for the GIL.
+        # Only wait for now, because this thread would compete with the supervisor for the GIL.
         self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:
@@ -255,7 +255,7 @@ class Supervisor:
             self._let_go()
 
     def _serve(self) -> None:
-        """Start the workers, and watch them until `close` has been called and they are gone."""
+        """Start the workers and watch them until `close` has been called and they are gone."""
         self._launcher.prepare(preload=self._preloads)
         self._prepared.set()
         self._wanted.wait()
@@ -415,7 +415,7 @@ class Supervisor:
     # -- in any thread
 
     def died_of(self, ring_number: int, cell: int) -> WorkerDied | None:
-        """Return the error to raise if workers have died of the batch in a cell, or None."""
+        """Return the error to raise if the batch in a cell has killed its workers, or None."""
         if not self._failed:
             return None
         return self._failed.pop(self._describe(ring_number, cell).location, None)
@@ -534,7 +534,7 @@ class Supervisor:
     # -- shutdown
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the rings, and stop all workers. Kill workers that do not exit in `GRACE` seconds.
+        """Close the rings and stop all workers. Kill workers that do not exit in `GRACE` seconds.
 
         Workers that are still loading the user's object are killed immediately, because that may be
         slow. If `hurried` is set, workers that are busy or not ready are killed after `HURRY`

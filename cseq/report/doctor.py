@@ -47,7 +47,7 @@ def look() -> Iterator[Finding]:
 
 
 def quota() -> Iterator[Finding]:
-    """Compare the number of cores with the quota of the control group, and check for throttling."""
+    """Compare the number of cores with the quota of the control group and check for throttling."""
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(

@@ -195,7 +195,7 @@ class Cached(Generic[T_co]):
         return sample
 
     def _check(self, number: int, entry: memoryview) -> None:
-        """Create the sample again, and raise ValueError if it differs from the entry."""
+        """Create the sample again and raise ValueError if it differs from the entry."""
         self._is_checked = True
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):

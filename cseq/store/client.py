@@ -66,7 +66,7 @@ class Client(Folder):
         _close(self._free)
 
     def ask(self, start: bytes, *message: Any, answers: bool = True) -> Any:
-        """Send a message, and return the answer if `answers` is set.
+        """Send a message and return the answer if `answers` is set.
 
         Parameters
         ----------

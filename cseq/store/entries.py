@@ -96,7 +96,7 @@ class Entries(Folder):
         self._row: int | None = None
 
     def begin(self) -> None:
-        """Open the files, and create them if necessary."""
+        """Open the files and create them if necessary."""
         for name in ("claims", "index", "data"):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self.files.append(lift(os.open(f"{self.path}/{name}", flags, 0o600)))

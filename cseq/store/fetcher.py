@@ -208,7 +208,7 @@ class Fetcher:
     # -- shards
 
     def _schedule(self) -> None:
-        """Start to fetch shards that workers are waiting for, and then shards in the plan."""
+        """Start fetching shards that workers are waiting for, and then shards in the plan."""
         needed = {number: None for missing in self._needed.values() for number in missing}
         coming = [] if self.plan is None else self.plan.coming(self.reader.ahead)
         for number in dict.fromkeys([*needed, *coming]):
@@ -259,7 +259,7 @@ class Fetcher:
         self.held -= self.have.pop(number)
 
     async def _fetch(self, number: int) -> None:
-        """Fetch a shard, and wake up the connections that are waiting for it."""
+        """Fetch a shard and wake up the connections that are waiting for it."""
         try:
             await self.put(number)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
@@ -363,7 +363,7 @@ def begin_process(start: Start) -> NoReturn:
 async def _serve(
     fetcher: Fetcher, first: socket.socket, listening: socket.socket, users: int
 ) -> NoReturn:
-    """Run the fetcher, and exit from the process without cancelling tasks."""
+    """Run the fetcher and exit from the process without cancelling tasks."""
     await fetcher.serve(first, listening)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{fetcher.folder}/socket")

@@ -104,7 +104,7 @@ cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, co
 
 
 def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint by_row):
-    """Cut pieces at the end of their row, and pad rows that are not full.
+    """Cut pieces at the end of their row and pad rows that are not full.
 
     `left` is the number of tokens from each piece to the end of its document, and is replaced by the
     piece's length. `sizes` is the number of pieces per row. For each piece and each padding, return the

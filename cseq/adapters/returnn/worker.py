@@ -158,7 +158,7 @@ class SequenceProducer:
             ) from error
 
     def finish(self, free_resources: bool) -> None:  # noqa: FBT001 - `ask` passes by position
-        """Finish an epoch, and drop the dataset if `free_resources` is set."""
+        """Finish an epoch and drop the dataset if `free_resources` is set."""
         self._serial = None
         if self._dataset is not None:
             self._dataset.finish_epoch(free_resources=free_resources)

@@ -141,7 +141,7 @@ class BatchSampler:
         self._now = None
 
     def _settle(self) -> shards.Shard:
-        """Resolve shard='auto' on the first call, and return the shard."""
+        """Resolve shard='auto' on the first call and return the shard."""
         if self._shard is None:
             self._shard = shard = shards.resolve()
             self._sampler = self._sampler.changed(rank=shard.rank, world_size=shard.world_size)

@@ -197,7 +197,7 @@ class LoaderIterator(names.Workers):
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         resume: dict[str, Any] | None = None,
     ) -> None:
-        """Start an epoch, and drop unread batches from the previous epoch.
+        """Start an epoch and drop unread batches from the previous epoch.
 
         A forked process starts new workers, because it cannot share the parent's persistent
         workers.
@@ -389,7 +389,7 @@ class LoaderIterator(names.Workers):
             self._error = LEFT_OUT
 
     def _pin_next(self) -> None:
-        """Start to pin the next batch in the background if it is ready.
+        """Start pinning the next batch in the background if it is ready.
 
         The batch remains in the engine, and is fetched by the next call as usual.
         """

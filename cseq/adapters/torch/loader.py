@@ -206,7 +206,7 @@ class DataLoader(Torchs[T_co]):
 
         @data.DataLoader.multiprocessing_context.getter
         def multiprocessing_context(self) -> Any:
-            """Return the attribute, and warn if accelerate reads it to rebuild this loader."""
+            """Return the attribute and warn if accelerate reads it to rebuild this loader."""
             if sys._getframe(1).f_globals.get("__name__") == "accelerate.data_loader":
                 tell_lost(self)
             return super().multiprocessing_context

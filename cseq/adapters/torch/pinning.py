@@ -48,7 +48,7 @@ class Pinner:
         return names.pin(batch, self._device)
 
     def pin_ahead(self, item: Any, batch: Any) -> None:
-        """Start to pin the batch of an item in the background."""
+        """Start pinning the batch of an item in the background."""
         if not self._threads.begun:
             try:
                 work = partial(_work, self._jobs, self._device, names.settle_pinning(self._device))

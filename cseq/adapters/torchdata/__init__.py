@@ -169,7 +169,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
-        """Start the processes, and return the last datapipe of the remaining graph."""
+        """Start the processes and return the last datapipe of the remaining graph."""
         options: dict[str, Any] = {
             "start_method": self.multiprocessing_context,
             "max_restarts": self.max_restarts,
@@ -274,7 +274,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return pickle.dumps(state)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Initialize the graph, and make the next epoch resume at a saved position.
+        """Initialize the graph and make the next epoch resume at a saved position.
 
         The epoch starts from its first item, and items that were already returned are skipped.
 
@@ -333,7 +333,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
 
 def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
-    """Stop the epoch in all processes, and wake up threads that are waiting for its items."""
+    """Stop the epoch in all processes and wake up threads that are waiting for its items."""
     if relay is not None:
         relay.stop()
     if streams is not None:

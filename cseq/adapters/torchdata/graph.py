@@ -23,7 +23,7 @@ GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Replace datapipe `old` with `new`, and return the last datapipe of the graph."""
+    """Replace datapipe `old` with `new` and return the last datapipe of the graph."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)

@@ -89,7 +89,7 @@ class Relay:
         self.address: Address = self._listener.address, secret
 
     def open(self) -> None:
-        """Start to answer requests. If this raises, the caller must call `close`."""
+        """Start answering requests. If this raises, the caller must call `close`."""
         self._thread.add("cseq-relay", self._serve)
         self._thread.start()
 

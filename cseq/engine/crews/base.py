@@ -145,7 +145,7 @@ class Crew:
         return self.staff is None or self.staff.is_ready(runner_number)
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:  # noqa: ARG002
-        """Return the error to raise if workers have died of a ticket, or None."""
+        """Return the error to raise if a ticket has killed its workers, or None."""
         return None
 
     def write(self, value: object, name: str) -> Request:

@@ -117,7 +117,7 @@ class ProcessCrew(Crew):
         self.supervisor.launch()
 
     def begin_epoch(self) -> None:
-        """Start an epoch, and count deaths from 0."""
+        """Start an epoch, and reset the number of deaths."""
         self.supervisor.begin_epoch()
 
     def resize(self, num_workers: int) -> None:
@@ -140,7 +140,7 @@ class ProcessCrew(Crew):
             self._group.check()
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:
-        """Return the error to raise if workers have died of a ticket, or None."""
+        """Return the error to raise if a ticket has killed its workers, or None."""
         return self.supervisor.died_of(ring_number, cell)
 
     def write(self, value: object, name: str) -> Request:

@@ -212,7 +212,7 @@ class ThreadCrew(Crew):
             self.convert = receive
 
     def prepare(self, worker: object, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the user's worker object, and add the converters."""
+        """Set the user's worker object and add the converters."""
         self._worker = worker
         add_converters(self.tickets, self.rings[0], self.reader, self.reader, self._group)
 

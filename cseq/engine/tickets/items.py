@@ -294,7 +294,7 @@ class Items(Tickets):
         return answer or None
 
     def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> object:
-        """Wait for the reply to a call, and remove it from the ring."""
+        """Wait for the reply to a call and remove it from the ring."""
         answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:
             raise InterruptedError("a signal handler made another call")

@@ -29,7 +29,7 @@ POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in 
 
 
 def prepare(start: Start) -> socket.socket:
-    """Set up this new interpreter as described in `start`, and return its socket."""
+    """Set up this new interpreter as described in `start` and return its socket."""
     _shield()
     _empty_stdin()
     _clear_main()
@@ -42,7 +42,7 @@ def prepare(start: Start) -> socket.socket:
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Enable garbage collection, and run the worker that this interpreter was started for."""
+    """Enable garbage collection and run the worker that this interpreter was started for."""
     sock = prepare(start)
     gc.enable()
     work(sock, start["worker"], start["entry"], start["trainer"])
@@ -248,7 +248,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
-    """Report an exception from the entry function, and return the exit code of the worker."""
+    """Report an exception from the entry function and return the exit code of the worker."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
     if isinstance(error, ConnectionError) and _hung_up(sock):

@@ -82,7 +82,7 @@ class ForkServer:
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
-        """Send a request, and return the socket for the replies, which also reports end of file."""
+        """Send a request and return the socket for the replies, which also reports end of file."""
         ours, theirs = pair()
         # Send the request in one piece, because other launchers may send requests at the same time.
         request = MESSAGE.pack(kind, value) + data
@@ -202,7 +202,7 @@ class ForkServerLauncher(Launcher):
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
                 _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # The server died of an import for another launcher, and not because of this module.
+            # The server died from an import for another launcher, and not because of this module.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)

@@ -199,7 +199,7 @@ class Launcher:
         """
 
     def cancel(self) -> None:
-        """Interrupt `launch`, and do not start more workers."""
+        """Interrupt `launch` and do not start more workers."""
         self._cancelled = True
 
     def launch(self, worker: int) -> Child:
