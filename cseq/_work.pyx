@@ -12,6 +12,8 @@ from cseq._core cimport PARK, Ring
 from cseq._headers cimport *
 from cseq._memory cimport LEAST, forks_here
 
+import sys
+
 import numpy
 
 cnp.import_array()
@@ -331,6 +333,15 @@ cdef class Work:
         return 0
 
 
+cdef bint has_imported(dict missing) except -1:
+    """Return True if one of these modules has been imported, or is being imported."""
+    modules = sys.modules
+    for name in missing:
+        if name in modules:
+            return True
+    return False
+
+
 cdef class BatchMaker(Work):
     """The C part of `indexer.Indexing`, which makes batches.
 
@@ -350,7 +361,8 @@ cdef class BatchMaker(Work):
 
     cdef bint is_to_repeat(self) except -1:
         """Return True if the batch imported the module of a generator, and may have used the generator."""
-        return forks_here[0] == self.depth and self.seeds.has_new()
+        return (forks_here[0] == self.depth and has_imported(self.seeds.missing)
+                and self.seeds.has_new())
 
     cdef object make_batch(self, Runner runner):
         if self.batch_state.drawn is not None or self.batch_state.ticket is not runner:
@@ -365,7 +377,8 @@ cdef class BatchMaker(Work):
         indexer again. The first call may replace `self.indexer`."""
         indexer = self.indexer
         if self.seeds is None: return indexer[runner.indices()]
-        self.seeds.seed_present()
+        if self.seeds.present or has_imported(self.seeds.missing):
+            self.seeds.seed_present()
         try:
             batch = indexer[runner.indices()]
             if not self.is_to_repeat():

@@ -171,8 +171,8 @@ def megatron() -> Iterator[Callable[[], float]]:
         yield measured(torch.utils.data.DataLoader(made[0], ROWS), BATCHES)
 
 
-def trl() -> Iterator[Callable[[], float]]:
-    """Rows that TRL has packed before, and its own collator, which needs no padding."""
+def trl(numpy_collator: bool) -> Iterator[Callable[[], float]]:
+    """Rows that TRL packed before, with its collator, which needs no padding, or numpy's."""
     import datasets
     import pyarrow as pa
     import torch
@@ -186,10 +186,17 @@ def trl() -> Iterator[Callable[[], float]]:
         documents = pa.table({"input_ids": pa.LargeListArray.from_arrays(offsets, values)})
         datasets.disable_progress_bars()
         rows = pack_dataset(datasets.Dataset(documents), ROW, "bfd_split")
-        collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+        collate, part = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True), 20
+        if numpy_collator:
+            rows, collate, part = rows.with_format("numpy"), collate_columns, 1
         options = {"shuffle": True, "drop_last": True, "collate_fn": collate}
         loader = torch.utils.data.DataLoader(rows, ROWS, **options)
-        yield measured(forever(loader), max(1, BATCHES // 20))
+        yield measured(forever(loader), max(1, BATCHES // part))
+
+
+def collate_columns(rows: list[dict[str, np.ndarray]]) -> dict[str, Any]:
+    """Make a batch of TRL's columns in numpy."""
+    return collate_rows([(row["input_ids"], row["seq_lengths"]) for row in rows])
 
 
 class PackedRows:
@@ -270,6 +277,7 @@ HAND = "numpy collator, torch's DataLoader"
 HAND_ONE = f"{HAND}, 1 worker"
 MEGATRON = "megatron-core's GPTDataset, documents known"
 TRL = "TRL's packed rows and collator"
+TRL_NUMPY = "TRL's packed rows, numpy collator"
 LIMIT = "memcpy of the batch"
 
 CASES = (
@@ -285,7 +293,8 @@ CASES = (
             Contender(GRAIN, partial(grain, 1, 10), ("grain", "torch")),
             Contender(THREADS, partial(grain, None, 20), ("grain", "torch")),
             Contender(MEGATRON, megatron, ("megatron-core", "torch")),
-            Contender(TRL, trl, ("trl", "datasets", "torch")),
+            Contender(TRL, partial(trl, False), ("trl", "datasets", "torch")),
+            Contender(TRL_NUMPY, partial(trl, True), ("trl", "datasets", "torch")),
             Contender(HAND, partial(by_hand, 0), ("torch",)),
             Contender(HAND_ONE, partial(by_hand, 1), ("torch",)),
             Contender(LIMIT, copied),
@@ -297,11 +306,13 @@ CASES = (
             Goal("megatron-core over ours", lambda f: f[MEGATRON] / f[ONE], at_least=5),
             Goal("TRL over ours", lambda f: f[TRL] / f[ONE], at_least=20),
             Goal(
+                "TRL with a numpy collator over ours", lambda f: f[TRL_NUMPY] / f[ONE], at_least=2
+            ),
+            Goal(
                 "numpy collator over ours, a worker each",
                 lambda f: f[HAND_ONE] / f[ONE],
                 at_least=2,
             ),
-            Goal("numpy collator over ours, without", lambda f: f[HAND] / f[INLINE], at_least=2),
         ),
     ),
 )

@@ -102,12 +102,19 @@ class Seeds:
     """Seeds the generators of this process before each batch, if their modules are imported.
 
     The current batch is taken from the context. If there is none, the indexer is being created.
+
+    Attributes
+    ----------
+    missing : dict
+        For each module that is not imported yet, the function that describes its generator.
+    present : list
+        The generators of imported modules.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
         self._context = batch_context
-        self._missing = dict(FINDERS)
-        self._present: list[Generator] = []
+        self.missing = dict(FINDERS)
+        self.present: list[Generator] = []
         self._epoch: tuple[int, int] | None = None
         self._key = 0
         self._is_lent = False
@@ -130,25 +137,25 @@ class Seeds:
         self._seed(key, start, PURPOSE_BATCH)
 
     def _seed(self, key: int, start: int, purpose: int) -> None:
-        if self._missing:
+        if self.missing:
             self.has_new()
         if self._is_lent:
-            for generator in self._present[len(self._kept) :]:
+            for generator in self.present[len(self._kept) :]:
                 self._kept.append((generator.restore, generator.keep()))
                 if generator.lend:
                     generator.lend()
         words = derive(key, start, purpose, 3)
-        for word, seed, *_ in self._present:
+        for word, seed, *_ in self.present:
             seed(words[word])
 
     def has_new(self) -> bool:
         """Find generators whose modules have been imported. Return True if there are new ones."""
-        if sys.modules.keys().isdisjoint(self._missing):
+        if sys.modules.keys().isdisjoint(self.missing):
             return False
-        new = [name for name in self._missing if _is_imported(name)]
-        self._present += [self._missing[name](sys.modules[name]) for name in new]
+        new = [name for name in self.missing if _is_imported(name)]
+        self.present += [self.missing[name](sys.modules[name]) for name in new]
         for name in new:
-            del self._missing[name]
+            del self.missing[name]
         return bool(new)
 
     def lend(self) -> None:
