@@ -17,7 +17,6 @@ from cseq._work import Runner
 from cseq.indexing import context
 from cseq.indexing.indexer import BatchTask, dispose
 from cseq.processes.launcher.forks import in_forked_children
-from cseq.processes.worker import NOTED, enter, send_state
 from cseq.stage import CONVERTER, run
 
 if TYPE_CHECKING:
@@ -45,6 +44,9 @@ def main(sock: socket.socket, local: object = None) -> None:
     local : object, optional
         The user's object, if it was inherited through `os.fork`. Otherwise, it is read from a file.
     """
+    # Threads, which also use this module, do not need these.
+    from cseq.processes.worker import NOTED, enter, send_state
+
     entered = enter(sock)
     setup = entered.setup
     task: BatchTask | ItemTask = setup.task
