@@ -32,10 +32,10 @@
 /* Four buckets per octave, from 64 ns to 73 minutes. */
 #define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
-/* The minimum time in ns between two polls of the system counters, and between two readings, which take a
- * few us each. */
+/* The minimum time in ns between two polls of the system counters, and between two readings of the wait for a
+ * core, which take 5 to 50 us each. */
 #define CSEQ_POLL 100000000u
-#define CSEQ_READ_GAP 1000000u
+#define CSEQ_READ_GAP 50000000u
 
 typedef struct {
     uint64_t sum;
@@ -177,11 +177,11 @@ CSEQ_INLINE uint64_t cseq_queued_ns(void) {
 }
 
 /* Read the CPU time of the calling thread (or of the process if `whole` is set), and the time that the thread
- * waited for a core. With `counts`, add the increase since the last reading if it was for the same thread. */
+ * waited for a core. With `counts`, add the increase since the last reading if it was for the same thread. The
+ * wait is read at most once in CSEQ_READ_GAP, so that short epochs do not pay for it. */
 CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, int counts) {
     uint64_t cpu = 0, queued, thread = 0;
-    if (m->polled_ns && now - m->read_ns < CSEQ_READ_GAP) return;
-    queued = cseq_queued_ns();
+    int goes_on;
 #if !defined(_WIN32)
     struct timespec t;
     clock_gettime(whole ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_THREAD_CPUTIME_ID, &t);
@@ -192,14 +192,15 @@ CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, 
 #if defined(__linux__)
     thread = (uint64_t)syscall(SYS_gettid);
 #endif
-    if (counts && m->polled_ns && m->thread == thread) {
-        cseq_count_u64(&m->cpu_ns, cpu - m->cpu_seen);
-        cseq_count_u64(&m->queued_ns, queued - m->queued_seen);
-    }
+    goes_on = m->polled_ns && m->thread == thread;
+    if (counts && goes_on) cseq_count_u64(&m->cpu_ns, cpu - m->cpu_seen);
+    cseq_store_rlx_u64(&m->cpu_seen, cpu);
+    if (goes_on && now - m->read_ns < CSEQ_READ_GAP) return;
+    queued = cseq_queued_ns();
+    if (counts && goes_on) cseq_count_u64(&m->queued_ns, queued - m->queued_seen);
+    cseq_store_rlx_u64(&m->queued_seen, queued);
     cseq_store_rlx_u64(&m->thread, thread);
     cseq_store_rlx_u64(&m->read_ns, now);
-    cseq_store_rlx_u64(&m->cpu_seen, cpu);
-    cseq_store_rlx_u64(&m->queued_seen, queued);
 }
 
 /* Read the counters, and record the time of this poll. Readings between two polls do not delay the next. */
