@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from cseq._lock import rest
 from cseq.check import MOST_WORKERS, choice, flag, integer
 from cseq.engine._feed import FeedIterator, ItemFailure
+from cseq.engine.crews.processes import ProcessCrew
+from cseq.engine.crews.threads import ThreadCrew
 from cseq.engine.pool import Pool
 from cseq.engine.tickets.items import Items, Naming
 from cseq.indexing.producer import KeyProducer, Producer
@@ -152,11 +154,8 @@ class Streams:
             naming=naming,
             fails=choice("lethal", lethal, ("raise", "return")) == "return",
         )
-        if choice("kind", kind, ("processes", "threads")) == "threads":
-            from cseq.engine.crews.threads import ThreadCrew as Crew
-        else:
-            from cseq.engine.crews.processes import ProcessCrew as Crew  # type: ignore[assignment]
-        pool = Pool(Crew(items), items)
+        is_threads = choice("kind", kind, ("processes", "threads")) == "threads"
+        pool = Pool(ThreadCrew(items) if is_threads else ProcessCrew(items), items)
         self._run = Run(pool)
         self._feed = items.feed_of(pool)
         self._run.close_with(self)
