@@ -41,8 +41,11 @@ FAULTS: dict[str, tuple[Mapping[str, Any], ...]] = {
         {"kind": "stall", "chance": 0.05, "seconds": 5},
     ),
 }
-# Where connections stall, cseq is told to ask again after half a second, and to fetch more ahead.
-PATIENT: dict[str, Any] = {"timeout": 0.5, "ahead": 12}
+# Where many requests fail, cseq fetches more shards ahead, and sends a stalled request again early.
+PREPARED: dict[str, dict[str, Any]] = {
+    "503_10": {"ahead": 8},
+    "broken": {"timeout": 0.5, "ahead": 12},
+}
 SECRETS = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
 
 
@@ -209,8 +212,8 @@ def epochs(name: str, faults: str, measure: Any) -> Iterator[Any]:
     from s3_server import S3Server
 
     write, batches_of, _ = KINDS[name]
-    if faults == "broken" and name == NPY:
-        batches_of = partial(batches_of, **PATIENT)
+    if name == NPY:
+        batches_of = partial(batches_of, **PREPARED.get(faults, {}))
     with tempfile.TemporaryDirectory() as folder, S3Server(folder, delay=DELAY) as server:
         if write is not None:
             write(Path(folder))
