@@ -24,7 +24,6 @@ from cseq._lock import rest
 from cseq.check import MOST_WORKERS, choice, flag, integer
 from cseq.engine._feed import FeedIterator, ItemFailure
 from cseq.engine.crews.processes import ProcessCrew
-from cseq.engine.crews.threads import ThreadCrew
 from cseq.engine.pool import Pool
 from cseq.engine.tickets.items import Items, Naming
 from cseq.indexing.producer import KeyProducer, Producer
@@ -154,8 +153,12 @@ class Streams:
             naming=naming,
             fails=choice("lethal", lethal, ("raise", "return")) == "return",
         )
-        is_threads = choice("kind", kind, ("processes", "threads")) == "threads"
-        pool = Pool(ThreadCrew(items) if is_threads else ProcessCrew(items), items)
+        if choice("kind", kind, ("processes", "threads")) == "threads":
+            from cseq.engine.crews.threads import ThreadCrew
+
+            pool = Pool(ThreadCrew(items), items)
+        else:
+            pool = Pool(ProcessCrew(items), items)
         self._run = Run(pool)
         self._feed = items.feed_of(pool)
         self._run.close_with(self)
