@@ -30,7 +30,8 @@ MODE = "trace" if TRACE else "debug" if DEBUG else "release"
 WINDOWS = sys.platform == "win32"
 
 UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden", "-Werror=implicit-function-declaration"]
-UNIX_FLAGS += ["-Wno-unused-const-variable"]  # names that Cython writes and does not use
+# Cython writes constants that it does not use.
+UNIX_FLAGS += ["-Wno-unused-const-variable"]
 UNIX_FLAGS += ["-O0", "-g"] if DEBUG else ["-O2", "-g0"]
 WINDOWS_FLAGS = ["/std:c11", "/utf-8", "/volatile:ms"] + (["/Od"] if DEBUG else ["/O2"])
 
@@ -62,7 +63,8 @@ def mode_file() -> str:
 def c_folder() -> str | None:
     """Return where Cython's C files go; those made with another numpy are removed."""
     if TRACE:
-        return None  # Cython.Coverage looks beside the source
+        # Cython.Coverage looks for the C files beside the sources.
+        return None
     folder = Path("build", MODE)
     numpy = folder / "numpy"
     if not numpy.exists() or numpy.read_text(encoding="ascii") != np.__version__:
@@ -97,7 +99,8 @@ def is_current(target: Path, sources: set[Path]) -> bool:
 class BuildCore(build_ext):
     """Compiles the core, on all cores; if a tool for that is missing, one sentence names it."""
 
-    cython = threading.Lock()  # one module at a time is translated, while others are compiled
+    # Cython translates one module at a time, while others are compiled.
+    cython = threading.Lock()
 
     def finalize_options(self) -> None:
         """Compile as many modules at a time as there are cores."""
@@ -106,7 +109,8 @@ class BuildCore(build_ext):
 
     def build_extensions(self) -> None:
         """Check for what the compiler's own message would not name, then compile."""
-        command = getattr(self.compiler, "compiler_so", None)  # MSVC has none; it is found later
+        # The class for MSVC has no such attribute, and finds the compiler later.
+        command = getattr(self.compiler, "compiler_so", None)
         headers = sysconfig.get_path("include")
         if command and shutil.which(command[0]) is None:
             raise PlatformError(
@@ -212,7 +216,8 @@ core = [
         sources=[f"cseq/{name.replace('.', '/')}.pyx"],
         depends=[mode_file(), *map(str, sorted(Path("cseq", "include").glob("*.h")))],
         include_dirs=["cseq/include", np.get_include()],
-        define_macros=[  # numpy 1.25 is the oldest that pyproject.toml allows at run time
+        # pyproject.toml requires numpy 1.25 or newer at run time.
+        define_macros=[
             ("NPY_NO_DEPRECATED_API", "NPY_1_25_API_VERSION"),
             ("NPY_TARGET_VERSION", "NPY_1_25_API_VERSION"),
         ]

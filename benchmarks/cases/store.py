@@ -22,12 +22,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 SHARDS, ROWS, BATCH = scaled(32, 8), 100, 32
-SIZE = scaled(100_000, 1000)  # bytes of a sample
-RATE = 100e6  # bytes a second that the loop takes
+# A sample has this many bytes, and the loop takes this many bytes per second.
+SIZE = scaled(100_000, 1000)
+RATE = 100e6
 STEP = BATCH * SIZE / RATE
-DELAY = 0.2  # seconds before each answer
-WINDOW = 4  # shards that are mixed; the loop's waits count from the second window on
-WORKERS, THEIRS = 2, 4  # the peers wait less with as many as their documentation has
+# The server answers after this many seconds.
+DELAY = 0.2
+# This many shards are mixed. The time that the loop waits counts from the second window.
+WINDOW = 4
+# The peers wait less with the number of workers that their documentation uses.
+WORKERS, THEIRS = 2, 4
 NPY, MEMORY = "store.Npy", "arrays in memory"
 LIT, MOSAIC, WEB = "litdata", "MosaicML Streaming", "WebDataset"
 

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import cseq
 from cseq import store
 
-folder = Path("files")  # or "s3://bucket/train/"
+# A URL such as "s3://bucket/train/" works as well.
+folder = Path("files")
 folder.mkdir()
 for part in range(3):
     x = np.arange(400 * part, 400 * part + 400)

@@ -9,7 +9,8 @@ import numpy as np
 import cseq
 from cseq import store
 
-folder = Path("shards")  # or "s3://bucket/train/"
+# A URL such as "s3://bucket/train/" works as well.
+folder = Path("shards")
 folder.mkdir()
 for shard in range(3):
     with tarfile.open(folder / f"{shard:04}.tar", "w") as file:

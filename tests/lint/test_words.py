@@ -1,4 +1,4 @@
-"""The English of cseq's comments, docstrings and strings."""
+"""The English of comments, and in cseq also of docstrings and other strings."""
 
 import io
 import re
@@ -8,10 +8,17 @@ from pathlib import Path
 import cseq
 
 PACKAGE = Path(cseq.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+# Only comments are searched here: strings may be test data.
+OTHERS = ("tests", "benchmarks", "examples", "setup.py")
 TRAILING = "trailing comments"
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 # These are for tools and for the table of docs/inside/ring.md.
-DIRECTIVE = re.compile(r"(#|//|/\*)\s*(type:|noqa|pragma|fmt:|cython:|distutils:|mypy:|SYNC: |:)")
+DIRECTIVE = re.compile(
+    r"(#|//|/\*)\s*(type:|noqa|pragma|fmt:|isort:|cython:|distutils:|mypy:|SYNC: |:)"
+)
+# tests/unit/test_typing.py looks for this mark.
+MARK = "# refused\n"
 PATTERNS = {
     "so many/long/much": r"\bso (many|long|much)\b",
     "also if/where/in/that/when": r"\balso (if|where|in|that|when)\b",
@@ -57,15 +64,27 @@ def joined(pieces):
         yield last[:2]
 
 
+def other_files():
+    """Return the Python files outside of cseq."""
+    return [
+        path
+        for name in OTHERS
+        for path in [ROOT / name, *sorted((ROOT / name).rglob("*.py"))]
+        if path.is_file()
+    ]
+
+
 def offenders():
     """Return files and lines by the rule that they break."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*")):
+    for path in [*sorted(PACKAGE.rglob("*")), *other_files()]:
         if path.suffix not in (".py", ".pyx", ".pxd", ".pyi", ".h"):
             continue
         text = path.read_text(encoding="utf-8")
         english = header_english if path.suffix == ".h" else python_english
         pieces = [piece for piece in english(text) if not DIRECTIVE.match(piece[1])]
+        if PACKAGE not in path.parents:
+            pieces = [piece for piece in pieces if piece[2] and piece[1] != MARK]
         name = path.relative_to(PACKAGE.parent).as_posix()
         for line, *_, trailing in pieces:
             if trailing:
