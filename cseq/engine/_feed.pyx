@@ -21,8 +21,7 @@ from collections import deque
 
 from cseq.encoding.failure import ends_program, of_handler, shorten
 
-# `units` is the number of units that the ticket counts for. `entry` is the index of its cell among
-# the cells of all rings.
+# `entry` is the index of the ticket's cell among the cells of all rings.
 cdef struct Ticket:
     uint64_t number
     uint64_t units
@@ -32,7 +31,7 @@ cdef struct Ticket:
 
 cdef uint64_t NONE = <uint64_t>-1
 
-# The maximum length of `skipped`. Older entries are dropped.
+# Older entries of `skipped` are dropped.
 MOST_SKIPPED = 1000
 
 cdef enum:
@@ -42,7 +41,7 @@ cdef enum:
 
 @cython.final
 cdef class ItemFailure:
-    """Returned instead of an item if making or sending the item raised an exception.
+    """Returned instead of an item that could not be made or sent.
 
     Parameters
     ----------
@@ -62,20 +61,17 @@ cdef class ItemFailure:
 cdef class Feed:
     """Posts the tickets of a `Source` and fetches the batches or items that workers make for them.
 
-    Outstanding tickets form a line. A ticket leaves the line in three steps::
+    A ticket leaves the line of outstanding tickets in three steps::
 
         peek     find the next ticket, which must be READY, without changing anything
-        decode   build the batch that is described in the cell; may run any code or be interrupted
+        decode   build the batch; may run any code or be interrupted
         commit   free the cell, count the batch and post the next ticket; runs only C code
 
-    If an exception is raised before the commit, the ticket stays in the line. The next call then uses
-    the decoded batch if decoding was complete. After the commit, no Python code runs before the batch
-    is returned, except for the destructors of objects that are no longer needed.
+    If an exception is raised before the commit, the ticket stays in the line, and the next call
+    uses the decoded batch. After the commit, only destructors run Python code before the return.
 
-    The thread that calls a feed must hold the lock of `run`. Code that runs during a call, such as a
-    signal handler, a conversion or a destructor, must not start an epoch or fetch a batch. It may
-    raise, end the generation, or call a worker (`Streams.ask`), which may end the worker's items if
-    the call raises.
+    The caller must hold the lock of `run`. Signal handlers, conversions and destructors must not
+    start an epoch or fetch a batch. They may raise, end the generation, or call `Streams.ask`.
 
     Parameters
     ----------
@@ -90,10 +86,9 @@ cdef class Feed:
         (None, error) if a worker published an exception. It may also raise. ``describe(ring_number,
         cell, error)`` returns the exception to raise in the loop, and the entry for `skipped`.
         ``list_left(ring_number, cell, left)`` returns the entries for samples that are missing from
-        a batch. ``look()`` is called about ten times a second while batches are fetched, and may do
-        anything that a signal handler may do. ``make_next()``, if not None, makes the next batch on
-        this thread. ``on_cancel(cell)``, if not None, is called before the cell of a cancelled
-        ticket is freed.
+        a batch. ``look()`` is called about ten times a second. It may do what a signal handler may
+        do. ``make_next()``, if not None, makes the next batch on this thread. ``on_cancel(cell)``,
+        if not None, is called before the cell of a cancelled ticket is freed.
     errors : 'raise', 'skip' or 'return'
         What to do if a worker published an exception instead of a batch: raise it, record it and
         skip the batch, or return an `ItemFailure`.
@@ -109,8 +104,7 @@ cdef class Feed:
     generation : int
         The generation of `run` in which the epoch started.
     taken, done : int
-        The number of tickets fetched in this epoch, and the number of their units. If fetching a
-        ticket raises, its units are counted when the loop continues.
+        The number of tickets fetched in this epoch, and the number of their units.
     skipped : deque
         Entries for skipped batches and samples.
     ended : bool
@@ -122,12 +116,12 @@ cdef class Feed:
     cdef object __weakref__
     cdef readonly Source source
     cdef readonly uint64_t ticket
-    # The value of `taken`, which any thread may read (see `cseq_count_u64`).
+    # The value of `taken`; see `cseq_count_u64`.
     cdef uint64_t taken_count
-    # The time (ns) when the current step fetched a ticket and posted the next one.
+    # When the current step fetched a ticket and posted the next one (ns).
     cdef uint64_t now
     cdef list rings
-    # The C structs of the rings, and the rings and cells to wait for.
+    # The rings, and the rings and cells to wait for.
     cdef cseq_ring** r
     cdef cseq_ring** asked
     cdef uint32_t* cells
@@ -135,7 +129,7 @@ cdef class Feed:
     cdef object pool, make_next, on_cancel
     cdef bint queues
     cdef uint64_t runners
-    # The line is a circular buffer. `cancelled` contains cancelled tickets that still occupy cells.
+    # A circular buffer. `cancelled` contains cancelled tickets that still occupy cells.
     cdef Ticket* buffer
     cdef Py_ssize_t room, first, length
     cdef Ticket* cancelled
@@ -144,12 +138,11 @@ cdef class Feed:
     cdef public uint64_t generation
     cdef public object place
     cdef readonly bint ended
-    # The number of the ring of the latest ticket. For a stream, this is the number of the worker.
+    # The ring of the latest ticket, or the worker for a stream.
     cdef readonly Py_ssize_t latest
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    # The value of `done`, which any thread may read, the number of all units that were fetched, and the
-    # number of units before the first ticket.
+    # The value of `done`, the units fetched in total, and the units before the first ticket.
     cdef uint64_t done_count, units, before
     cdef object interrupted
     cdef bint due
@@ -158,11 +151,10 @@ cdef class Feed:
     # How long the loop waited for the latest ticket (ns).
     cdef uint64_t waited
     cdef bint spun
-    # The ticket that has been decoded but is still in the line. `batch` is passed to
-    # `Decoder.take_peeked`.
+    # The decoded ticket that is still in the line. `batch` is for `Decoder.take_peeked`.
     cdef uint64_t decoded
     cdef object batch, error, note
-    # The latest ticket that could not be decoded because of a MemoryError.
+    # The latest ticket that ran out of memory.
     cdef uint64_t short
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None,
@@ -221,7 +213,7 @@ cdef class Feed:
         return -1
 
     cdef bint post(self) noexcept:
-        """Post the next ticket if it is prepared and a cell is free. Return True on success."""
+        """Post the next ticket if it is prepared and a cell is free."""
         cdef Py_ssize_t ring_number = self.source.target()
         cdef Ring ring
         cdef Ticket* t
@@ -241,7 +233,6 @@ cdef class Feed:
         return True
 
     cpdef int refill(self) except -1:
-        """Post tickets while cells are free and the source has tickets left."""
         cdef bint ready
         self.free_cancelled()
         while self.source is not None:
@@ -258,7 +249,7 @@ cdef class Feed:
         self.cancelled_count += 1
 
     cdef void cancel_all(self, uint32_t ring_number) noexcept:
-        """Cancel all tickets in a ring. To avoid gaps in a queue, cancel the newest ones first."""
+        """Cancel all tickets in a ring, newest first, because a queue must not have gaps."""
         cdef bint back = self.queues
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, ring_number)
         cdef Py_ssize_t k, kept = 0
@@ -310,7 +301,7 @@ cdef class Feed:
         return 0
 
     cdef object free(self, Py_ssize_t k, Ring ring):
-        """Free the cell of a finished ticket and return the object that the cell held."""
+        """Free the cell of a finished ticket and return its object."""
         cdef Ticket t = self.at(k)[0]
         left = self.decoder.free(t.entry, self.cell(&t))
         self.remove(k)
@@ -325,9 +316,9 @@ cdef class Feed:
 
     def post_call(self, uint32_t worker, Request request, str name not None,
                   Request assignment=None, uint64_t epoch=0):
-        """Post a call to a worker, which handles it before the items that it has not claimed yet.
+        """Post a call to a worker, ahead of the items that it has not claimed yet.
 
-        There is at most one pending call per worker. A new call cancels a pending one.
+        A new call cancels a pending one.
 
         Parameters
         ----------
@@ -336,8 +327,7 @@ cdef class Feed:
         name : str
             The name of the call in messages.
         assignment, epoch : Request or None, int
-            The assignment and number of the epoch that the worker starts before the call. If the
-            epoch is 0, no epoch is started.
+            The epoch that the worker starts before the call, unless it is 0.
 
         Returns
         -------
@@ -348,7 +338,7 @@ cdef class Feed:
         cdef uint32_t cell = cseq_ring_round(ring.r)
         self.cancel_call(worker)
         self.free_cancelled()
-        # There may be a cell with a cancelled call that the worker is still executing.
+        # The worker may still be executing a cancelled call.
         while cseq_ring_state(ring.r, cell) != CSEQ_FREE:
             cell += 1
             if cell == ring.r.capacity:
@@ -361,7 +351,7 @@ cdef class Feed:
         return cell, self.ticket - 1
 
     cdef uint64_t note_first(self, cseq_meter* m) noexcept:
-        """Record the very first batch. The wait so far counts as startup time and is returned."""
+        """Record the first batch and return the startup time."""
         cdef uint64_t waited = m.waited_ns
         cdef Py_ssize_t k
         cdef uint32_t owner
@@ -380,25 +370,23 @@ cdef class Feed:
     # -- the epoch
 
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
-        """Start an epoch, and cancel the tickets of the previous epoch, in a single step of C code.
+        """Start an epoch and cancel the previous one in a single step of C code.
 
         Parameters
         ----------
         source : Source
         ordered : bool
-            Whether tickets are delivered in the order in which they were posted. Otherwise, they
-            are delivered in the order in which they are completed.
+            Whether tickets are delivered in the order of posting, rather than of completion.
         place : Place, optional
-            A place that is set to this epoch in the same step, with this feed as its progress.
+            A place to set to this epoch in the same step.
         """
         if place is not None:
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
         self.reset(source, ordered, place)
 
     def run_clock(self):
-        """Start the clock of the epoch. A pause between epochs does not count."""
+        """Start the clock, without counting the pause between epochs."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
-        # After a pause, the time since the last step is not counted as loop time.
         cdef bint goes_on = m.since_ns != 0
         cdef uint64_t now = cseq_now_ns()
         cseq_meter_start_epoch(m, now)
@@ -412,9 +400,8 @@ cdef class Feed:
         self.free_cancelled()
 
     cdef int reset(self, Source source, bint ordered, place) except -1:
-        """Cancel all posted tickets and reset the counts."""
         cdef uint32_t k
-        # Drop these objects last, because destructors may run code.
+        # Destructors may run code, so drop these last.
         before = self.source, self.batch, self.error
         self.source = None
         for k in range(PyList_GET_SIZE(self.rings)):
@@ -438,13 +425,13 @@ cdef class Feed:
 
     @property
     def position(self):
-        """The number of units in the epoch before the next ticket."""
+        """The units in the epoch before the next ticket."""
         return self.before + self.done
 
     # -- finding the next ticket
 
     cdef Py_ssize_t find(self) noexcept:
-        """Return the position of the next ticket in the line if it is ready, or -1."""
+        """Return the position of the next ticket if it is ready, or -1."""
         cdef Py_ssize_t k
         if self.ordered:
             return 0 if self.length and self.is_ready(0) else -1
@@ -452,7 +439,7 @@ cdef class Feed:
             k = self.locate(self.decoded)
             if k >= 0:
                 return k
-        # If tickets are unordered, move those that are not ready to the end of the line.
+        # Move unordered tickets that are not ready to the end of the line.
         for k in range(self.length):
             if self.is_ready(k if self.queues else 0):
                 return self.first_of(k) if self.queues else 0
@@ -483,7 +470,7 @@ cdef class Feed:
     def advance(self):
         """Post as many tickets as possible. Return True if the next ticket is ready.
 
-        If there are no more tickets, raise the source's exception, or return None if there is none.
+        At the end, raise the source's exception or return None.
         """
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef uint64_t now
@@ -510,10 +497,7 @@ cdef class Feed:
         return [(self.at(k).ring_number, self.at(k).cell) for k in range(count)]
 
     def wait(self, uint32_t seen, list awaited=None):
-        """Sleep until one of the awaited tickets may be ready, and run signal handlers.
-
-        `awaited` defaults to the result of the method `awaited`. See `Ring.wait`.
-        """
+        """Sleep until one of the awaited tickets may be ready, and run signal handlers."""
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, 0)
         cdef bint spun = self.spun and awaited is None
         self.spun = False
@@ -530,7 +514,7 @@ cdef class Feed:
         PyErr_CheckSignals()
 
     cdef int wait_any(self, uint32_t seen, list awaited, bint spun) except -1:
-        """Sleep until one of the given tickets may be ready. Look only at the first one in each queue."""
+        """Sleep until one of the given tickets may be ready."""
         cdef Ring ring
         cdef uint32_t ring_number, cell, count = 0
         cdef uint64_t before, awake
@@ -538,7 +522,7 @@ cdef class Feed:
             if ring.unwoken:
                 ring.wake()
         first = {}
-        # The gate of the first ring is shared by all rings.
+        # All rings share the gate of the first one.
         self.asked[0] = self.r[0]
         for ring_number, cell in reversed(awaited):
             first[ring_number] = cell
@@ -556,7 +540,7 @@ cdef class Feed:
         return 0
 
     cdef bint expect(self, uint32_t seen) noexcept:
-        """Spin for a limited time until the next ticket is ready. Return True if it is ready."""
+        """Spin until the next ticket is ready, for a limited time."""
         cdef Ticket* t = self.at(0)
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
         self.spun = not ring.expect(t.cell, seen)
@@ -565,9 +549,9 @@ cdef class Feed:
     # -- peek, decode, commit
 
     cdef Py_ssize_t reach(self, uint64_t generation) except -1:
-        """Wait until the next ticket is decoded and can be committed. Return its position in the line.
+        """Wait for the next ticket to be decoded and return its position.
 
-        This may run any code, but not between the last check and the return.
+        Any code may run before the last check, but none after that.
         """
         cdef Py_ssize_t k
         while True:
@@ -588,7 +572,7 @@ cdef class Feed:
                 return k
 
     cdef Py_ssize_t find_soon(self) except -2:
-        """Make the next batch on this thread, or spin until it is ready. Then call `find`."""
+        """Make the next batch on this thread, or spin until it is ready."""
         if self.make_next is not None:
             self.make_next()
         elif not self.ordered or not self.length or not self.expect(self.notices()):
@@ -607,12 +591,12 @@ cdef class Feed:
         return self.is_decoded(k) and self.run.is_at(generation)
 
     cdef int decode(self, Py_ssize_t k) except -1:
-        """Decode the ready ticket at position `k`. If it ends the items of a worker, remove it."""
+        """Decode the ready ticket at position `k`, or remove it if it ends a worker's items."""
         cdef Ticket t = self.at(k)[0]
         cdef cseq_cell* c = self.cell(&t)
         cdef uint64_t* f = c.converted if c.stage else c.record
         before = batch = error = note = left = None
-        # Keep the objects of another decoded ticket until the return, because destructors may run code.
+        # Destructors may run code, so keep another decoded ticket until the return.
         if self.decoded != NONE:
             before = self.batch, self.error
         if c.status == ENDED:
@@ -630,8 +614,8 @@ cdef class Feed:
                 batch = self.decoder.divide(batch)
             left = self.decoder.left
         except BaseException as raised:
-            # Raise the first MemoryError, because there may be more memory at the next attempt. A
-            # second MemoryError is probably caused by the batch.
+            # The next attempt may have more memory. A second MemoryError is probably the batch's
+            # fault.
             if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
                     or isinstance(raised, MemoryError) and self.short != t.number):
                 if isinstance(raised, MemoryError):
@@ -648,14 +632,14 @@ cdef class Feed:
         return 0
 
     cdef int commit(self, Py_ssize_t k, bint done) except -1:
-        """Remove the decoded ticket at position `k`, and post the next ticket, which is prepared.
+        """Remove the decoded ticket at position `k` and post the next one.
 
-        `done` is False if an exception is raised afterwards. The caller has a reference to the batch.
+        `done` is False if an exception is raised afterwards.
         """
         cdef Ticket t = self.at(k)[0]
         cdef uint32_t status = self.cell(&t).status
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
-        # Drop this object last, because its destructor may run code.
+        # Its destructor may run code, so drop it last.
         left = self.free(k, ring)
         self.note_step()
         ring.committed(self.cell(&t))
@@ -670,13 +654,13 @@ cdef class Feed:
         if status & ENDED:
             self.cancel_all(t.ring_number)
         self.clear()
-        # There may be several keys that wait for a free cell.
+        # Several keys may wait for a free cell.
         while self.post() and self.source.keyed:
             pass
         return 0
 
     cdef void note_step(self) noexcept:
-        """Measure the wait for the current ticket, and the training step before that."""
+        """Measure the wait and the training step before it."""
         cdef cseq_meter* m = cseq_ring_meter(self.r[0], 0)
         cdef Py_ssize_t k, ready = 0, most = min(self.length, MOST_LOOKS)
         cdef uint64_t waited, now = cseq_now_ns()
@@ -701,7 +685,7 @@ cdef class Feed:
     cdef PyObject* take_batch(self, uint64_t generation) except NULL:
         """Return the next batch as an owned reference. The caller must hold the lock.
 
-        If an object is passed on unchanged, its reference count does not change; see `_headers`.
+        An unchanged object keeps its reference count; see `_headers`.
 
         Raises
         ------
@@ -744,16 +728,15 @@ cdef class Feed:
             rest()
 
     cpdef int check(self, uint64_t generation) except -1:
-        """Raise InterruptedError if a generation has ended, which takes precedence over other errors."""
+        """Raise InterruptedError if a generation has ended, before any other error."""
         if not self.run.is_at(generation):
             raise InterruptedError(self.interrupted) from None
         return 0
 
     def glance(self):
-        """Decode the next item without consuming it, and return it. No key is drawn.
+        """Return the next item without consuming it, or None if it is not ready.
 
-        Return None if the item is not ready, or if the epoch is unordered or has no keys. An exception
-        is returned as an `ItemFailure`.
+        An exception is returned as an `ItemFailure`. No key is drawn.
         """
         self.run.lock.acquire(-1)
         try:
@@ -777,10 +760,9 @@ cdef class Feed:
     # -- calls to workers
 
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit the reply to a call and free its cell unless this has already happened.
+        """Commit the reply to a call and free its cell, unless this has been done.
 
-        `ends` is True if the reply is an exception, which ends the items of the worker unless items are
-        requested by key.
+        If `ends`, the reply ends the worker's items, unless they have keys.
         """
         cdef Ring ring = self.rings[worker]
         if not ring.peek(cell, ticket):
@@ -790,11 +772,11 @@ cdef class Feed:
             self.decoder.free(ring.first_entry + cell, cseq_ring_cell(ring.r, cell))
             ring.free(cell)
         if ends and self.source is not None and not self.source.keyed:
-            # Drop these objects last, because destructors may run code.
+            # Destructors may run code, so drop these last.
             before = self.batch, self.error
             self.cancel_all(worker)
             self.clear()
-        # This also frees the cells of tickets that a nested call cancelled.
+        # Nested calls may have cancelled tickets, too.
         self.free_cancelled()
 
 
@@ -802,14 +784,13 @@ cdef class Feed:
 cdef class FeedIterator:
     """An iterator over the batches or items of a generation.
 
-    Threads may share an iterator. Each batch is then returned to one of them. This class is used
-    without a Python subclass, which would make every step of a ``for`` loop slower.
+    Threads may share an iterator. A Python subclass would slow down every step of the loop.
 
     Parameters
     ----------
     feed : Feed
     generation : int
-        The iterator is valid as long as this is the generation of the feed's run.
+        The generation of the run for which the iterator is valid.
     keeper : object, optional
         An object to keep alive, such as the pool.
     """

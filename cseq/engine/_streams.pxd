@@ -1,4 +1,4 @@
-"""Requests, which contain the data for calls and items of a stream."""
+"""Requests: the data for calls and items of a stream."""
 
 from libc.stdint cimport int64_t, uint32_t
 

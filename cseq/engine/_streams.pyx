@@ -25,10 +25,7 @@ cdef object NOTHING = object()
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:
-    """Write the requests of a ticket into its cell and return the words of the cell.
-
-    `name` is the name of a call in messages.
-    """
+    """Write a ticket's requests into its cell and return the words of the cell."""
     cdef int64_t* words = cseq_ring_indices(ring.r, cell)
     words[KEY_LENGTH] = WITHOUT_KEY
     if assignment is not None:
@@ -43,7 +40,7 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 @cython.final
 @cython.no_gc_clear
 cdef class Request:
-    """Data for a worker, which is a value for threads, or otherwise a slot that this object owns.
+    """Data for a worker: a value for threads, or else a slot that this object owns.
 
     Parameters
     ----------
@@ -69,7 +66,7 @@ cdef class Request:
             self.slots.set_free(self.slot)
 
     def locate(self, uint64_t capacity, record):
-        """Set the number of committed bytes in the slot, and the `codec.Record` of the data."""
+        """Set where the data is in the slot; see `codec.Record`."""
         cdef int k
         self.slots.resize(self.slot, capacity)
         self.words[0], self.words[1] = self.slot, <int64_t>capacity
@@ -114,7 +111,6 @@ cdef class StreamSource(Source):
 cdef class ItemSource(StreamSource):
     """Requests the items that workers yield, round robin. Exhausted workers are skipped."""
 
-    # The number of tickets for each worker, or NO_MORE.
     cdef uint64_t* asked
 
     def __cinit__(self, *_, **__):
@@ -153,12 +149,12 @@ cdef class ItemSource(StreamSource):
 
 
 cdef Block ints_of(key, Py_ssize_t most):
-    """Convert a list of 1 to `most` ints (no subclasses) to int64. Return None for other keys."""
+    """Convert a list of 1 to `most` ints to int64. Return None for other keys."""
     cdef Py_ssize_t k
     cdef int64_t* words
     cdef int overflow = 0
     cdef Block block
-    # Copy the list first, because another thread may change it.
+    # Another thread may change the list.
     cdef tuple numbers
     if type(key) is not list:
         return None
@@ -180,8 +176,8 @@ cdef Block ints_of(key, Py_ssize_t most):
 cdef class KeySource(StreamSource):
     """Requests items for the keys of an iterator.
 
-    `prefetch` keys per worker are drawn in advance, and then one key for each consumed item. There are
-    three steps for each key::
+    A key is drawn for each consumed item, after `prefetch` keys per worker. Each key takes three
+    steps::
 
         draw     store the next key of the iterator in `key`, in case the next step is interrupted
         write    add the ints of the key, or a `Request`, to `drawn`
@@ -195,19 +191,19 @@ cdef class KeySource(StreamSource):
     prefetch : int
         The number of keys per worker to draw before their items are consumed.
     in_order : bool
-        Whether items are delivered in the order of their keys. Workers then get tickets in turn.
+        Whether items are delivered in the order of their keys.
     free : bool
-        Whether a key is given to the worker with the fewest keys, instead of to the next worker.
+        Whether the worker with the fewest keys gets the next key.
     samples : callable, optional
         ``samples(key)`` returns the number of samples in an item (at least 1). By default, it is 1.
     """
 
     cdef object keys
-    # The key that was drawn but has not been written, or NOTHING.
+    # The key that was drawn but not written, or NOTHING.
     cdef object key
-    # The keys to post. Each entry is a `Block` or `Request` and the number of samples in the item.
+    # Each entry is a `Block` or `Request`, and the number of samples.
     cdef list drawn
-    # `error` is raised after the last item. If it is `incomplete`, it is raised again by later calls.
+    # Raised after the last item. Later calls raise it again if it is `incomplete`.
     cdef object samples, error, incomplete, pickle
     cdef bint in_order, free
     cdef uint64_t ahead, per_worker, posted
@@ -231,10 +227,9 @@ cdef class KeySource(StreamSource):
     cdef int draw_key(self) except -1:
         """Draw a key.
 
-        If the iterator raises an Exception, it is raised in the loop after the items of all earlier
-        keys. Another BaseException, such as a KeyboardInterrupt from a signal handler, is raised
-        immediately, and the iterator is called again later. If the exception has ended the iterator,
-        which is the case for a generator, later calls raise an error until a new epoch starts.
+        An Exception of the iterator is raised after the items of all earlier keys. Other
+        exceptions, such as KeyboardInterrupt, are raised now. If they end the iterator, later calls
+        raise an error until a new epoch starts.
         """
         check_depth()
         try:
@@ -254,7 +249,7 @@ cdef class KeySource(StreamSource):
 
     cdef int write_key(self) except -1:
         written = ints_of(self.key, <Py_ssize_t>self.ring(0).r.batch_size - KEY_INTS)
-        # A ticket with 0 samples would not request anything; see `publish`.
+        # With 0 samples, a ticket would request nothing; see `publish`.
         count = 1 if self.samples is None else max(1, self.samples(self.key))
         if written is None:
             try:

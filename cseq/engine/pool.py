@@ -1,7 +1,6 @@
-"""A pool: a crew, its tickets, and the feed that connects both to the loop.
+"""A pool: a crew, its tickets, and the feed that connects them to the loop.
 
-Only one thread at a time may call a pool. Other threads can wake it up with `notify_all`. If a
-worker cannot be created or dies too often, `Crew.check` raises the error in the calling thread.
+Only one thread at a time may call a pool. Other threads wake it up with `notify_all`.
 """
 
 from __future__ import annotations
@@ -34,18 +33,16 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# The minimum time in seconds between logged advice, at the end of an epoch and within an epoch.
+# Minimum seconds between logged advice, at the end of an epoch and within one.
 LONG, OFTEN = 20.0, 600.0
-# Advice is logged if the loop spends at least the first fraction of its time waiting, and is logged
-# as a warning from the second fraction.
+# The shares of waiting from which advice is logged, and logged as a warning.
 LOGGED, WARNED = 0.05, 0.2
 
 
 class Pool(Generic[K]):
     """A crew, its tickets and its feed.
 
-    The constructor does not start anything, because a signal handler may raise before there is a
-    `Run` that closes the pool.
+    The constructor starts nothing, because a signal handler may raise before a `Run` can close it.
 
     Attributes
     ----------
@@ -54,9 +51,9 @@ class Pool(Generic[K]):
     takes_turns : bool
         Whether the workers are threads that share the GIL.
     logged_causes : set of str
-        The causes of waiting that have been logged. This set is shared by all pools of a manager.
+        The causes of waiting that have been logged. All pools of a manager share this set.
     is_hurried : bool
-        Whether `close` waits for a busy runner for only `HURRY` seconds.
+        Whether `close` waits only `HURRY` seconds for a busy runner.
     """
 
     is_hurried = False
@@ -91,16 +88,16 @@ class Pool(Generic[K]):
         return self.crew.supervisor
 
     def open(self) -> None:
-        """Start the runners. If this is interrupted, `close` stops them."""
+        """Start the runners. If interrupted, `close` stops them."""
         self.tickets.open()
 
     def notify_all(self) -> None:
-        """Wake up a call that waits in another thread, so that it checks the generation."""
+        """Wake up a call in another thread, which then checks the generation."""
         self.rings[0].notify_all()
 
     def close(self) -> None:
-        """Stop everything that was started, within a limited time. May be called twice."""
-        # An inline crew has no other thread that could finish the tickets in the ring.
+        """Stop everything within a limited time. May be called twice."""
+        # No other thread could finish the tickets of an inline crew.
         if self.crew.is_inline:
             self.lanes.leave_traces()
             self.feed.end()
@@ -108,11 +105,7 @@ class Pool(Generic[K]):
         self.tickets.close()
 
     def _check(self, awaited: Awaited | None) -> None:
-        """Raise an error from a worker or another thread, or a WorkerTimeout for a slow ticket.
-
-        `awaited` replaces the list of awaited tickets from the feed. With on_timeout='restart',
-        slow workers are restarted instead of raising WorkerTimeout.
-        """
+        """Raise an error from a worker, or handle a slow ticket as `on_timeout` says."""
         crew, options = self.crew, self.tickets.options
         crew.check()
         if options.timeout is not None and crew.timed:
@@ -130,7 +123,7 @@ class Pool(Generic[K]):
         capacity: int,
         record: tuple[int, ...],
     ) -> tuple[Any, BaseException | None]:
-        """Decode a batch that C code cannot decode; see `Feed`."""
+        """Decode a batch that C code cannot decode."""
         crew = self.crew
         entry = cell + self.rings[ring_number].first_entry
         if status & RAISED:
@@ -146,11 +139,11 @@ class Pool(Generic[K]):
     def list_left(
         self, ring_number: int, cell: int, left: tuple[tuple[Any, str], ...]
     ) -> list[Any]:
-        """Record the samples that are missing from a batch, and return their entries."""
+        """Record the samples that are missing from a batch."""
         return self.tickets.list_left(ring_number, cell, left)
 
     def await_next(self) -> None:
-        """Sleep until the next ticket is ready. Raise StopIteration if there are no more."""
+        """Sleep until the next ticket is ready. Raises StopIteration at the end."""
         self.await_for(self.feed.generation, self._advance)
         if not self._has_waited:
             self._has_waited = True
@@ -159,14 +152,13 @@ class Pool(Generic[K]):
             self._gpu_dry += idle
 
     def look(self) -> None:
-        """Record progress, log advice and resize the pool. Called about ten times a second."""
+        """Record progress, log advice and resize the pool, about ten times a second."""
         self._history.note()
         if self.controller is not None:
             self.controller()
         self._advise(OFTEN)
 
     def _advance(self) -> bool | None:
-        """Post tickets. Return True if the next ticket is ready, or None."""
         ready = self.feed.advance()
         if ready is None:
             self._advise(LONG)
@@ -174,7 +166,7 @@ class Pool(Generic[K]):
         return ready or None
 
     def _advise(self, seconds: float) -> None:
-        """Log why the loop waits, once per cause and at most every `seconds` seconds."""
+        """Log why the loop waits, once per cause."""
         if now_ns() - self._advised_ns < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
             return
         before, self._advised_stats, self._advised_ns = self._advised_stats, self.stats(), now_ns()
@@ -190,7 +182,7 @@ class Pool(Generic[K]):
     def await_for(
         self, generation: int, look: Callable[[], T | None], awaited: Awaited | None = None
     ) -> T:
-        """Sleep until `look` returns a result. `awaited` replaces the feed's awaited tickets."""
+        """Sleep until `look` returns a result."""
         feed, began = self.feed, now_ns()
         self.tickets.note_wait()
         while True:
@@ -206,7 +198,7 @@ class Pool(Generic[K]):
             feed.wait(notices, awaited)
 
     def stats(self) -> Stats:
-        """Return the statistics so far, even if the feed no longer exists."""
+        """Return the statistics, even if the feed no longer exists."""
         return self.crew.stats(
             past=self._history.rows,
             skips=self.feed.skips if self._skips else 0,

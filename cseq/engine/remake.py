@@ -1,4 +1,4 @@
-"""Makes a batch of any epoch again in the calling thread, for `MSequence.remake`."""
+"""Makes a batch of any epoch again, for `MSequence.remake`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Remade(NamedTuple):
     Attributes
     ----------
     batch : object
-        The batch, exactly as the loop receives it.
+        The batch, as the loop receives it.
     indices : numpy.ndarray
-        The indices of the samples in the batch, as int64.
+        The indices of the samples, as int64.
     seconds : float
         The time for indexing and conversion.
     """
@@ -43,14 +43,14 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return the batches of an epoch from `batch` onwards, and the number of units before them.
+    """Return the batches of an epoch from `batch` onwards, and the units before them.
 
     Parameters
     ----------
     batch : int
         The number of a batch in the epoch, as in messages.
     consumed : int
-        The number of units that were consumed before the epoch was resumed.
+        The units consumed before the epoch was resumed.
 
     Raises
     ------

@@ -1,7 +1,6 @@
-"""Follows the advice to choose the number of workers and the buffer size.
+"""Chooses the number of workers and the buffer size.
 
-A `Controller` passes windows of statistics about a pool to a `Tuner`, and resizes the pool. The
-decisions of a `Tuner` depend only on these windows::
+A `Controller` passes windows of statistics to a `Tuner` and resizes the pool::
 
     feed ──ten times a second──► Controller ──Window──► Tuner ──► advise
                                      │ resize              ▲ Decision
@@ -26,16 +25,14 @@ __all__ = ["Controller", "Decision", "Tuner", "log_change"]
 
 log = logging.getLogger("cseq")
 
-# The minimum and maximum length of windows in seconds. Windows grow while there are no changes.
+# The shortest and longest window in seconds. Windows grow while there are no changes.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
-# After `QUICK` changes, windows grow with every change. If workers are added, the buffer gets
-# `AHEAD` batches per worker. Half of the buffer is ready when sleeping workers are woken up.
+# After `QUICK` changes, windows grow with every change. New workers get `AHEAD` batches each.
 QUICK, AHEAD = 3, 3
-# A change is useless if it multiplies the rate by less than the first factor, and harmful if it
-# multiplies the rate by less than the second one.
+# A change that multiplies the rate by less is useless (first factor) or harmful (second one).
 BETTER, WORSE = 1.05, 0.95
-# If the ratio of batch time to step time changes by this factor, the tuner forgets its limits.
+# Limits are forgotten if the ratio of batch time to step time changes by this factor.
 CHANGED = 1.5
 UNLIMITED = 1 << 30
 
@@ -48,12 +45,11 @@ class Decision(NamedTuple):
 
 
 class Tuner:
-    """Makes decisions based on a sequence of windows.
+    """Chooses sizes, based only on windows of statistics.
 
-    The number of workers is immediately set to the recommended number. The buffer only grows, to
-    the recommended size. If a change to the number of workers is harmful, it is reverted. If more
-    workers or a larger buffer were useless, they are not increased again, as long as the ratio of
-    batch time to step time remains about the same. For this reason, changes stop eventually.
+    It follows the advice at once, but the buffer only grows. A harmful change is reverted, and a
+    useless one is not repeated until the ratio of batch time to step time changes. So changes stop
+    eventually.
 
     Parameters
     ----------
@@ -74,7 +70,7 @@ class Tuner:
         self._forget(0.0)
 
     def _forget(self, ratio: float) -> None:
-        """Forget the limits. `ratio` is the new ratio of batch time to step time."""
+        """Forget the limits for a new ratio of batch time to step time."""
         self._ratio = ratio
         self._enough = Size(UNLIMITED, UNLIMITED)
 
@@ -84,7 +80,7 @@ class Tuner:
         return window.elapsed >= self.span and window.batches >= batches
 
     def look(self, window: Window, size: Size, most: Size) -> Decision | None:
-        """Return a new size of at most `most`, or None to keep `size`.
+        """Return a new size of at most `most`, or None.
 
         `window` must start after the latest change, when all workers are ready.
         """
@@ -97,7 +93,7 @@ class Tuner:
         return decision
 
     def _judge(self, v: Window, size: Size) -> Decision | None:
-        """Evaluate the latest change and revert it if more or fewer workers were harmful."""
+        """Evaluate the latest change and revert it if it was harmful."""
         ratio = v.index / v.step if v.step > 0 else 1e9
         trial, self._trial = self._trial, None
         if trial is None:
@@ -153,25 +149,25 @@ def log_change(before: Size, after: Size, why: str) -> None:
 class Controller:
     """Measures and resizes a pool, in the thread that consumes its batches.
 
-    A signal handler may interrupt a call at any point. The next call then completes the work.
+    If a signal handler interrupts a call, the next call completes the work.
     """
 
     def __init__(self, pool: Any, auto: tuple[bool, bool]) -> None:
         self._pool = pool
         self._tuner = Tuner(auto)
-        # The statistics at the start of the window, and the time for the next check (`now_ns`).
+        # The statistics at the start, and the time of the next check (`now_ns`).
         self._window_start: Stats | None = None
         self._due_ns = 0
         self._resizing: Size | None = None
 
     def __call__(self) -> None:
-        """Check the pool if it is time for a check."""
+        """Check the pool if it is time."""
         if now_ns() < self._due_ns:
             return
         pool, tuner = self._pool, self._tuner
         if self._resizing is not None:
             self._resize(self._resizing)
-        # Workers that are still starting would distort the measurements.
+        # Starting workers would distort the measurements.
         if not pool.is_staffed:
             self._window_start = None
             return

@@ -1,4 +1,4 @@
-"""The life cycle of a worker in a process or thread: creation, work, disposal.
+"""The life cycle of a worker in a process or thread.
 
 ::
 
@@ -40,11 +40,11 @@ def main(sock: socket.socket, local: object = None) -> None:
     Parameters
     ----------
     sock : socket
-        A connection to the trainer. The process exits when it is closed.
+        A connection to the trainer. The process exits when it closes.
     local : object, optional
-        The user's object, if it was inherited through `os.fork`. Otherwise, it is read from a file.
+        The user's object if it was inherited by fork. By default, it is read from a file.
     """
-    # Threads, which also use this module, do not need these.
+    # Threads do not need these.
     from cseq.processes.worker import NOTED, enter, send_state
 
     entered = enter(sock)
@@ -83,22 +83,22 @@ def serve(
     Parameters
     ----------
     read_object : callable
-        A function that returns the user's object.
+        Returns the user's object.
     starting : context manager
         The context in which the indexer or producer is created.
     tell : callable
-        A function that is called with warnings.
+        Called with warnings.
     copied : bool
-        Whether this process has a copy of the user's object and writes batches to slots.
+        Whether this process has its own copy of the user's object and writes to slots.
     convert : callable, optional
-        A function to apply to every batch.
+        Applied to every batch.
     """
     context.enter(batch_context)
     with starting:
         worker, made = task.make(read_object, batch_context, copied=copied)
     if writer.room is not None:
         writer.room.allocate_in_slots()
-        # If the user's code forks, `cseq.empty` must be `numpy.empty` in the child process.
+        # In forked children, `cseq.empty` must be `numpy.empty`.
         in_forked_children(partial(setattr, batch_context, "allocator", None))
     work = task.work(made, runner.ring, batch_context, writer, tell, convert)
     try:
@@ -121,7 +121,7 @@ def _convert(task: BatchTask, runner: Runner, entered: Entered) -> None:
 def convert(
     source: Source, function: Callable[[Any], object], batch_writer: BatchWriter, runner: Runner
 ) -> None:
-    """Apply `function` to the batch of a converter's ticket and publish the result."""
+    """Apply `function` to a converter's batch and publish the result."""
     try:
         record = batch_writer.write(runner, function(source.fetch(runner)))
         batch_writer.publish(runner, record)

@@ -26,7 +26,7 @@ RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return the name of the rings' file in `/proc`, which contains facts for ``cseq top``."""
+    """Return the file name of the rings in `/proc`, for ``cseq top``."""
     facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
@@ -59,15 +59,13 @@ class Staff(Protocol):
 class Crew:
     """The runners of a pool, and the rings that they share with the training loop.
 
-    The constructor creates `rings`, `reader` and `lanes`. It does not start anything, because a
-    signal handler may raise before there is a `Run` that closes the crew. The pool then calls
-    `resize` (only for batches, with the initial number of workers), `prepare` and `launch`, in this
-    order. It calls `begin_epoch` for each epoch, `check` and `check_time` while the loop waits, and
-    `resize` between batches. `close` may be called at any time.
+    The constructor starts nothing, because a signal handler may raise before a `Run` can close the
+    crew. The pool calls `resize` (for batches), `prepare` and `launch`, then `begin_epoch` for each
+    epoch, `check` and `check_time` while the loop waits, and `resize` between batches. `close` may
+    be called at any time.
 
-    Each worker runs `engine.worker.serve` with a task from `Tickets.task`. A crew must support all
-    `WorkerOptions`, except those that `arguments.refuse` rejects. If a worker dies, the crew
-    replaces it and counts the death in `Tickets.deaths`.
+    Each worker runs `engine.worker.serve`. The crew replaces dead workers and counts them in
+    `Tickets.deaths`. It supports all `WorkerOptions` that `arguments.refuse` accepts.
 
     Attributes
     ----------
@@ -76,15 +74,15 @@ class Crew:
     convert, leaf_for
         See `Decoder`. Both are None if workers or converters publish batches in their final form.
     reader : BatchReader
-        Decodes batches in the trainer, with `decoder`, `decode` and `error`.
+        Decodes batches in the trainer.
     lanes : Lanes
         The kind of runners and the number of workers, for traces.
     staff : Staff, optional
         The supervised workers.
     supervisor : Supervisor, optional
-        The same object as `staff`, if the workers are processes.
+        The same as `staff` for processes.
     of : str
-        The name of the public class that uses this crew, for reports.
+        The name of the public class, for reports.
     is_inline : bool
         Whether the training thread makes batches on demand.
     timed : int
@@ -108,7 +106,6 @@ class Crew:
         self.tickets = tickets
 
     def _converter(self) -> Converter | None:
-        """Return a converter for batches, or None if `out_type` requires no conversion."""
         output = self.tickets.output
         if output is None or output.kind == "null":
             return None
@@ -117,10 +114,10 @@ class Crew:
         return Converter(output)
 
     def prepare(self, worker: object, name: str = "worker") -> None:
-        """Set the user's worker object, and the name that messages use for it."""
+        """Set the user's worker object and its name in messages."""
 
     def launch(self) -> None:
-        """Start the workers that are not running yet. This is called after `prepare`."""
+        """Start the workers that are not running yet."""
 
     def begin_epoch(self) -> None:
         """Start an epoch."""
@@ -129,7 +126,7 @@ class Crew:
         """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many of `num_workers` workers fit in memory, if `present` are running."""
+        """Return how many workers fit in memory if `present` are running."""
         return num_workers
 
     def check(self) -> None:
@@ -145,21 +142,21 @@ class Crew:
         return self.staff is None or self.staff.is_ready(runner_number)
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:  # noqa: ARG002
-        """Return the error to raise if a ticket has killed its workers, or None."""
+        """Return the error to raise if a ticket has killed its workers."""
         return None
 
     def write(self, value: object, name: str) -> Request:
-        """Write a value for a worker. Raise TypeError if it cannot be sent."""
+        """Write a value for a worker. Raises TypeError if it cannot be sent."""
         raise NotImplementedError
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key in the request of a cell's ticket. This method is thread-safe."""
+        """Return the key of a cell's ticket. Thread-safe."""
         raise NotImplementedError
 
     def stats(self, **counted: Any) -> Stats:
-        """Return the statistics of the pool, including the values in `counted`."""
+        """Return statistics, including the values in `counted`."""
         return Stats.read(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
-        """Stop everything that was started, within a limited time. May be called twice."""
+        """Stop everything within a limited time. May be called twice."""
         raise NotImplementedError

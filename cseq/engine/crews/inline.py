@@ -1,7 +1,4 @@
-"""Test mode, in which the training thread makes all batches.
-
-The ring has one cell. The runner works in the training thread whenever the loop needs a batch.
-"""
+"""Test mode, in which the training thread makes all batches."""
 
 from __future__ import annotations
 
@@ -36,11 +33,11 @@ log = logging.getLogger("cseq")
 class InlineIndexing(indexer.Indexing):
     """The indexing stage in the training thread."""
 
-    # If the user's code forks, the child process continues with a copy of the loop.
+    # A forked child continues with a copy of the loop.
     end_copy = staticmethod(lambda _: None)
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception from the indexer. Raise it directly if it must end the program."""
+        """Publish an exception, or raise it if it must end the program."""
         if failure.ends_program(error):
             raise error
         if isinstance(error, RecursionError) and is_deep():
@@ -49,7 +46,7 @@ class InlineIndexing(indexer.Indexing):
 
 
 class InlineCrew(Crew):
-    """Makes the same batches in the same order as other crews, without processes or threads."""
+    """Makes the batches on demand, without processes or threads."""
 
     of = "MSequence"
     is_inline = True
@@ -79,12 +76,12 @@ class InlineCrew(Crew):
         self._worker = worker
 
     def begin_epoch(self) -> None:
-        """Create the indexer, if this is the first epoch."""
+        """Create the indexer before the first epoch."""
         if self._indexing.indexer is None:
             self._build()
 
     def _build(self) -> None:
-        """Seed the global generators and create the indexer, as in a worker process."""
+        """Seed the global generators and create the indexer, as in a worker."""
         build = partial(indexer.build_seeded, self._worker, self._seeds, copied=False)
         try:
             made = call_here(build, self._batch_context, self._seeds)

@@ -32,7 +32,7 @@ __all__ = ["ProcessCrew"]
 
 
 class ProcessCrew(Crew):
-    """Worker processes. Converters run in processes (`_imports`) or in threads (`_group`)."""
+    """Worker processes. Converters are processes (`_imports`) or threads (`_group`)."""
 
     supervisor: Supervisor
     of = "MPSequence"
@@ -44,7 +44,7 @@ class ProcessCrew(Crew):
         options, output = tickets.options, tickets.output
         in_processes = tickets.converts_in_processes
         self._locks: PageLocks | None = None
-        # Converter threads copy batches to the device directly from the slots.
+        # Converter threads copy batches to the device from the slots.
         if output is not None and output.use_cuda and not in_processes:
             from cseq.converter.page_locks import PageLocks
 
@@ -100,7 +100,7 @@ class ProcessCrew(Crew):
             self.convert, self.leaf_for = converter.convert, converter.leaf_for
 
     def prepare(self, worker: object, name: str = "worker") -> None:
-        """Prepare what the workers need, and start the converter threads."""
+        """Prepare the workers and start the converter threads."""
         options = self.tickets.options
         if self._group is not None:
             self._group.start_threads()
@@ -113,11 +113,11 @@ class ProcessCrew(Crew):
         )
 
     def launch(self) -> None:
-        """Start the processes. Calling this again has no effect."""
+        """Start the processes, unless they are running."""
         self.supervisor.launch()
 
     def begin_epoch(self) -> None:
-        """Start an epoch, and reset the number of deaths."""
+        """Start an epoch and reset the number of deaths."""
         self.supervisor.begin_epoch()
 
     def resize(self, num_workers: int) -> None:
@@ -125,7 +125,7 @@ class ProcessCrew(Crew):
         self.supervisor.resize(num_workers)
 
     def room_for(self, num_workers: int, present: int) -> int:
-        """Return how many workers fit, if new workers may use half of the free memory."""
+        """Return how many workers fit if new ones may use half of the free memory."""
         free = available_memory()
         largest = max(private_memory(pid) for pid in self.supervisor.pids())
         if free is None or not largest:
@@ -140,13 +140,13 @@ class ProcessCrew(Crew):
             self._group.check()
 
     def died_of(self, ring_number: int, cell: int) -> BaseException | None:
-        """Return the error to raise if a ticket has killed its workers, or None."""
+        """Return the error to raise if a ticket has killed its workers."""
         return self.supervisor.died_of(ring_number, cell)
 
     def write(self, value: object, name: str) -> Request:
         """Write a value for a worker into a slot.
 
-        A signal handler may call this method during another call, which then uses a second encoder.
+        A signal handler may call this during another call, so there is a second encoder.
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
@@ -159,23 +159,23 @@ class ProcessCrew(Crew):
         return request
 
     def _pickle(self, value: object, name: str) -> Pickled:
-        """Pickle a value for a worker. Forked workers already have this process's classes."""
+        """Pickle a value. Forked workers have this process's classes."""
         if self.supervisor.takes_objects:
-            # If this fails, `dump` raises the same exception with an explanation.
+            # `dump` raises the same exception with an explanation.
             with contextlib.suppress(Exception):
                 buffers: list[memoryview] = []
                 return Pickled(dumps([value], buffers), buffers)
         return dump(value, name=name)
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key in the request of a cell's ticket. This method is thread-safe."""
+        """Return the key of a cell's ticket. Thread-safe."""
         slot, capacity, *record = self.rings[ring_number].indices(cell)[CALLED].tolist()
-        # Map the slot directly, because the training thread may hold the lock of the arena.
+        # The training thread may hold the lock of the arena.
         offset = slot * self._arena.width
         return codec.decode(Mapping(self._arena.fd, offset, capacity, own=True), record)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return the statistics of the pool. Repeated conversions are counted as retries."""
+        """Return statistics. Repeated conversions count as retries."""
         deaths = self.supervisor.deaths
         lost = 0 if self._imports is None else self._imports.lost
         return super().stats(
@@ -188,7 +188,7 @@ class ProcessCrew(Crew):
     def close(self, *, hurried: bool) -> None:
         """Stop the workers, then free their memory."""
         self.supervisor.closed = True
-        # Close the imports first, because they may still read memory of converter processes.
+        # Imports may still read memory of converter processes.
         if self._imports is not None:
             self._imports.close()
         self.supervisor.close(hurried=hurried)

@@ -46,7 +46,7 @@ MADE, WAITS = 0, -1
 
 
 class ThreadGroup:
-    """A group of runner threads, and the first exception that was raised in one of them.
+    """A group of runner threads, and the first exception in one of them.
 
     Attributes
     ----------
@@ -64,13 +64,13 @@ class ThreadGroup:
         self.failure = failure.Failure()
 
     def add(self, name: str, target: Callable[[], None], runner_number: int) -> None:
-        """Add a thread for a runner. The thread must exit when the ring is closed."""
+        """Add a thread, which must exit when the ring is closed."""
         self._threads.add(name, partial(self._guard, target, runner_number))
 
     def start_threads(self) -> None:
-        """Start the threads that were added since the previous call."""
+        """Start the threads added since the previous call."""
         threads, self._threads = self._threads, Threads()
-        # Remember the threads first, so that `join` waits for them even if a signal handler raises.
+        # `join` must wait for them even if a signal handler raises.
         self._started.append(threads)
         threads.start()
 
@@ -83,12 +83,12 @@ class ThreadGroup:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Store an exception, unless there already is one, and wake up the loop."""
+        """Store the first exception and wake up the loop."""
         self.failure.note(error)
         self._ring.notify_all()
 
     def check(self) -> None:
-        """Raise the stored exception, if there is one."""
+        """Raise the stored exception."""
         self.failure.check()
 
     def is_ready(self, runner_number: int) -> bool:
@@ -108,7 +108,7 @@ class ThreadGroup:
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
-        """Wait for all threads, for at most `seconds`, or for `HURRY` seconds if `hurried`."""
+        """Wait for the threads, for at most `seconds`, or `HURRY` if `hurried`."""
         deadline = time.monotonic() + (HURRY if hurried else seconds)
         stuck = []
         for threads in self._started:
@@ -142,7 +142,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
     from cseq.converter.cuda import CudaConverter
 
-    # If copying used all cores, it would slow down the indexers.
+    # Copying on all cores would slow down the indexers.
     torch.set_num_threads(1)
     converter = CudaConverter(output)
     try:
@@ -152,7 +152,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
 
 def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
-    """Create the rings in one block of memory. Return the rings and the file, or None."""
+    """Create the rings in one block of memory. Return them and the file, or None."""
     count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
     width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
@@ -170,7 +170,7 @@ def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | No
 
 
 def _file_for(size: int, name: str) -> Descriptor | None:
-    """Create a file in memory, so that other programs can read the rings' meters (Linux only)."""
+    """Create a file, so that other programs can read the meters (Linux only)."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -184,7 +184,7 @@ def _file_for(size: int, name: str) -> Descriptor | None:
 
 
 class ThreadCrew(Crew):
-    """Worker threads, which pass objects on without copying. Threads are never replaced."""
+    """Worker threads, which pass objects on without copying."""
 
     of = "MTSequence"
     _worker: object = None
@@ -199,12 +199,11 @@ class ThreadCrew(Crew):
         self.staff = self._group = ThreadGroup(self.rings[0], tickets.instead)
         self._wanted = tickets.num_workers
         self._is_launched = False
-        # The first thread that acquires this lock may log warnings about its first batch.
+        # The thread that acquires this lock may log warnings about its first batch.
         self._unwarned = threading.Lock()
-        # Protects `ThreadGroup.begun`, whose keys are the runners that have a thread.
+        # Protects `ThreadGroup.begun`.
         self._lock = Lock()
-        # Held while an indexer is created, because some libraries cannot open data sets in several
-        # threads at once.
+        # Some libraries cannot open data sets in several threads at once.
         self._making = threading.Lock()
         if tickets.num_converters:
             from cseq.converter.cuda import receive
@@ -233,7 +232,7 @@ class ThreadCrew(Crew):
             self.launch()
 
     def check(self) -> None:
-        """Raise the first exception that was raised in a thread, if any."""
+        """Raise the first exception from a thread."""
         self._group.check()
 
     def write(self, value: object, name: str) -> Request:  # noqa: ARG002
@@ -241,25 +240,22 @@ class ThreadCrew(Crew):
         return Request(None, value)
 
     def requested_key(self, ring_number: int, cell: int) -> object:
-        """Return the key in the request of a cell's ticket. This method is thread-safe."""
+        """Return the key of a cell's ticket. Thread-safe."""
         _, key, _ = self.rings[ring_number].kept[cell] or (None, None, None)
         return key and key.value
 
     def _serve(self, worker: int) -> None:
-        """Run a worker until the ring is closed for it."""
         runner_number, is_alone = worker + 1, len(self.rings) > 1
         ring = self.rings[worker if is_alone else 0]
         while True:
             self._work(worker, ring, 1 if is_alone else runner_number)
-            # The lock ensures that `launch` either finds this thread, which then continues, or adds
-            # a new one.
+            # So `launch` either finds this thread still running or adds a new one.
             with self._lock.hold():
                 if self._is_over(ring) or runner_number > self._wanted:
                     del self._group.begun[runner_number]
                     return
 
     def _work(self, worker: int, ring: Ring, owner: int) -> None:
-        """Create an indexer or producer, and work until the ring is closed for this thread."""
         tickets = self.tickets
         task = tickets.task(worker + 1, forks=False)
         converter = None if tickets.num_converters else self._converter()
@@ -282,7 +278,7 @@ class ThreadCrew(Crew):
 
     @contextlib.contextmanager
     def _starting(self, runner_number: int, ring: Ring) -> Iterator[None]:
-        """Let one thread at a time create its indexer. Raise `_Over` if the pool is closed."""
+        """Let one thread at a time create its indexer."""
         while not self._making.acquire(timeout=LOOK_SECONDS):
             if self._is_over(ring):
                 raise _Over

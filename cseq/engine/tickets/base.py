@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 
     # Pairs of samples and error texts.
     Left = tuple[tuple[object, str], ...]
-    # The ring number and the cell of each ticket.
+    # Ring number and cell.
     Awaited = list[tuple[int, int]]
-    # The runner number, the start time (`now_ns`) and a description of each ticket in progress.
+    # Runner number, start time (`now_ns`) and description.
     Working = list[tuple[int, int, str]]
 
 __all__ = ["Tickets"]
 
 
 class Tickets:
-    """The tickets of a pool. They determine the layout of rings and are described in messages.
+    """What the workers of a pool are asked for.
 
     Attributes
     ----------
     pool : Pool
-        The pool, which sets this attribute.
+        Set by the pool.
     num_workers, num_converters : int
         The maximum number of workers and converters.
     rings, runners, cells, words, limit, calls : int
-        The number of rings, the number of runners per ring, and arguments of `Ring`.
+        The rings, the runners per ring, and arguments of `Ring`.
     ahead : int
-        The number of slots that workers may fill before the loop consumes a batch or item.
+        The slots that workers may fill before the loop consumes anything.
     errors, interrupted : str
         See `Feed`.
     instead : str
-        What to do if a thread causes a WorkerTimeout, for the message.
+        What to do about a slow thread, for the message of a WorkerTimeout.
     """
 
     pool: Any
@@ -67,11 +67,11 @@ class Tickets:
         return None
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask | ItemTask:
-        """Return the task of a runner, which is a process if `forks` is set. Thread-safe."""
+        """Return the task of a runner, a process if `forks`. Thread-safe."""
         raise NotImplementedError
 
     def deaths(self) -> Deaths:
-        """Create a counter for deaths, which decides whether to replace a worker."""
+        """Count deaths and decide whether to replace a worker."""
         raise NotImplementedError
 
     def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:
@@ -79,22 +79,22 @@ class Tickets:
         raise NotImplementedError
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Add a description of the ticket to an exception; see `Feed`."""
+        """Name the ticket in an exception; see `Feed`."""
         raise NotImplementedError
 
     def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
-        """Record the samples that are missing from a batch; see `Feed`."""
+        """Record the samples missing from a batch; see `Feed`."""
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work on awaited tickets. `awaited` defaults to the tickets in the feed."""
+        """List the work on awaited tickets (default: the tickets in the feed)."""
         raise NotImplementedError
 
     def note_wait(self) -> None:
         """Record that the loop starts waiting."""
 
     def open(self) -> None:
-        """Start the crew. If this is interrupted, `Pool.close` stops the crew."""
+        """Start the crew. If interrupted, `Pool.close` stops it."""
 
     def close(self) -> None:
-        """Drop the reference to the user's object, because the pool is in a reference cycle."""
+        """Drop the user's object, because the pool is in a reference cycle."""

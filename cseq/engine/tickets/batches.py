@@ -1,4 +1,4 @@
-"""Tickets for batches from an order, which `MSequence` uses."""
+"""Tickets for batches from an order, for `MSequence`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ ADVICE = "look at what the indexer does with these indices"
 def wake_at(buffer: int, num_workers: int) -> int:
     """Return how many tickets to post before waking up workers.
 
-    Waking up a worker for every ticket would cost more than making a small batch. At the time when
-    workers are woken up, `buffer` minus this number of batches are ready or in progress. There must
-    be at least one of them per worker, because the loop consumes them until new batches are ready.
+    Waking up a worker for every ticket would cost more than making a small batch. The loop must
+    have a batch per worker left to consume in the meantime.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
 
 class Batches(Tickets):
-    """Tickets in a single ring, which request batches of samples in a given order."""
+    """Tickets in a single ring, for batches of samples in order."""
 
     pool: Pool[Batches]
     rings = 1
@@ -84,7 +83,7 @@ class Batches(Tickets):
         )
 
     def deaths(self) -> Deaths:
-        """Create a counter for deaths, which decides whether to replace a worker."""
+        """Count deaths and decide whether to replace a worker."""
         job, fails = self._job, self.errors == "skip"
         return Deaths(job.options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails)
 
@@ -100,12 +99,12 @@ class Batches(Tickets):
         crew.launch()
 
     def close(self) -> None:
-        """Drop the reference to the user's object, because the pool is in a reference cycle."""
+        """Drop the user's object, because the pool is in a reference cycle."""
         self._job = self._job.without_worker()
 
     @property
     def size(self) -> Size:
-        """The current number of workers and buffer size. An inline crew has the initial values."""
+        """The current number of workers and buffer size."""
         if self.pool.crew.is_inline:
             return self._job.start
         return Size(self.pool.num_workers, self._ring.limit)
@@ -120,7 +119,7 @@ class Batches(Tickets):
         return self.pool.stats()
 
     def most(self, stats: Stats) -> Size:
-        """Return the largest number of workers and buffer size that fit in memory."""
+        """Return the most workers and the largest buffer that fit in memory."""
         size, job = self.size, self._job
         nbytes = stats.nbytes / max(stats.batches, 1)
         limit = memory_limit_of(job.options.memory_limit)
@@ -131,9 +130,8 @@ class Batches(Tickets):
     def resize(self, num_workers: int, buffer: int) -> None:
         """Change the buffer size and the number of workers (at most the job's `num_workers`).
 
-        This must be called by the thread that consumes batches. The sizes do not affect the
-        batches. Workers that are no longer needed finish their tickets and exit. If such a worker
-        dies first, another worker gets the ticket.
+        Call this in the thread that consumes batches. The batches stay the same. Workers that are
+        no longer needed finish their tickets and exit.
         """
         pool, ring = self.pool, self._ring
         if pool.crew.is_inline:
@@ -155,9 +153,8 @@ class Batches(Tickets):
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Start an epoch after `consumed` units, for the iterator of the given generation.
 
-        Batches from earlier epochs are not delivered. `place` is set to this epoch, with the feed
-        as its progress, in a single step of C code. If the epoch has already been started at this
-        place and the loop has not consumed anything, finished batches are kept.
+        `place` is set to this epoch in the same step of C code. Finished batches are kept if the
+        epoch was already started here and nothing was consumed.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place
@@ -171,10 +168,10 @@ class Batches(Tickets):
         feed.run_clock()
 
     def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
-        """Continue the epoch at `position` with another sampler, unless the epoch is over.
+        """Continue the epoch at `position` with another sampler, unless it is over.
 
-        The iterator remains valid. Batches that have been made in advance are dropped. The caller
-        must hold the lock of the run.
+        The iterator stays valid. Batches made in advance are dropped. The caller must hold the lock
+        of the run.
         """
         epoch = place.now(sampler).epoch
         self._job = self._job._replace(sampler=sampler)
@@ -186,7 +183,7 @@ class Batches(Tickets):
         feed.refill()
 
     def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:  # noqa: ARG002
-        """Describe the batch in a cell. This method is thread-safe."""
+        """Describe the batch in a cell. Thread-safe."""
         epoch, batch, count = self._ring.ticket(cell)
         indices: list[int] = self._ring.indices(cell)[:count].tolist()
         return Held(epoch, batch, indices, failure.location_of(epoch, batch, indices, most))
@@ -194,7 +191,7 @@ class Batches(Tickets):
     def describe(
         self, ring_number: int, cell: int, error: BaseException
     ) -> tuple[BaseException, object]:
-        """Add a description of the batch to an exception, which is logged if it is skipped."""
+        """Name the batch in an exception, and log it if it is skipped."""
         epoch, batch, indices, location, _ = self.held(ring_number, cell, failure.SHOWN)
         error, entry = failure.ordinary(error), None
         if self._job.on_error == "skip" and isinstance(error, Exception):
@@ -202,14 +199,14 @@ class Batches(Tickets):
         return failure.named(error, location), entry
 
     def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:
-        """Log the samples that are missing from a batch."""
+        """Log the samples missing from a batch."""
         epoch, batch, *_ = self.held(ring_number, cell)
         return note_samples(epoch, batch, left)
 
     def working(self, _: Awaited | None) -> Working:
-        """List (runner number, start time in ns, batch) for awaited tickets in progress."""
+        """List (runner number, start time in ns, batch) for awaited tickets."""
         held = [(*self._ring.holder(cell), cell) for _, cell in self.pool.feed.awaited()]
-        # `since` is 0 for a short time after a ticket has been claimed.
+        # `since` is 0 just after a ticket was claimed.
         return [
             (runner_number, since, self.held(0, cell, failure.SHOWN).location)
             for runner_number, since, cell in held

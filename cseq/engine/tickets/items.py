@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "Naming"]
 
-# The maximum number of outstanding tickets per worker, even if `prefetch` is larger, and the
-# maximum number of bytes for cells beyond `prefetch` items per worker.
+# The most tickets per worker, whatever `prefetch` is, and the most bytes for cells beyond
+# `prefetch`.
 DEEPEST, MOST_BYTES = 64, 16 << 20
-# Lists of more than `KEY_ROOM` ints are pickled. There are cells for a call and a cancelled call.
+# Longer lists of ints are pickled. A call and a cancelled call may be pending at once.
 KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
-    """What items are called in messages, and how many samples they contain.
+    """How messages name items, and how many samples they contain.
 
     Attributes
     ----------
     unit : str
         A noun for an item.
     lost : str
-        Text to add to the log message when a worker is replaced.
+        Text for the log when a worker is replaced.
     samples : callable, optional
-        ``samples(key)`` returns the number of samples in an item, for `stats`. By default, it is 1.
+        ``samples(key)`` returns the number of samples in an item (default 1), for `stats`.
     interrupted : str
-        The message of the InterruptedError that is raised if there is no epoch.
+        The message of the InterruptedError if there is no epoch.
     """
 
     unit: str = "item"
@@ -58,7 +58,7 @@ class Naming(NamedTuple):
 
 
 class Items(Tickets):
-    """Tickets in queues, with one queue per worker. Only `Pool.close` is thread-safe."""
+    """Tickets in one queue per worker. Only `Pool.close` is thread-safe."""
 
     pool: Pool[Items]
     calls = CALLS
@@ -79,9 +79,9 @@ class Items(Tickets):
         self.errors, self.interrupted = errors, naming.interrupted
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
-        # Besides calls and items, there may be a cancelled ticket that the worker is still holding.
+        # The worker may still hold a cancelled ticket.
         besides = 1 + CALLS
-        # If memory for cells permits, a single worker can get all keys.
+        # If memory permits, a single worker can get all keys.
         self.words = words = KEYS + KEY_ROOM
         cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
@@ -89,7 +89,7 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # Epoch 0 means that there is no epoch. `_idle` records since when runners have no ticket.
+        # 0 means no epoch. `_idle` records since when runners have no ticket.
         self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
         self.assignments: list[Request] = []
@@ -99,20 +99,20 @@ class Items(Tickets):
         return ItemTask(self.num_workers)
 
     def deaths(self) -> Deaths:
-        """Create a counter for deaths, which decides whether to replace a worker."""
+        """Count deaths and decide whether to replace a worker."""
         most, naming = self.options.max_restarts, self._naming
         advice = "look at what makes it"
         return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
 
     def feed_of(self, pool: Pool[Items]) -> Feed:
-        """Set up the rings and return the feed. The pool keeps only a weak reference to the feed.
+        """Set up the rings and return the feed.
 
-        A strong reference would keep the `Streams` object alive, because its finalizer refers to
-        the pool, and the feed refers to the iterator of keys, which may refer to the `Streams`.
+        The pool holds it weakly. Otherwise, the finalizer of the `Streams` would keep the `Streams`
+        alive through the pool, the feed and the iterator of keys.
         """
         for ring in pool.rings:
-            # Waking up a worker costs more than making a small item. A worker sleeps when all of
-            # its items are ready, and is woken up when half of them have been consumed.
+            # Waking up a worker costs more than making a small item, so wait until half are
+            # consumed.
             ring.wake_at = (self._depth + 1) // 2
         feed = pool.feed
         pool.feed = weakref.proxy(feed)
@@ -124,11 +124,11 @@ class Items(Tickets):
     # -- waiting
 
     def note_wait(self) -> None:
-        """Record that the loop starts waiting, which is when times for `working` start."""
+        """Record that the loop starts waiting."""
         self._idle, self._wait_began = {}, now_ns()
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work of awaited workers. Start times are not before the start of the wait."""
+        """List the work of awaited workers since the wait started."""
         everything = []
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for worker, cell in first.items():
@@ -136,7 +136,7 @@ class Items(Tickets):
             working = self._held_by(worker)
             if working or not self.pool.crew.is_ready(runner_number):
                 self._idle.pop(runner_number, None)
-            # If a worker is ready but has no ticket, its process may be stopped.
+            # The process of a ready worker without a ticket may be stopped.
             else:
                 since = self._idle.setdefault(runner_number, now_ns())
                 working = [(runner_number, since, self.held(worker, cell).location)]
@@ -151,7 +151,7 @@ class Items(Tickets):
         ]
 
     def held(self, worker: int, cell: int, most: int = failure.MOST) -> Held:
-        """Describe the item or call that is requested in a cell. This method is thread-safe."""
+        """Describe the item or call in a cell. Thread-safe."""
         ring = self.pool.rings[worker]
         (epoch, kind, _), start, key = ring.ticket(cell), ring.start(cell), None
         if kind == CALL:
@@ -170,7 +170,7 @@ class Items(Tickets):
         return Held(epoch - 1, start, items, location, kind == ITEM)
 
     def _key(self, worker: int, cell: int) -> Any:
-        """Return the key of the ticket in a cell, or None if it has no key."""
+        """Return the key of the ticket in a cell, if it has one."""
         words = self.pool.rings[worker].indices(cell)
         count = int(words[KEY])
         if count >= 0:
@@ -178,7 +178,7 @@ class Items(Tickets):
         return self.pool.crew.requested_key(worker, cell) if count == IN_REQUEST else None
 
     def describe(self, worker: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
-        """Add a description of the item to an exception."""
+        """Name the item in an exception."""
         error = _signed(error, worker)
         location = f"{self._naming.unit} {self.pool.rings[worker].start(cell)} of worker {worker}"
         named = failure.named(error, f"{location}, epoch {self._epoch - 1}")
@@ -196,7 +196,7 @@ class Items(Tickets):
         free: bool,
         first: int,
     ) -> list[Any]:
-        """Start an epoch by posting its tickets and starting the workers. Return the replies."""
+        """Start an epoch and return the replies of the workers."""
         feed = self.pool.feed
         self._end()
         try:
@@ -230,7 +230,7 @@ class Items(Tickets):
                 name = f"the beginning of epoch {self._epoch - 1}"
                 posts = [self.post_call(worker, None, name) for worker in range(self.num_workers)]
             feed.refill()
-            # This raises the exception from the key iterator, if there is one.
+            # Raise the exception of the key iterator, if any.
             source.finish()
             for ring in self.pool.rings:
                 ring.wake()
@@ -247,7 +247,7 @@ class Items(Tickets):
         return replies
 
     def _write_all(self, assignments: Sequence[object]) -> list[Request]:
-        """Write the assignments of all workers. Each distinct object is written only once."""
+        """Write the assignments, each distinct object only once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
@@ -263,7 +263,7 @@ class Items(Tickets):
     def ask(
         self, method: str, args: tuple[object, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method of some workers. If this is interrupted, the next call cancels it."""
+        """Call a method of some workers. The next call cancels an interrupted one."""
         generation = self.pool.run.generation
         try:
             self.pool.crew.check()
@@ -288,13 +288,12 @@ class Items(Tickets):
         return worker, *self.pool.feed.post_call(worker, request, name, *epoch)
 
     def _await_answer(self, worker: int, cell: int, ticket: int, generation: int) -> Answer | None:
-        """Sleep until there is an answer to a ticket, or return None if the ticket is gone."""
+        """Sleep until a ticket is answered. Return None if it is gone."""
         peek = self.pool.rings[worker].peek
         answer: Any = self.pool.await_for(generation, lambda: peek(cell, ticket), [(worker, cell)])
         return answer or None
 
     def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> object:
-        """Wait for the reply to a call and remove it from the ring."""
         answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:
             raise InterruptedError("a signal handler made another call")
@@ -314,13 +313,13 @@ class Items(Tickets):
         try:
             error = failure.named(_signed(error, worker), location)
             raise error
-        # Break the reference cycle through the traceback, which refers to this frame.
+        # The traceback refers to this frame, so break the cycle.
         finally:
             del error
 
 
 def _signed(error: BaseException, worker: int) -> BaseException:
-    """Add the number of the worker to an exception that was raised there."""
+    """Add the worker's number to an exception."""
     cause = error.__cause__
     if isinstance(cause, RemoteTraceback):
         cause.worker = worker
