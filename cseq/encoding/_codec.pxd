@@ -14,7 +14,7 @@ cdef PyTypeObject* PARTIAL
 
 
 cdef enum:
-    # The number of list items per entry, which fill a cache line.
+    # List items per entry, which fill a cache line.
     STRIDE = 8
 
 
@@ -61,16 +61,16 @@ cdef class Decoder:
     cdef SlotTable slots
     cdef list mapped
     cdef object lend, convert, leaf_for
-    # Whether batches are objects that are passed on unchanged.
+    # Whether objects are passed on unchanged.
     cdef bint passes
-    # A dict from plans to their converters, and the latest plan with its converters.
+    # Converters by plan, and the latest plan with its converters.
     cdef dict converters
     cdef object plan
     cdef list leaves
-    # The samples that are missing from the latest batch, with the reasons, or None.
+    # The samples missing from the latest batch, with reasons, or None.
     cdef tuple left
     cdef inline bint hands_over(self, uint32_t entry, cseq_cell* c) noexcept:
-        """Return True if `take_peeked` passes the object in a cell on with its reference."""
+        """Return True if `take_peeked` passes the object on with its reference."""
         return (self.passes and not c.status
                 and self.objects.items[STRIDE * entry].ob_type is not PARTIAL)
     cdef object peek(self, uint32_t entry, cseq_cell* c)
@@ -80,8 +80,7 @@ cdef class Decoder:
     cdef object decode_slot(self, cseq_cell* c)
     cdef list leaves_of(self, plan)
     cdef inline object free(self, uint32_t entry, cseq_cell* c):
-        """Free the slot and the object of a ticket that leaves its cell. Return the object, which the
-        caller must drop last, because its destructor may run code."""
+        """Free a ticket's slot. The caller must drop the returned object last."""
         left = None if self.objects is None else self.objects.put(entry, None)
         if self.slots is not None:
             self.slots.free_from(c)

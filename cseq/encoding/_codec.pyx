@@ -29,7 +29,7 @@ from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()
 
-# Placeholders for a batch that Python must decode, and for one that `take_peeked` passes on unchanged.
+# A batch that Python must decode, and one that is passed on unchanged.
 cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
 PARTIAL = <PyTypeObject*>Partial
@@ -42,29 +42,16 @@ cdef extern from "numpy/arrayobject.h":
 
 @cython.final
 cdef class Encoder:
-    """Writes batches to a room. If a batch does not match a known plan, a new plan is created.
-
-    Parameters
-    ----------
-    room : Room
-
-    Attributes
-    ----------
-    cast : numpy.dtype or None
-        The type that numbers are cast to. Must be set before the first batch.
-    plans : list of Plan
-        The plans of the latest structures, newest first.
-    """
+    """Writes batches to a room. Set `cast`, the type for numbers, before the first batch."""
 
     cdef readonly Room room
     cdef public object cast
     cdef readonly list plans
-    # The leaves of the current batch. Between batches, all items of `arrays` are None.
+    # The leaves of the current batch, all None between batches.
     cdef list arrays
     cdef list objects
-    # The kind of objects in `objects`; see `contents_of`.
+    # What `objects` contains; see `contents_of`.
     cdef int contents
-    # The layout and its capacity in words.
     cdef int64_t* words
     cdef Py_ssize_t most
 
@@ -75,11 +62,11 @@ cdef class Encoder:
         PyMem_RawFree(self.words)
 
     def remember(self, Plan plan not None):
-        """Add a plan to the plans that `find_plan` tries."""
+        """Add a plan for `find_plan` to try."""
         self.plans = [plan, *self.plans[:RECENT - 1]]
 
     cdef Plan find_plan(self, batch):
-        """Find the plan of a batch and set `arrays` and `objects`. Return None if no plan matches."""
+        """Find the plan of a batch and set `arrays` and `objects`."""
         cdef list plans = self.plans
         cdef list arrays = self.arrays
         cdef list objects = None
@@ -108,10 +95,8 @@ cdef class Encoder:
 
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
-        """Return the offset of an array that is already in the slot, or -1.
-
-        If the array overlaps one of the k arrays before it, return -1 as well.
-        """
+        """Return the offset of an array in the slot, or -1 if it is not there or overlaps others.
+        Return the offset of an array in the slot, or -1 if it is not there or overlaps others."""
         cdef Py_ssize_t offset = self.room.offset_of(array)
         cdef int64_t* word = self.words
         cdef int j
@@ -132,27 +117,18 @@ cdef class Encoder:
         return 0
 
     def encode(self, batch):
-        """Write a batch to the room, after the bytes that are in use, and return a `codec.Record`.
-
-        Arrays that are already in the room are not copied. Arrays and tensors of numbers (`castable`)
-        are cast, unless they are pickled. If part of the batch cannot be pickled, a TypeError names
-        this part.
-        """
+        """Write a batch to the room and return a `codec.Record`. Arrays in the room stay there."""
         cdef uint64_t[4] f
         self.write_batch(batch, f)
         return f[0], f[1], f[2], f[3]
 
     def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
-        """Write a batch to the slot, given its plan, its arrays, and a pickle of the other leaves.
-
-        `arrays` contains the arrays of the batch, and then the buffers of the pickle as byte arrays.
-        """
+        """Write a batch, given its arrays, which end with the buffers of `pickled`."""
         cdef uint64_t[4] f
         self.write_parts(plan, arrays, pickled, f)
         return f[0], f[1], f[2], f[3]
 
     cdef int write_batch(self, object batch, uint64_t* record) except -1:
-        """Implement `encode` and store the result in `record`."""
         cdef Plan plan
         cdef list arrays
         cdef bytes pickled = None
@@ -167,7 +143,7 @@ cdef class Encoder:
             elif plan.objects:
                 pickled, buffers = dump(self.objects)
                 arrays = arrays + buffers
-            # If arrays are going to be cast, there is no point in making them in the slot.
+            # Arrays that will be cast should not be made in the slot.
             if self.room.watched:
                 self.room.slot_allocator.learn([
                     array for k, array in enumerate(arrays) if flat_of(array) is not None
@@ -179,7 +155,6 @@ cdef class Encoder:
         return 0
 
     cdef int write_parts(self, Plan plan, list arrays, bytes pickled, uint64_t* record) except -1:
-        """Implement `encode_parts` and store the result in `record`."""
         cdef Room room = self.room
         cdef Py_ssize_t base = room.reserve(0) if room.target is not None else aligned(room.used)
         cdef Py_ssize_t end = base
@@ -236,14 +211,13 @@ cdef class Encoder:
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
-    """Store a word, but only if it is different from the previous batch. A copy that reads two words at
-    once would be delayed by two recent stores."""
+    """Store a word if it has changed, because recent stores delay wider reads."""
     if word[0] != value:
         word[0] = value
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
-    """Copy an array to the location in its layout and cast it if necessary."""
+    """Copy an array to its place in the slot, and cast it."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
     if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
@@ -261,11 +235,10 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 
 @cython.final
 cdef class ObjectTable:
-    """A table with an object or None for each cell of a ring. The party that may write the cell owns the
-    entry.
+    """One object or None for each cell of a ring. Whoever may write the cell owns the entry.
 
-    The objects are in a list of constant length. The core does not use the lock and the reference count
-    of the list, which both sides would have to write for every batch. Each entry has its own cache line.
+    Both sides would have to write the lock and reference count of a list for every batch, so the
+    core bypasses them. Each entry has its own cache line.
     """
 
     def __cinit__(self, Py_ssize_t cells):
@@ -289,13 +262,7 @@ cdef class ObjectTable:
 
 @cython.final
 cdef class TicketWriter(BatchWriter):
-    """The worker's side of the slots: opens a room for each ticket, and publishes the batch in it.
-
-    Parameters
-    ----------
-    fd, width, slots
-        See `Room`.
-    """
+    """The worker's side of the slots; see `Room`."""
 
     cdef readonly Room room
     cdef readonly Encoder encoder
@@ -311,7 +278,7 @@ cdef class TicketWriter(BatchWriter):
         return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
-        """Decode the batch in the slot of a converter's ticket. The next batch is written after it."""
+        """Decode the batch of a converter's ticket. The next batch is written after it."""
         self.room.select(runner.slot, runner.capacity, sum(runner.record))
         return decode(self.room.loan(), runner.record)
 
@@ -320,13 +287,13 @@ cdef class TicketWriter(BatchWriter):
         return self.encoder.encode(batch)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write and publish a batch, unless its arrays may be in the slot. Return True if published."""
+        """Write and publish a batch, unless its arrays may be in the slot."""
         cdef cseq_cell* c = runner.held()
         CSEQ_POINT("index")
         if self.room.target is not None or self.room.loaned:
             return False
         self.encoder.write_batch(batch, c.record)
-        # While objects were pickled, they may have created arrays in the slot and kept them.
+        # Pickling may have created arrays in the slot and kept them.
         if self.room.loaned:
             return False
         self.hand_over(runner, c, 0)
@@ -342,7 +309,7 @@ cdef class TicketWriter(BatchWriter):
         self.deliver(runner, ENDED, (0, 0, 0, 0))
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Write an exception to the slot, or only its text if there is too little memory."""
+        """Write an exception to the slot, or only its text if memory is short."""
         try:
             record = self.write_error(runner, failure.pack(error))
         except MemoryError:
@@ -363,7 +330,6 @@ cdef class TicketWriter(BatchWriter):
         return record
 
     cdef int deliver(self, Runner runner, uint32_t status, record) except -1:
-        """Publish the ticket with a `codec.Record` for the slot."""
         cdef cseq_cell* c = runner.held()
         cdef uint64_t* fields = c.converted if runner.stage else c.record
         fields[0], fields[1], fields[2], fields[3] = record
@@ -371,7 +337,7 @@ cdef class TicketWriter(BatchWriter):
         return 0
 
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot with the ticket. After this, the slot no longer belongs to this process."""
+        """Publish the slot, which then no longer belongs to this process."""
         if self.room.slots is not None:
             cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
             self.room.slot = -1
@@ -382,13 +348,13 @@ cdef class TicketWriter(BatchWriter):
 
 @cython.final
 cdef class Objects(BatchWriter):
-    """Both ends of a transfer between threads, with one object per cell of a ring.
+    """Both ends of a transfer between threads.
 
     Parameters
     ----------
     cells : int
     below : SlotReader, optional
-        Reads batches from the previous stage, if that stage writes batches to slots.
+        Reads batches from a previous stage that writes to slots.
     objects : ObjectTable, optional
         A table that several rings share. The entries of this ring start at `first`.
     """
@@ -402,12 +368,11 @@ cdef class Objects(BatchWriter):
         self.below = below
 
     def decoder(self, *, convert=None, leaf_for=None):
-        """Create a decoder that also removes the objects, and frees the slots of the previous stage."""
+        """Create a decoder that also frees the objects and the slots of the previous stage."""
         slots = None if self.below is None else self.below.arena.slots
         return Decoder(objects=self.objects, slots=slots, convert=convert, leaf_for=leaf_for)
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Store the batch in the entry of the cell and publish the ticket."""
         cdef cseq_cell* c = runner.held()
         self.objects.put(self.first + runner.cell, batch)
         runner.deliver(c, 0)
@@ -421,7 +386,7 @@ cdef class Objects(BatchWriter):
         runner.publish(BATCH, record)
 
     def fail(self, Runner runner not None, error, uint32_t status=RAISED):
-        """Store the exception in the entry of the cell and publish the ticket."""
+        """Publish an exception."""
         self.objects[self.first + runner.cell] = error
         runner.publish(status)
 
@@ -439,7 +404,7 @@ cdef class Objects(BatchWriter):
     def error(self, Py_ssize_t entry, slot, capacity, record):
         """Return the exception, which is in the slot if the previous stage raised it."""
         error = self.objects[entry]
-        # A thread may have raised before it read the batch from the slot.
+        # The thread may have raised before it read the batch from the slot.
         if error is None:
             error = self.below.error(entry, slot, capacity, record)
         return error
@@ -454,15 +419,15 @@ cdef class Decoder:
     objects : ObjectTable, optional
         The batches from threads.
     slots : SlotTable, optional
-        The slots of batches from processes. If this is None, tickets have no slots.
+        The slots of batches from processes.
     mapped : list of Mapping or None, optional
-        The mapping of each slot, for batches from processes.
+        The mapping of each slot.
     lend : callable, optional
         See `decode`.
     convert : callable, optional
-        A function to apply to each batch. For batches that must be decoded in Python, the pool calls it.
+        Applied to each batch. The pool does this if Python decodes the batch.
     leaf_for : callable, optional
-        A function that returns the same conversion for single leaves; see `Plan.converters`.
+        The same conversion for single leaves; see `Plan.converters`.
     """
 
     def __cinit__(self, *, ObjectTable objects=None, SlotTable slots=None, list mapped=None, lend=None,
@@ -473,29 +438,29 @@ cdef class Decoder:
         self.converters = {}
 
     cdef object peek(self, uint32_t entry, cseq_cell* c):
-        """Return the converted batch in a cell, for `take_peeked`, or UNREAD if Python must decode it.
+        """Return the batch in a cell for `take_peeked`, or UNREAD if Python must decode it.
 
-        The batch stays in the cell. `left` is set. Do not call this if `hands_over` returns True.
+        The batch stays in the cell. Do not call this if `hands_over` returns True.
         """
         batch = self.decode(entry, c)
         return batch if batch is UNREAD else self.divide(batch)
 
     cdef object divide(self, batch):
-        """Return a decoded batch and set `left` to the samples that are missing from it."""
+        """Return a decoded batch without its missing samples and set `left`."""
         self.left = None
         if (<PyObject*>batch).ob_type is PARTIAL:
             batch, self.left = batch
         return batch
 
     cdef PyObject* take_peeked(self, uint32_t entry, object batch) noexcept:
-        """Return the batch that `peek` returned, as an owned reference."""
+        """Return what `peek` returned as an owned reference."""
         if batch is AS_IT_IS:
             return self.objects.take_object(entry)
         Py_INCREF(batch)
         return <PyObject*>batch
 
     cdef object decode(self, uint32_t entry, cseq_cell* c):
-        """Return the converted batch in a cell, or UNREAD if Python must decode it."""
+        """Return the batch in a cell, or UNREAD if Python must decode it."""
         if c.status:
             return UNREAD
         if self.objects is not None:
@@ -526,7 +491,7 @@ cdef class Decoder:
         return plan.read(slot, f, self.lend, c.slot, c.capacity, self.leaves)
 
     cdef list leaves_of(self, plan):
-        """Return the converters for the leaves of a plan, or None if only whole batches are converted."""
+        """Return the converters for the leaves of a plan, or None to convert whole batches."""
         cdef list leaves
         if self.leaf_for is None:
             return None
@@ -547,9 +512,8 @@ def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64
     record : sequence of int
         See `codec.Record`.
     lend : callable, optional
-        ``lend(slot, capacity)`` returns a memory with the same bytes. Arrays of more than `COPIED`
-        bytes are then views of this memory, or copies if it is None. Smaller arrays are copies.
-        Without `lend`, all arrays are views of `memory`.
+        ``lend(slot, capacity)`` returns the memory for views of large arrays, or None to copy them.
+        Small arrays are copied. Without `lend`, all arrays are views of `memory`.
     slot, capacity : int
         The arguments of `lend`.
 

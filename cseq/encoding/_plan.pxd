@@ -1,4 +1,4 @@
-"""Plans, which describe the structure that several batches have in common."""
+"""Plans: the structure that several batches have in common."""
 
 cimport cython
 from cpython.ref cimport PyObject
@@ -19,17 +19,17 @@ cdef extern from *:
     void cseq_set_own(list items, Py_ssize_t k, object value) noexcept
 
 cdef enum:
-    # `bytes` objects of at least this size are stored as leaves.
+    # `bytes` objects of this size or more are leaves.
     MOST_PICKLED = 4096
-    # The maximum number of plans that a reader caches, and that a writer tries.
+    # How many plans a reader caches, and how many a writer tries.
     MOST_PLANS = 64
     RECENT = 4
-    # How deeply nested containers are searched for leaves.
+    # The most levels of containers to search for leaves.
     MOST_SEARCHED = 100
-    # The number of memory blocks for copies that a plan keeps for reuse.
+    # Memory blocks for copies that a plan keeps for reuse.
     BLOCKS = 8
 
-    # The kinds of leaves that are stored as arrays, pickled objects, and the kinds of containers.
+    # Leaves that are arrays, pickled objects, and kinds of containers.
     ARRAY = 0
     TENSOR = 1
     BYTES = 2
@@ -43,11 +43,10 @@ cdef enum:
     OBJECTS = 1
     PLAIN = 2
 
-# `rows` is true if the axes are in C order. `axes` contains the axes in memory order, outermost first.
-# `words` is the length of the layout (offset, bytes, shape). `dtype` is the type in the slot, and
-# `source` is the type of the array that is written (NULL in a reader). `casts` is true if these types
-# differ. `torch_dtype` and `bits` are NULL unless numpy lacks the type of a tensor. In this case, they
-# are this type and an integer type of the same size.
+# `axes` are in memory order, outermost first, and `rows` is true for C order. `words` is the length
+# of the layout (offset, bytes, shape). `dtype` is the type in the slot, and `source` the type of
+# the array to write (NULL in a reader). If numpy lacks the type of a tensor, `torch_dtype` is this
+# type and `bits` an integer type of the same size.
 cdef struct Leaf:
     int kind, nd
     bint rows
@@ -60,14 +59,14 @@ cdef struct Leaf:
     PyObject* torch_dtype
     PyObject* bits
 
-# The number of children, the keys of a dict, and a dict that maps these keys to None.
+# The children, the keys of a dict, and a dict from these keys to None.
 cdef struct Node:
     int kind, count
     PyObject* cls
     PyObject* keys
     PyObject* blank
 
-# The next node, leaf, layout and object, the end of the leaves in the slot, and what the objects contain.
+# The next node, leaf, layout and object, and the end of the leaves in the slot.
 cdef struct Cursor:
     int node, leaf
     const char* word
@@ -95,11 +94,11 @@ cdef class Plan:
     cdef Leaf* leaf
     cdef Node* node
     cdef int leaf_count, objects
-    # The length of the layout in words.
+    # The words of the layout.
     cdef Py_ssize_t words
-    # The objects that nodes and leaves point to, which keeps them alive.
+    # Keeps alive what nodes and leaves point to.
     cdef list kept
-    # The latest blocks, and the index of the next block to replace.
+    # The latest blocks, and the next one to replace.
     cdef PyObject* blocks[BLOCKS]
     cdef int turn
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept

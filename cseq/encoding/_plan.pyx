@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Plans, which describe the structure of batches and read batches."""
+"""Plans: the structure that several batches have in common."""
 
 from cpython.dict cimport PyDict_Copy, PyDict_Next, PyDict_SetItem
 from cpython.list cimport PyList_AsTuple, PyList_GET_ITEM, PyList_GET_SIZE
@@ -38,7 +38,7 @@ cdef extern from "numpy/arrayobject.h":
 ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
-# The plans for reading batches, by structure.
+# By structure.
 cdef dict reader_plans = {}
 
 
@@ -57,14 +57,8 @@ cdef int check_record(Memory memory, const uint64_t* record) except -1:
 cdef class Plan:
     """The structure that several batches have in common: containers of arrays.
 
-    Parameters
-    ----------
-    structure : bytes
-        The pickled nodes, as stored in a slot.
-    nodes : sequence
-        The tree, with parents first; see `survey`.
-    sources : list of numpy.dtype, optional
-        The types of arrays before they are cast. If omitted, the plan can only be used for reading.
+    `nodes` is the tree, parents first, and `structure` its pickle. `sources` are the types of
+    arrays before they are cast. Without them, the plan is only for reading.
     """
 
     def __cinit__(self, bytes structure not None, nodes not None, list sources=None):
@@ -106,7 +100,7 @@ cdef class Plan:
             Py_XDECREF(block)
 
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept:
-        """Return True if a batch has this structure. The record must have been checked."""
+        """Return True if a batch with a checked record has this structure."""
         return (record[1] == <uint64_t>self.text_bytes
                 and memcmp(self.text, memory.data + record[0], record[1]) == 0)
 
@@ -121,7 +115,6 @@ cdef class Plan:
         if not isinstance(dtype, cnp.dtype) or dtype.hasobject or nd > MAX_DIMS or bytes(sorted(axes)) != rows:
             raise ValueError(f"a leaf of {dtype!r} with axes {[*axes]} cannot lie in raw memory")
         leaf.kind, leaf.nd, leaf.rows = kind, nd, axes == rows
-        # `nodes` keeps the axes alive.
         leaf.axes = <const uint8_t*><const char*>axes
         leaf.dtype = <PyObject*>dtype
         leaf.itemsize = dtype.itemsize
@@ -137,7 +130,7 @@ cdef class Plan:
         return 0
 
     cdef int add_tensor(self, Leaf* leaf, str name) except -1:
-        """Set the type of a tensor. `name` is the name of a torch type that numpy lacks."""
+        """Set the type of a tensor to a torch type that numpy lacks."""
         if self.torch is None:
             self.torch = torch = import_module("torch")
             self.tensor, self.to_array = torch.Tensor, torch.Tensor.numpy
@@ -150,10 +143,7 @@ cdef class Plan:
     # -- writing
 
     cdef int match(self, object batch, list arrays, list objects) except -1:
-        """If a batch has this structure, store its leaves in `arrays` and `objects`.
-
-        Return what the objects contain, or 0 if the batch has a different structure.
-        """
+        """Store a batch's leaves. Return what the objects contain, or 0 for another structure."""
         cdef Cursor cursor
         cursor.node = cursor.leaf = 0
         cursor.contents = PLAIN
@@ -170,7 +160,7 @@ cdef class Plan:
             return False
         if not lies_in(array, leaf.axes) and (not leaf.rows or is_permuted(array, axes)):
             return False
-        # numpy ignores metadata, and treats some types as equal, such as long long or np.record.
+        # numpy ignores metadata and treats some types as equal, such as long long.
         if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
                 not cnp.PyArray_TYPE(array) == (<cnp.dtype>leaf.source).type_num != cnp.NPY_VOID
                 or PyDataType_METADATA(array.descr) or PyDataType_METADATA(<cnp.dtype>leaf.source)
@@ -221,7 +211,7 @@ cdef class Plan:
         if n.kind == TUPLE:
             if PyTuple_GET_SIZE(value) != n.count:
                 return False
-            # A named tuple may have other attributes besides its fields.
+            # A named tuple may have more attributes than its fields.
             if <object>n.cls is not tuple and getattr(value, "__dict__", None):
                 return False
             for k in range(n.count):
@@ -256,20 +246,11 @@ cdef class Plan:
 
     cdef object read(self, Memory memory, const uint64_t* record, object lend, Py_ssize_t slot,
                      uint64_t capacity, list converters):
-        """Make a batch, given a checked record. Without `lend`, arrays are views of `memory`.
-
-        Parameters
-        ----------
-        record : uint64_t[4]
-        lend, slot, capacity
-            See `decode`.
-        converters : list or None
-            The result of the method `converters`.
-        """
+        """Make a batch from a checked record and the result of `converters`; see `decode`."""
         cdef Cursor cursor
         cdef list objects = None, arrays = None
         cdef Py_ssize_t total = <Py_ssize_t>(record[0] + record[1] + record[2] + record[3])
-        # The memory that contains large leaves.
+        # For large leaves.
         cdef Memory home = memory
         cdef Block block
         if record[2] != <uint64_t>(8 * self.words):
@@ -292,9 +273,10 @@ cdef class Plan:
         return self.build(&cursor, memory, arrays, objects, converters)
 
     cdef list read_leaves(self, Cursor* cursor, Memory memory, Memory home):
-        """Make all leaves. Large leaves are views of `home`, or copies if `home` is None. Small leaves are
-        copied to shared blocks. This must be called before any code that may fork, because the slot may
-        contain another batch when the child process reads it.
+        """Make all leaves: small ones as copies, large ones as views of `home` or copies.
+
+        Call this before any code that may fork, because a child process may read the slot when it
+        contains another batch.
         """
         cdef list arrays = [None] * self.leaf_count
         cdef const char* word = cursor.word
@@ -308,8 +290,8 @@ cdef class Plan:
             if nbytes <= MOST_COPIED and self.leaf[k].kind != BYTES:
                 small = aligned(small) + nbytes
             word += 8 * self.leaf[k].words
-        # Copying many leaves is slower than a lease, but there would be too many leases if the loop keeps
-        # leaves.
+        # Many copies are slower than a lease, but a loop that keeps leaves would need too many
+        # leases.
         apart = small <= MOST_COPIED or not getattr(home, "early", False)
         for k in range(self.leaf_count):
             nbytes = self.look(k, cursor.word, cursor.end, &offset)
@@ -332,7 +314,6 @@ cdef class Plan:
         return arrays
 
     cdef Py_ssize_t look(self, int k, const char* word, Py_ssize_t end, Py_ssize_t* offset) except -1:
-        """Set the offset of a leaf and return its size in bytes."""
         cdef int64_t start, nbytes
         memcpy(&start, word, 8)
         memcpy(&nbytes, word + 8, 8)
@@ -343,7 +324,7 @@ cdef class Plan:
 
     cdef object read_leaf(self, int k, const char* word, Memory memory, Py_ssize_t offset,
                           Py_ssize_t nbytes):
-        """Make an array or a `bytes` object from its layout at `word` and its bytes in a memory."""
+        """Make an array or `bytes` from its layout at `word`."""
         cdef Leaf* leaf = &self.leaf[k]
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef cnp.npy_intp strides[MAX_DIMS]
@@ -356,7 +337,7 @@ cdef class Plan:
             axis = leaf.axes[i]
             memcpy(&size, word + 8 * (2 + axis), 8)
             dims[axis], strides[axis] = <cnp.npy_intp>size, <cnp.npy_intp>taken
-            # numpy rejects negative sizes and sizes beyond the address space.
+            # Reject negative sizes and sizes beyond the address space, as numpy does.
             taken *= <uint64_t>size
         if taken > <uint64_t>nbytes:
             raise IndexError(f"array {k} of a batch is larger than its {nbytes} bytes")
@@ -364,10 +345,7 @@ cdef class Plan:
                              NULL if leaf.rows else strides, cnp.NPY_ARRAY_CARRAY)
 
     cdef Block spare(self, Py_ssize_t nbytes):
-        """Return a block for copies, which is reused if an earlier batch no longer needs it.
-
-        If the loop drops its batches, it alternates between two blocks, and none are allocated.
-        """
+        """Return a block for copies, if possible one that is no longer in use."""
         cdef Block block
         cdef PyObject* candidate
         with cython.critical_section(self):
@@ -384,7 +362,7 @@ cdef class Plan:
         return block
 
     cdef object build(self, Cursor* cursor, Memory memory, list arrays, list objects, list converters):
-        """Make the value of the next node. If `arrays` is None, leaves are made from `memory`."""
+        """Make the value of the next node, from `memory` if `arrays` is None."""
         cdef Node* n = &self.node[cursor.node]
         cdef int k
         cdef list children
@@ -399,7 +377,7 @@ cdef class Plan:
                 return value
             return (<object>PyList_GET_ITEM(converters, self.leaf_count))(value)
         if n.kind == DICT:
-            # Copying a dict is faster than adding the keys one by one.
+            # This is faster than adding the keys one by one.
             mapping = PyDict_Copy(<dict>n.blank)
             for k in range(n.count):
                 child = self.build(cursor, memory, arrays, objects, converters)
@@ -435,15 +413,10 @@ cdef class Plan:
         return value if convert is None else convert(value)
 
     def converters(self, leaf_for, convert):
-        """Return a list of functions: one per leaf, and one for pickled leaves.
+        """Return a function per leaf, and one for pickled leaves.
 
-        Parameters
-        ----------
-        leaf_for : callable
-            ``leaf_for(dtype)`` returns a function for new arrays of this type, and ``leaf_for(None)``
-            returns a function for tensors. If it returns None, leaves are not converted.
-        convert : callable
-            A function that converts any batch.
+        ``leaf_for(dtype)`` returns a function for new arrays of this type, or None.
+        ``leaf_for(None)`` returns one for tensors. `convert` converts any batch.
         """
         cdef int k, kind
         cdef list result = [None] * self.leaf_count
@@ -461,10 +434,7 @@ cdef inline bint is_plain(object value) noexcept:
 
 
 cdef int contents_of(object value, int depth) except -1:
-    """Return what a value contains: LEAVES, OBJECTS or PLAIN.
-
-    Containers are searched to a depth of `depth`. If there are deeper containers, return LEAVES.
-    """
+    """Return LEAVES, OBJECTS or PLAIN. Containers below `depth` count as LEAVES."""
     cdef Py_ssize_t k = 0
     cdef PyObject* key
     cdef PyObject* child
@@ -488,7 +458,7 @@ cdef int contents_of(object value, int depth) except -1:
             return contents
         while contents != LEAVES and k < PySequence_Fast_GET_SIZE(value):
             child = PySequence_Fast_GET_ITEM(value, k)
-            # This is a fast path, because most long lists contain only numbers.
+            # Most long lists contain only numbers.
             if not is_plain(<object>child):
                 contents = min(contents, contents_of(<object>child, depth - 1))
             k += 1
@@ -496,11 +466,11 @@ cdef int contents_of(object value, int depth) except -1:
 
 
 cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memory home):
-    """Read the pickled leaves. The pickle is followed by a table of its buffers.
+    """Read the pickled leaves and their buffers.
 
-    If `home` is `memory`, nothing is copied, and all buffers are views. Otherwise, the pickle and small
-    buffers are copied, and large buffers are views of `home`, or copies if `home` is None. The reason is
-    that unpickling may fork, and the slot may contain another batch when the child process reads it.
+    If `home` is `memory`, all buffers are views. Otherwise, only large buffers are views of `home`,
+    and the rest is copied first, because unpickling may fork, and a child process may read the slot
+    when it contains another batch.
     """
     cdef list buffers = []
     cdef int64_t count = 0, size = 0, start = 0
@@ -525,7 +495,7 @@ cdef Plan plan_of(Memory memory, const uint64_t* record):
     cdef Plan plan
     cdef bytes structure = memory.data[record[0]:record[0] + record[1]]
     try:
-        # Do not use `get`, because another thread may clear the dict before the plan is referenced here.
+        # Do not use `get`: another thread may clear the dict before the plan is referenced.
         plan = reader_plans[structure]
     except KeyError:
         plan = Plan(structure, loads(structure))

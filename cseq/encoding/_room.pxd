@@ -9,26 +9,26 @@ from cseq.memory._slots cimport SlotTable
 
 @cython.final
 cdef class Room:
-    # The slot up to `capacity`. When the slot grows, this is replaced by a new object.
+    # The committed part of the slot. A growing slot gets a new object.
     cdef readonly Memory memory
     cdef public Py_ssize_t used
     cdef readonly Py_ssize_t capacity
-    # Whether arrays in this slot may be in use, and whether large arrays were made for this batch.
+    # Whether arrays in this slot may be alive, and whether large arrays were made for this batch.
     cdef readonly bint loaned, watched
     cdef readonly int64_t slot
     cdef readonly SlotTable slots
     cdef readonly dict mapped
     cdef public object slot_allocator
-    # The mapping in which numpy allocates large arrays, or None if the worker keeps many slots.
+    # Where numpy allocates large arrays, or None if the worker keeps many slots.
     cdef Mapping target
-    # `older` contains mappings of the slot that were replaced during this ticket. `kept` contains (slot,
-    # mappings, loans) for slots with live arrays of earlier batches. `loans` contains weak references
-    # to loans of the slot, and `window` is the current loan.
+    # `older` contains earlier mappings of the growing slot. `kept` contains (slot, mappings, loans)
+    # for slots with live arrays. `loans` contains weak references, and `window` is the current
+    # loan.
     cdef list older, kept, loans
     cdef object window
     cdef int fd
     cdef uint64_t width
-    # The number of bytes that were committed since the last check of free memory.
+    # Bytes committed since the last check of free memory.
     cdef Py_ssize_t unchecked
     cdef int open_slot(self) except -1
     cdef int take_slot(self) except -1

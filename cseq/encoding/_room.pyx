@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""A room, which is the slot that a batch is written to."""
+"""A room: the slot that a batch is written to."""
 
 from libc.stdint cimport int64_t, uint64_t
 
@@ -22,47 +22,46 @@ from cseq.check import dimensions
 from cseq.memory.arena import room_for
 from cseq.system import MIB, check_available
 
-# How many bytes to commit between two checks of free memory. A check takes about 1 ms.
+# Bytes to commit between checks of free memory. A check takes about 1 ms.
 CHECK = 32 * MIB
-# How many slots a room keeps mapped. Linux allows 65,530 mappings per process.
+# Slots that a room keeps mapped. Linux allows 65,530 mappings per process.
 MAX_MAPPED = 16_384
-# If a worker keeps this many slots, it stops making arrays in slots.
+# A worker that keeps this many slots stops making arrays in slots.
 KEEPS = 3
 
 
 @cython.final
 cdef class Room:
-    """The slot that a batch is written to, which can grow, and in which arrays can be allocated.
+    """The slot that a batch is written to. It can grow.
 
-    A worker takes a slot when it starts working on a ticket, and publishes the slot with the batch. If
-    arrays in the slot are still alive at this point, the worker keeps the slot, and publishes a copy of
-    the batch in another slot. The kept slot is freed when there are no more live arrays in it. As long as
-    a worker keeps several slots, it does not make arrays in slots.
+    A worker takes a slot for each ticket and publishes it with the batch. If arrays in the slot are
+    still alive then, the worker keeps the slot until they are dropped, and publishes a copy of the
+    batch in another slot. With several kept slots, it stops making arrays in slots.
 
-    Mappings are kept for later tickets, so that no system calls are necessary in the long run.
+    Mappings are kept for later tickets, which saves system calls.
 
     Parameters
     ----------
     fd : int
-        The descriptor of the arena's file. It must be closed by the caller.
+        The arena's file, which the caller must close.
     width : int
         The distance between slots in bytes.
     slots : SlotTable, optional
-        The table that slots are taken from. Without a table, the caller selects slots (`select`), and
-        arrays in a slot must not be alive when the batch is published.
+        The table that slots are taken from. Without it, the caller uses `select`, and arrays in a
+        slot must not outlive the ticket.
 
     Attributes
     ----------
     memory : Memory
         The memory of the current slot.
     used, capacity : int
-        The number of bytes in use, and the number of committed bytes, which the trainer must know.
+        The bytes in use, and the committed bytes.
     slot : int
-        The current slot, which belongs to this process, or -1.
+        The current slot, or -1.
     mapped : dict
         The Mapping of each slot.
     slot_allocator : SlotAllocator or None
-        Makes numpy allocate large arrays of the indexer in the slot.
+        Makes numpy allocate the indexer's large arrays in the slot.
     """
 
     def __cinit__(self, int fd, uint64_t width, SlotTable slots=None):
@@ -73,7 +72,7 @@ cdef class Room:
     # -- selecting a slot
 
     cdef int open_slot(self) except -1:
-        """Take a slot for the current ticket. This is a fast path for `begin_slot`."""
+        """Take a slot for the current ticket. A fast path for `begin_slot`."""
         cdef Mapping mapping
         cdef uint64_t nbytes
         if self.slots is None or self.slot >= 0 or self.loaned or self.older or self.kept:
@@ -97,10 +96,7 @@ cdef class Room:
         return 0
 
     def begin_slot(self):
-        """Take an empty slot. Raise MemoryError if there is not enough memory.
-
-        If the previous ticket was published without its slot, the slot is used again.
-        """
+        """Take an empty slot, or the previous one if it was not published."""
         self.abandon()
         if self.kept:
             self.recover()
@@ -111,8 +107,7 @@ cdef class Room:
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
-        """Select a slot that belongs to the caller, with `capacity` committed bytes. Its first `used`
-        bytes contain a batch, for which `loan` may be called."""
+        """Select a slot of the caller. Its first `used` bytes contain a batch."""
         self.abandon()
         self.open_at(slot, capacity)
         self.used, self.loaned = used, used > 0
@@ -135,7 +130,7 @@ cdef class Room:
         return self.open_at(self.slot, capacity)
 
     cdef int abandon(self) except -1:
-        """Discard the contents of the current slot, or keep the slot if there are live arrays in it."""
+        """Discard the current slot, or keep it if it has live arrays."""
         if self.stop_lending() and self.slots is not None:
             self.keep()
         self.loans, self.window = [], None
@@ -153,13 +148,13 @@ cdef class Room:
     def allocate_in_slots(self):
         """Make numpy allocate large arrays in the current slot.
 
-        This requires Linux. It also requires the GIL, so that only one thread allocates at a time.
+        This requires Linux, and the GIL, so that one thread allocates at a time.
         """
         if sys.platform == "linux" and HAS_GIL:
             self.slot_allocator = SlotAllocator()
 
     def settle(self):
-        """Stop making arrays in the slot, because the indexer has returned."""
+        """Stop making arrays in the slot after the indexer has returned."""
         if self.target is not None and self.slot_allocator is not None:
             self.slot_allocator.pause()
             self.watched = self.slot_allocator.count > 0
@@ -168,9 +163,9 @@ cdef class Room:
                 self.loaned = True
 
     cpdef Py_ssize_t reserve(self, Py_ssize_t nbytes) except -1:
-        """Reserve the next `nbytes` bytes of the slot and return their offset, a multiple of 64.
+        """Reserve `nbytes` bytes of the slot and return their offset, a multiple of 64.
 
-        If there is not enough memory, raise MemoryError without changing anything.
+        A MemoryError leaves everything unchanged.
         """
         cdef object allocator = self.slot_allocator if self.target is not None else None
         cdef Py_ssize_t used = self.used
@@ -205,10 +200,7 @@ cdef class Room:
         return self.window
 
     cpdef Py_ssize_t offset_of(self, array) except -2:
-        """Return the offset of an array in the used part of the slot, or -1.
-
-        All mappings of the slot during this ticket are considered, but only aligned arrays without gaps.
-        """
+        """Return the offset of an aligned array without gaps in the slot, or -1."""
         cdef Memory memory
         cdef Py_ssize_t offset, nbytes
         flat = array if array.flags.c_contiguous else flat_of(array)
@@ -221,10 +213,10 @@ cdef class Room:
         return -1
 
     def end_slot(self):
-        """Finish the slot. If there are live arrays in it, keep it and copy the batch to another slot.
+        """Finish the slot. If it has live arrays, keep it and copy the batch to another slot.
 
-        The caller must have dropped its references to the batch. If there is no slot table, raise
-        RuntimeError instead of copying the batch.
+        The caller must have dropped the batch. Raises RuntimeError if there is no slot table to
+        copy with.
         """
         cdef Memory source = self.memory
         cdef Py_ssize_t used = self.used
@@ -237,7 +229,7 @@ cdef class Room:
             self.reserve(used)
             self.memory.store_from(0, source, used)
             return
-        # An array may only be alive because it is in a reference cycle.
+        # The array may only be alive because of a reference cycle.
         gc.collect()
         if self.is_lent():
             raise RuntimeError(
@@ -245,7 +237,7 @@ cdef class Room:
                 "overwrite the slot: keep a copy (array.copy())")
 
     def close(self):
-        """Drop all mappings. A mapping is unmapped when there are no more arrays in it."""
+        """Drop all mappings. Live arrays keep theirs."""
         self.stop_lending()
         self.mapped.clear()
         self.kept.clear()
@@ -263,7 +255,6 @@ cdef class Room:
         return False
 
     cdef bint stop_lending(self) except -1:
-        """Stop making arrays in the slot. Return True if there are live arrays in it."""
         placed = 0
         if self.target is not None and self.slot_allocator is not None:
             placed = self.slot_allocator.stop()
@@ -271,7 +262,7 @@ cdef class Room:
         return placed > 0 or self.is_lent()
 
     cdef int keep(self) except -1:
-        """Keep the slot for the arrays in it. After this, there is no current slot."""
+        """Keep the slot for the arrays in it. There is no current slot afterwards."""
         self.kept.append((self.slot, [self.memory, *self.older], self.loans))
         self.loans = []
         self.slot = -1
@@ -295,7 +286,7 @@ cdef class Room:
     # -- growth
 
     cdef int grow(self, Py_ssize_t needed) except -1:
-        """Commit and map at least `needed` bytes of the slot. Existing arrays remain valid."""
+        """Commit and map at least `needed` bytes of the slot. Existing arrays stay valid."""
         cdef Py_ssize_t capacity = room_for(needed, self.capacity, self.width)
         self.commit(self.capacity, capacity)
         if self.slots is not None:
@@ -316,7 +307,7 @@ cdef class Room:
         return 0
 
     cdef Mapping map(self, int64_t slot, Py_ssize_t capacity):
-        """Map a slot and keep the mapping. At the limit, drop the newest one (slots are used in turn)."""
+        """Map a slot and keep the mapping. At the limit, drop the newest one (slots take turns)."""
         self.mapped.pop(slot, None)
         if len(self.mapped) >= MAX_MAPPED:
             self.mapped.popitem()

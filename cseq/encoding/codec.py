@@ -1,27 +1,23 @@
 """Writes batches of any structure to slots and reads them.
 
-There are two tiers. Arrays, CPU tensors and long bytes objects are written and read in C with a
-`Plan`, if they are in tuples, lists, named tuples or dicts with string keys. Everything else is
-pickled: numbers, strings, and objects of any class, including dataclasses. If pickled objects
-contain arrays or tensors, their data is stored in the slot and not in the pickle.
+Arrays, CPU tensors and long bytes objects are written and read in C with a `Plan`, if they are in
+tuples, lists, named tuples or dicts with string keys. Everything else is pickled, with the data of
+arrays and tensors outside the pickle.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
             └────────────────────────┴─────────────────────┴───────────┴────────┴─────────┘
                                                            ▲ offset    └── lengths ───────┘  Record
 
-The *structure* is a pickle of the containers, types and memory orders. It is written and parsed
-only when it changes. The *layout* consists of integers: the offset, size in bytes and shape of each
-array. The *objects* are the other leaves, which are stored as a pickle and a table of its buffers.
-Because all parts of a batch are in the slot, a batch can be read without other batches.
+The *structure* is a pickle of the containers, types and memory orders, parsed only when it changes.
+The *layout* is the offset, size in bytes and shape of each array, as integers. The *objects* are
+the other leaves: a pickle and a table of its buffers. Each batch can be read without other batches.
 
-Both sides represent a structure by a `Plan`. If a batch does not match a recent plan of the writer,
-`survey` creates a new plan. Everything else is C code.
+If a batch does not match a recent `Plan` of the writer, `survey` creates a new one.
 
-Batches are guaranteed to be read with the same types and bits as they were written, and to be
-writable. Arrays and tensors without gaps keep the order of their axes (C, Fortran, channels_last,
-…). Other arrays (expanded, reversed, with gaps) are written row by row. If an array occurs twice in
-a plan, it is read as two arrays. This is also true for containers of arrays, but objects keep their
+Batches are read with the same types and bits, and are writable. Arrays and tensors without gaps
+keep the order of their axes (C, Fortran, channels_last, …). Others are written row by row. An array
+that occurs twice is read as two arrays, as are containers of arrays, but objects keep their
 identity. A tensor loses its graph. If it required gradients, it becomes a leaf that requires them.
 
 The trainer copies `bytes` and leaves of up to 64 KiB (`COPIED`), including leaves in objects.
@@ -50,9 +46,8 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-# The location of a batch in its slot: the offset of the structure, and the lengths of the
-# structure, the layout and the objects. These four words are stored in a cell. Their sum is the end
-# of the batch.
+# The offset of the structure in the slot, and the lengths of the structure, the layout and the
+# objects. These four words are stored in a cell.
 Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
@@ -64,7 +59,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
     Returns
     -------
     object
-        The same containers with the results of the function, or `batch` if no leaf has changed.
+        The same containers with the results, or `batch` if no leaf has changed.
 
     Raises
     ------
@@ -90,7 +85,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
     if all(map(operator.is_, mapped, children)):
         return batch
     if type(kind) is tuple:
-        # Do not call the class, because `__post_init__` has already been called.
+        # Its `__post_init__` has already been called.
         made: object = object.__new__(cls)
         for name, child in zip(state, mapped, strict=True):
             object.__setattr__(made, name, child)
@@ -103,10 +98,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
-    """Copy and cast an array. The copy has the same strides as it would have in a slot.
-
-    `make` creates an array with a given shape and type.
-    """
+    """Copy and cast an array to the strides that it would have in a slot."""
     axes = axes_of(array)
     made: Array = make(tuple(array.shape[axis] for axis in axes), dtype)
     made = made.transpose(sorted(range(array.ndim), key=axes.__getitem__))

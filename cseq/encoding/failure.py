@@ -1,8 +1,8 @@
-"""Exceptions, which are packed in a worker and raised in the training loop.
+"""Exceptions: packed in a worker, raised in the training loop.
 
-An exception is raised with the same type and attributes, a description of the batch, and the
-worker's traceback as the cause. Before sending an exception, the worker pickles *and unpickles* it.
-If that fails, only the name of the type and the text are sent, and a `WorkerError` is raised.
+They keep their type and attributes, and get a description of the batch and the worker's traceback
+as the cause. The worker pickles *and unpickles* an exception before sending it. If that fails, it
+sends only the type's name and the text, for a `WorkerError`.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ __all__ = [
     "of_handler", "ordinary", "pack", "pack_text", "shorten", "show_traceback", "str_of", "unpack"
 ]  # fmt: skip
 
-# The opcode of a `raise` statement.
 RAISE = opcode.opmap["RAISE_VARARGS"]
 
-# Exceptions that would end a loop, a program or a generator.
+# They would end a loop, a program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-# Attributes of every exception, even if its class hides them or does not allow them to be set.
+# Attributes of every exception, even if its class hides them.
 NAMES = "args", "__cause__", "__dict__", "__traceback__"
 OWN: list[GetSetDescriptorType] = [vars(BaseException)[name] for name in NAMES]
 ARGS, CAUSE, DICT, TRACE = OWN
 
-# Methods that make the text of an exception from a single argument.
+# Methods that take the text from a single argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
-# Prefixes of the file names in cseq's tracebacks. Compiled code has no absolute path.
+# Compiled code has no absolute path in tracebacks.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
-# Messages from sqlite3, fsspec and LMDB about objects opened in another process or thread.
+# From sqlite3, fsspec and LMDB, about objects opened in another process or thread.
 UNSHARED = (
     "created in a thread can only be used in that same thread",
     "This class is not fork-safe",
@@ -61,12 +60,12 @@ DEBUG = (
     "or start a manager by start_test()"
 )
 
-# The maximum number of indices in most messages, and in messages about dead workers.
+# The most indices in messages, and in messages about dead workers.
 SHOWN, MOST = 16, 1024
 
 
 def pack(error: BaseException) -> bytes:
-    """Serialize an exception, in a form that `unpack` can always read."""
+    """Serialize an exception for `unpack`."""
     if type(error).__name__ == "BdbQuit":
         annotate(error, DEBUG)
     return pickle.dumps(
@@ -75,16 +74,13 @@ def pack(error: BaseException) -> bytes:
 
 
 def pack_text(error: BaseException) -> bytes:
-    """Serialize the type, text and traceback of an exception. The result fits into any slot."""
+    """Serialize the type, text and traceback of an exception. Fits into any slot."""
     name, message = type(error).__qualname__, str_of(error)[:1500]
     return pickle.dumps((b"", name, message, _traceback_of(error)[-1500:]))
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Return the formatted traceback of an exception, without causes if they cannot be formatted.
-
-    The traceback starts with the first frame outside cseq, if there is one.
-    """
+    """Format the traceback from the first frame outside cseq, if possible with causes."""
     whole: TracebackType | None = TRACE.__get__(error)
     trace = _without(whole, OURS) or whole
     try:
@@ -97,14 +93,14 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:
-    """Strip leading frames from files whose names start with one of the given prefixes."""
+    """Strip leading frames from files with one of the given prefixes."""
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(files):
         trace = trace.tb_next
     return trace
 
 
 def shorten(error: BaseException) -> None:
-    """Strip cseq's leading frames from a traceback, or only the feed's if all belong to cseq."""
+    """Strip cseq's leading frames from a traceback, or the feed's if all are cseq's."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
@@ -129,7 +125,7 @@ def unpack(
 
 
 def _travelling(error: BaseException) -> bytes:
-    """Pickle an exception. Return b"" if unpickling would change the type or lose the text."""
+    """Pickle an exception. Return b"" if that would change the type or lose the text."""
     try:
         data = dumps(_with_args(error))
         back = _load(data)
@@ -143,9 +139,9 @@ def _travelling(error: BaseException) -> bytes:
 
 
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
-    """Return an exception and all exceptions in its arguments (as in groups), with their arguments.
+    """Return an exception and the ones in its arguments (as in groups), with their arguments.
 
-    pickle passes these arguments to the class, and the constructor might format the text again.
+    The constructor gets them during unpickling and might format the text again.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -154,7 +150,7 @@ def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, 
 
 
 def _load(pickled: bytes) -> BaseException:
-    """Unpickle an exception and restore the arguments of all exceptions in it."""
+    """Unpickle an exception and restore all arguments."""
     pairs: list[tuple[BaseException, tuple[object, ...]]] = pickle.loads(pickled)
     for error, args in pairs:
         ARGS.__set__(error, args)
@@ -164,9 +160,8 @@ def _load(pickled: bytes) -> BaseException:
 class Failure:
     """The first error of a group of workers, which `check` raises.
 
-    When an exception is raised, its traceback refers to the manager, and indirectly to this object.
-    To avoid a reference cycle, the exception itself is raised only once. Later calls raise copies,
-    which are packed as for another process.
+    Its traceback refers to the manager, and so to this object. To avoid a cycle, only the first
+    call raises the exception itself, and later calls raise copies.
     """
 
     def __init__(self) -> None:
@@ -176,12 +171,12 @@ class Failure:
         return self._error is not None
 
     def note(self, error: BaseException) -> None:
-        """Store an error, unless there already is one."""
+        """Store the first error."""
         if self._error is None:
             self._error = ordinary(error)
 
     def check(self) -> None:
-        """Raise the stored error, if there is one."""
+        """Raise the stored error."""
         error = self._error
         if error is None:
             return
@@ -189,13 +184,13 @@ class Failure:
             self._error = unpack(pack(error))
             CAUSE.__set__(self._error, CAUSE.__get__(error))
             raise error
-        # Break the reference cycle through the traceback, which refers to this frame.
+        # The traceback refers to this frame, so break the cycle.
         finally:
             del error
 
 
 class _Shown(str):
-    """A string whose `repr` is the string itself, because KeyError shows its argument's `repr`."""
+    """A string that is its own `repr`, because KeyError shows the `repr`."""
 
     __slots__ = ()
 
@@ -206,8 +201,8 @@ class _Shown(str):
 def show_traceback(error: BaseException) -> BaseException:
     """Add the traceback from a worker process to the text of an exception, as torch does.
 
-    The new text replaces the argument, but the type and the attributes stay the same. Exceptions
-    with several arguments or a custom text are not changed. Their cause shows the traceback.
+    Exceptions with several arguments or a custom text are not changed. Their cause shows the
+    traceback.
     """
     cause, args = CAUSE.__get__(error), ARGS.__get__(error)
     is_plain = type(error).__str__ in PLAIN and len(args) < 2
@@ -220,7 +215,7 @@ def show_traceback(error: BaseException) -> BaseException:
 
 
 def str_of(error: BaseException) -> str:
-    """Return the original text of an exception, without a traceback that was added."""
+    """Return the text of an exception without an added traceback."""
     try:
         cause: object = CAUSE.__get__(error)
         if type(cause) is RemoteTraceback and cause.own is not None:
@@ -233,7 +228,7 @@ def str_of(error: BaseException) -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return the type and text of an exception, as in the last line of a traceback."""
+    """Return the last line of an exception's traceback."""
     text = str_of(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -244,7 +239,7 @@ def location_of(epoch: int, batch: int, indices: Sequence[int], most: int = SHOW
 
 
 def listed(indices: object, most: int = SHOWN) -> str:
-    """Format the indices of a batch. Anything but a list or tuple is shortened by `reprlib`."""
+    """Format the indices of a batch, shortened unless they are in a list or tuple."""
     if not isinstance(indices, (list, tuple)):
         return reprlib.repr(indices)
     shown = ", ".join(map(reprlib.repr, indices[:most]))
@@ -253,10 +248,9 @@ def listed(indices: object, most: int = SHOWN) -> str:
 
 
 def ordinary(error: BaseException) -> BaseException:
-    """Return the error to raise for an exception in user code, which is usually the same one.
+    """Return the error to raise for an exception in user code.
 
-    Exceptions that would end the loop (StopIteration) or silently exit from the program
-    (SystemExit, KeyboardInterrupt) are converted to RuntimeErrors.
+    An exception that would end the loop or exit from the program becomes a RuntimeError.
     """
     if not issubclass(type(error), ENDINGS):
         return error
@@ -268,8 +262,7 @@ def ordinary(error: BaseException) -> BaseException:
 def ends_program(error: BaseException) -> bool:
     """Return True if an exception was raised to end the program, and not by the user's code.
 
-    This is true for Ctrl-C, which is not raised by a `raise` statement (and which worker processes
-    ignore), and for a SystemExit or KeyboardInterrupt from a signal handler.
+    This holds for Ctrl-C, and for a SystemExit or KeyboardInterrupt from a signal handler.
     """
     cls = type(error)
     if issubclass(cls, KeyboardInterrupt) and not is_stated(error):
@@ -278,7 +271,7 @@ def ends_program(error: BaseException) -> bool:
 
 
 def is_stated(error: BaseException) -> bool:
-    """Return True if an exception was raised by a `raise` statement and not by C code."""
+    """Return True if a `raise` statement raised an exception."""
     trace: TracebackType | None = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -286,7 +279,7 @@ def is_stated(error: BaseException) -> bool:
 
 
 def of_handler(error: BaseException) -> bool:
-    """Return True if the traceback shows that an exception was raised by a signal handler."""
+    """Return True if a signal handler raised an exception."""
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
         function = getattr(handler, "func", handler)
@@ -296,7 +289,7 @@ def of_handler(error: BaseException) -> bool:
 
 
 def named(error: BaseException, location: str) -> BaseException:
-    """Return the exception to raise in the loop for an error in the indexer, with a note."""
+    """Return the exception to raise in the loop for an error in the indexer."""
     error = ordinary(error)
     text = str_of(error)
     if any(message in text for message in UNSHARED):
@@ -307,7 +300,7 @@ def named(error: BaseException, location: str) -> BaseException:
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Add a remedy to an exception as a note, or to its text before Python 3.11."""
+    """Add a note to an exception, or to its text before Python 3.11."""
     if hasattr(error, "add_note"):
         _note(error, note)
         return
@@ -317,7 +310,7 @@ def annotate(error: BaseException, note: str) -> None:
 
 
 def _note(error: BaseException, note: str) -> None:
-    """Add a note, even if attributes cannot be set, as for a frozen dataclass."""
+    """Add a note, even to a frozen dataclass."""
     notes: object = DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

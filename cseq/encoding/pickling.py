@@ -1,12 +1,11 @@
 """Serializes objects for new processes and for running workers.
 
-`dump` serializes an object for a new process. cloudpickle pickles classes and functions by value if
-they have no name or are in ``__main__``, and otherwise by reference. `dumps` serializes objects
-that the trainer and a running worker exchange. Because both processes have the same modules, and
-their own copies of the user's classes, everything that has a name is pickled by reference.
+`dump` is for new processes. It pickles nameless classes and functions, and those in ``__main__``,
+by value, with cloudpickle. `dumps` is for the trainer and running workers, which have the same
+modules and classes, so it pickles everything by reference.
 
-Both functions store large arrays and tensors in separate buffers, which `codec` writes next to the
-pickle. For this reason, even a large data set is in memory only once, for any number of workers.
+Both keep large arrays and tensors outside the pickle, so even a large data set is in memory only
+once for all workers.
 """
 
 from __future__ import annotations
@@ -47,18 +46,17 @@ __all__ = [
     "unpicklable",
 ]
 
-# The result of a reducer, which is a name or a tuple.
 Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-# The names of the module of the user's script, in this process and in multiprocessing's children.
+# The module of the user's script, here and in multiprocessing's children.
 MAIN = ("__main__", "__mp_main__")
-# Buffers with fewer bytes than this are stored in the pickle.
+# Smaller buffers are stored in the pickle.
 IN_BAND = 512
-# The index of the file name in the arguments of `types.CodeType`.
+# The file name among the arguments of `types.CodeType`.
 FILENAME = 10
 
-# The exceptions that pickle raises if it cannot find a class or function by name.
+# What pickle raises if it cannot find a class or function by name.
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
 REMEDY = (
@@ -66,7 +64,7 @@ REMEDY = (
     "they are first used, in each worker process and not in the training process"
 )
 
-# Types that only cloudpickle can pickle. It changes the types of files and memoryviews.
+# Types that only cloudpickle can pickle. It changes files and memoryviews.
 EMPTY: tuple[dict[str, object], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
@@ -77,15 +75,15 @@ class UnpicklableError(TypeError):
 
 
 def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
-    """Create an error for an object that cannot be pickled. `name` is what messages call it."""
+    """Create an error for an object that cannot be pickled. `name` is for messages."""
     return UnpicklableError(f"{name}: {str(error) or type(error).__name__}. {remedy}")
 
 
 class Pickled(NamedTuple):
-    """A serialized object: a pickle of a list that starts with the object, and large buffers.
+    """A pickle of a list that starts with the object, and large buffers.
 
-    The buffers are views of the object's memory, so they must be written before the object changes.
-    `modules` contains the known modules that the pickle refers to.
+    The buffers are views, so write them before the object changes. `modules` are the known modules
+    that the pickle refers to.
     """
 
     data: bytes
@@ -96,21 +94,8 @@ class Pickled(NamedTuple):
 def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None) -> Pickled:
     """Pickle an object for a new process that can import the same modules.
 
-    Parameters
-    ----------
-    obj : object
-        A class, a factory, a `functools.partial`, or an object with data. If it is a `Pickled`, it
-        is returned unchanged.
-    name : str
-        The name of the object in error messages.
-    reducers : dict, optional
-        Reducers by type.
-
-    Raises
-    ------
-    TypeError
-        If the object cannot be pickled. The message suggests a remedy, and names an attribute that
-        cannot be pickled, if there is one.
+    `name` is for messages. A `Pickled` is returned unchanged. If pickling fails, a TypeError names
+    the attribute, if possible, and a remedy.
     """
     if isinstance(obj, Pickled):
         return obj
@@ -133,7 +118,7 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
 
 
 def _attributes_of(obj: object) -> dict[str, object]:
-    """Return the attributes of an object that are pickled."""
+    """Return the attributes that are pickled."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return dict(zip(obj._fields, obj, strict=True))
     try:
@@ -150,9 +135,8 @@ def dumps(
 ) -> bytes:
     """Pickle an object for the trainer or a running worker, which can use `pickle.loads`.
 
-    If `buffers` is given, large buffers of arrays and CPU tensors in any object are appended to
-    this list, by default with `data_reducers`. Without `buffers`, the pickle can be read without
-    cseq. Errors from pickle are not changed.
+    Large buffers of arrays and CPU tensors are appended to `buffers`, if given. Without `buffers`,
+    the pickle can be read without cseq. Errors from pickle are not changed.
     """
     keep = None if buffers is None else _keep_in(buffers)
     reducers = reducers or (dict if buffers is None else data_reducers)
@@ -169,12 +153,12 @@ def dumps(
     return file.getvalue()
 
 
-# Tables of reducers that include copyreg's table, with the tables that they were merged from.
+# copyreg's table merged with others, and the tables that each came from.
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
 def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
-    """Merge copyreg's table and the reducers, unless neither has changed since the last call."""
+    """Merge copyreg's table and the reducers, if either has changed."""
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
         own: Reducers = copyreg.dispatch_table.copy()
@@ -184,7 +168,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a `buffer_callback` that stores large buffers in a list, or drops all buffers."""
+    """Return a `buffer_callback` that stores large buffers, or drops all without a list."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -212,23 +196,22 @@ def data_reducers() -> Reducers:
 
 
 def _torch_types() -> tuple[type, ...]:
-    """Return torch's classes of tensors and storages, or an empty tuple if torch is not loaded."""
+    """Return torch's classes of tensors and storages, if torch is loaded."""
     torch = sys.modules.get("torch")
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
-    # If one of them is missing, another thread is still importing torch.
+    # Another thread may still be importing torch.
     return (tensor, storage, typed) if tensor and storage and typed else ()
 
 
 def _reduce_array(array: _Array) -> Reduced:
-    """Reduce an array to a buffer and strides. Arrays with gaps are copied first."""
     dtype, flat = array.dtype, flat_of(array)
     if dtype.kind not in "biufcmMSUV" or dtype.hasobject or not dtype.itemsize:
         return array.__reduce_ex__(5)
     if flat is None:
         array = array.copy()
         flat = array.reshape(-1)
-    # For dates and times, numpy does not support the buffer protocol.
+    # numpy has no buffers of dates and times.
     view: Any = flat.view(np.uint8) if dtype.kind in "mMV" else flat
     buffer = pickle.PickleBuffer(view)
     data = bytearray(buffer.raw()) if flat.nbytes < IN_BAND else buffer
@@ -237,7 +220,7 @@ def _reduce_array(array: _Array) -> Reduced:
 
 
 def is_usual(dtype: np.dtype[Any]) -> bool:
-    """Return True if `==` compares the whole dtype. For example, it ignores metadata."""
+    """Return True if `==` compares the whole dtype. It ignores metadata, for example."""
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
@@ -250,7 +233,7 @@ def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
     return make, (dtype.char, *flags), *state
 
 
-# If two types are equal, as long and long long may be, numpy pickles both as the same type.
+# If types are equal, as long and long long may be, numpy pickles both as one.
 DTYPES: Reducers = {
     type(dtype): _reduce_dtype
     for dtype in map(np.dtype, np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
@@ -259,12 +242,11 @@ DTYPES: Reducers = {
 
 
 def _reduce_as_torch(value: object) -> Reduced:
-    """Reduce a torch object with its own method, which has no type hints."""
     return value.__reduce_ex__(5)
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced:
-    """Reduce a tensor to its storage and a view. Special tensors are reduced by torch."""
+    """Reduce a tensor to its storage and a view. torch reduces special tensors."""
     if str(tensor.layout).startswith("torch.sparse"):
         return _sparse_tensor, _reduce_as_torch(tensor)[1]
     if (
@@ -288,14 +270,13 @@ def _tensor_on(
     part: tuple[int, tuple[int, ...], tuple[int, ...]],
     grad: bool,  # noqa: FBT001
 ) -> torch.Tensor:
-    """Create a tensor from a part of a storage."""
     empty: torch.Tensor = import_torch().empty(0, dtype=dtype, device="cpu")
     tensor = empty.set_(storage, *part)
     return tensor.requires_grad_() if grad else tensor
 
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
-    """Create a sparse tensor. torch's own function would keep a reference for `torch.load`."""
+    """Create a sparse tensor. torch's own function would keep it for `torch.load`."""
     import torch
 
     if layout is torch.sparse_coo:
@@ -305,7 +286,7 @@ def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
 
 
 def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a storage to a buffer with its bytes, which are not copied."""
+    """Reduce a storage to a buffer without copying."""
     if storage.device.type != "cpu":
         return _reduce_as_torch(storage)
     if not storage.nbytes():
@@ -316,13 +297,11 @@ def reduce_storage(storage: torch.UntypedStorage) -> Reduced:
 
 
 def _storage_on(buffer: memoryview) -> torch.UntypedStorage:
-    """Create a storage from a buffer, without copying or reading the bytes."""
     tensor: torch.Tensor = import_torch().from_numpy(np.frombuffer(buffer, np.uint8))
     return tensor.untyped_storage()
 
 
 def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
-    """Reduce a typed storage to an untyped storage and a type."""
     untyped = storage._untyped_storage
     if untyped.device.type != "cpu":
         return _reduce_as_torch(storage)
@@ -330,7 +309,6 @@ def _reduce_typed(storage: torch.TypedStorage) -> Reduced:
 
 
 def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> object:
-    """Create a typed storage."""
     return import_torch().storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -348,19 +326,19 @@ def _dump_by_value(
 ) -> bytes:
     """Pickle an object with cloudpickle and record the modules that the pickle refers to.
 
-    If `buffers` is None, buffers are dropped. This is used to test if an object can be pickled.
+    If `buffers` is None, the buffers are dropped, to test if pickling works.
     """
     file = io.BytesIO()
     classes = _Classes()
     reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
 
     def by_name(named: Named) -> bool:
-        """Record the module of an object if a new process may import it. cloudpickle decides."""
+        """Record the module if a new process may import it. cloudpickle decides."""
         module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
         if module in MAIN:
             if isinstance(named, type):
                 classes.append(named)
-        # If a module has no spec, another module has created it, and will do so again.
+        # A module without a spec was created by another module.
         elif module != "builtins" and getattr(sys.modules.get(module), "__spec__", None):
             modules[module] = None
         if named is _tensor_on:
@@ -368,7 +346,7 @@ def _dump_by_value(
         return False
 
     pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
-    # The classes come last, because the list is not complete until `obj` has been pickled.
+    # The list is complete only after `obj` has been pickled.
     pickler.dump([obj, classes])
     return file.getvalue()
 
@@ -403,8 +381,8 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
             return NotImplemented
 
     def reduce_code(code: types.CodeType) -> Reduced:
-        # cloudpickle replaces the file name by "<dynamic-code>", so that functions from a notebook
-        # always have the same pickle. Keep the file and line, for tracebacks and stacks of workers.
+        # cloudpickle drops the file name so that functions from a notebook have the same pickle.
+        # Tracebacks and stacks of workers need it.
         reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
         make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
@@ -413,10 +391,9 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
 
 
 class _Classes(list[type]):
-    """Classes of the user's script that are pickled by value. Unpickling adds them to ``__main__``.
+    """Classes of the user's script. Unpickling adds them to ``__main__``.
 
-    A worker process can then pickle instances by the name of their class, and the trainer finds its
-    own class by this name.
+    A worker can then pickle instances by the name of their class.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -425,7 +402,7 @@ class _Classes(list[type]):
 
 
 def publish(named: Iterable[type | types.FunctionType]) -> None:
-    """Add classes and functions of a script to ``__main__``, unless their names are in use."""
+    """Add classes and functions to ``__main__``, unless their names are in use."""
     main = sys.modules["__main__"]
     for one in named:
         if one.__module__ in MAIN:
@@ -435,7 +412,7 @@ def publish(named: Iterable[type | types.FunctionType]) -> None:
 
 
 def named_here(obj: Named) -> bool:
-    """Return True if a class or function has a name in this process, even if not importable."""
+    """Return True if this process knows the name of a class or function."""
     try:
         return operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
     except (AttributeError, KeyError):
@@ -450,25 +427,25 @@ _Memmap: TypeAlias = "np.memmap[Any, Any]"
 
 
 def _reduce_memmap(array: _Memmap) -> Reduced:
-    """Reduce a memory-mapped array to its location in the file, or like other arrays."""
+    """Reduce a memory-mapped array to its location in the file, if possible."""
     place = _place_in_file(array)
     return _reduce_array(array.view(np.ndarray)) if place is None else (np.memmap, place)
 
 
 def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
-    """Return arguments of `np.memmap` that map the same part of the file, or None."""
+    """Return arguments of `np.memmap` for the same part of the file, or None."""
     mapped: mmap.mmap | None = array._mmap  # type: ignore[attr-defined]
     if mapped is None or array.filename is None or array.size == 0:
         return None
     if array.mode not in ("r", "r+", "w+") or not array.flags.c_contiguous:
-        # In mode 'c', the array may have private changes that are not in the file.
+        # Mode 'c' allows private changes that are not in the file.
         return None
     begin = np.frombuffer(mapped, np.uint8).ctypes.data
     skipped = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     at = array.ctypes.data - begin + skipped
     with contextlib.suppress(OSError):
         if os.path.getsize(array.filename) >= at + array.nbytes:
-            # Changes that a worker makes are private to the worker.
+            # Changes by a worker are private.
             mode = "r" if array.mode == "r" else "c"
             return str(array.filename), array.dtype, mode, at, array.shape
     return None

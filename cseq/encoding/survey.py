@@ -48,14 +48,14 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """A batch without the samples that raised. `left` contains their indices and error texts."""
+    """A batch without the samples that raised. `left` has their indices and error texts."""
 
     batch: object
     left: tuple[tuple[object, str], ...]
 
 
 def castable(dtype: Dtype) -> bool:
-    """Return True if arrays of this type are cast, which is true for bool, int, uint and float."""
+    """Return True for bool, int, uint and float, which are cast."""
     return dtype.kind in "biuf"
 
 
@@ -64,10 +64,10 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 
 @functools.lru_cache(maxsize=1024)
 def opened(cls: type) -> str | tuple[str, ...] | None:
-    """Return the kind of container of a type, or the slots of a dataclass, or None for a leaf.
+    """Return the kind of container, the slots of a dataclass, or None for a leaf.
 
-    Types with custom methods for pickling are leaves, because they may consist of more than their
-    parts. Methods that dataclass() generates for slots are not custom methods.
+    Types with custom methods for pickling are leaves, because they may be more than their parts.
+    Those that dataclass() adds for slots do not count.
     """
     if cls in (tuple, list):
         return "sequence"
@@ -85,7 +85,7 @@ def opened(cls: type) -> str | tuple[str, ...] | None:
 
 
 class TooDeepError(ValueError):
-    """Raised if a batch contains itself, or if its containers are nested too deeply."""
+    """Raised if containers are nested too deeply, or in themselves."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -95,8 +95,8 @@ class TooDeepError(ValueError):
 
 
 # In the tree, a leaf is OBJECT or (token, dtype, axes as in `axes_of`). A container is (class, keys
-# or None, number of children), and its children follow. If `==` cannot distinguish a dtype from
-# others, its pickle is stored instead. If numpy lacks the type of a tensor, the token is its name.
+# or None, number of children), followed by its children. A dtype that `==` cannot distinguish from
+# others is pickled. The token of a tensor is the name of its type if numpy lacks it.
 ARRAY = "array"
 TENSOR = "tensor"
 BYTES = "bytes"
@@ -118,7 +118,7 @@ class _Survey:
         self.objects: list[object] = []
 
     def visit(self, value: Any, depth: int) -> None:
-        """Add the nodes for a value and everything in it, and collect the leaves."""
+        """Add the nodes of a value and collect the leaves."""
         cls: type = type(value)
         if cls is ndarray or cls is np.memmap:
             array: Array | None = value if cls is ndarray else value.view(ndarray)
@@ -127,7 +127,7 @@ class _Survey:
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
-            # Keys of other types may be equal but different (1 == True).
+            # Other keys may be equal but different (1 == True).
             if {*map(type, value)} <= TEXT:
                 return self._container(value, tuple(value), value.values(), depth)
         elif opened(cls) == "named":
@@ -141,8 +141,8 @@ class _Survey:
                 tensor = _plain_tensor(tensor, self.cast)
             bits, name = _bits(tensor.dtype)
             try:
-                # `numpy` raises an error if a tensor is not strided, not on the CPU, conjugated, or
-                # part of a graph.
+                # `numpy` raises if a tensor is not strided, not on the CPU, conjugated, or in a
+                # graph.
                 plain = tensor if bits is None else tensor.view(bits)
                 array = None if tensor.is_cuda else plain.numpy()
             except (RuntimeError, TypeError):
@@ -154,7 +154,7 @@ class _Survey:
     def _container(
         self, value: object, keys: tuple[str, ...] | None, children: Collection[object], depth: int
     ) -> None:
-        """Add a container. If there are no arrays in it, it is pickled as a whole."""
+        """Add a container, or pickle it as a whole if it has no arrays."""
         if not depth:
             raise TooDeepError
         nodes, arrays, objects = len(self.nodes), len(self.arrays), len(self.objects)
@@ -170,7 +170,7 @@ class _Survey:
         self.objects.append(value)
 
     def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
-        """Add the array of a leaf. `kind` is its type in the slot."""
+        """`kind` is the type in the slot."""
         kind = array.dtype if kind is None else kind
         exact = kind if is_usual(kind) else _dumps(kind)
         self.nodes.append((token, exact, axes_of(array)))
@@ -178,13 +178,13 @@ class _Survey:
 
 
 def _is_flat(dtype: Dtype) -> bool:
-    """Return True if arrays of a type are fully represented by bytes. np.record is not."""
+    """Return True if bytes fully represent the type. They do not for np.record."""
     return not dtype.hasobject and dtype.type is not np.record
 
 
 @functools.cache
 def torch_type(dtype: Dtype) -> torch.dtype:
-    """Return the torch dtype that corresponds to a numpy dtype. Raise TypeError if none does."""
+    """Return the torch dtype for a numpy dtype. Raises TypeError if there is none."""
     import torch
 
     return torch.from_numpy(np.empty(0, dtype)).dtype
@@ -203,22 +203,22 @@ def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
 
 
 class Plans(Protocol):
-    """The attributes of an encoder that are used here."""
+    """The part of an encoder that is used here."""
 
     @property
     def cast(self) -> Dtype | None:
-        """The type that numbers are cast to, or None."""
+        """The type that numbers are cast to."""
 
     @property
     def plans(self) -> list[Plan]:
         """The plans of the latest structures."""
 
     def remember(self, plan: Plan) -> None:
-        """Add a plan to the known plans."""
+        """Keep a plan."""
 
 
 def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[object]]:
-    """Return the plan, the arrays and the other leaves of a batch. The encoder keeps the plan."""
+    """Return the plan, the arrays and the other leaves of a batch."""
     survey = _Survey(encoder.cast)
     try:
         survey.visit(batch, MAX_DEPTH)
@@ -226,7 +226,7 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
         survey = _Survey(encoder.cast)
         survey.nodes, survey.objects = [OBJECT], [batch]
     nodes, sources = tuple(survey.nodes), [array.dtype for array in survey.arrays]
-    # `match` does not recognize a plan with tensors that are cast.
+    # `match` rejects plans with tensors that are cast.
     for plan in encoder.plans:
         if plan.nodes == nodes and plan.sources == sources:
             return plan, survey.arrays, survey.objects
@@ -236,15 +236,15 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
 
 
 def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
-    """Return the type of arrays in the slot whose type is `dtype`."""
-    # Check for None first, because the dtype float64 is equal to None.
+    """Return the type in the slot."""
+    # float64 is equal to None.
     if cast is None or not castable(dtype) or dtype == cast:
         return dtype
     return cast
 
 
 def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
-    """Cast a tensor and make its storage as small as possible. Special tensors are unchanged."""
+    """Cast a tensor and shrink its storage. Special tensors are unchanged."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
     if tensor.is_nested or (tensor.is_quantized and cast is not None):
@@ -265,14 +265,14 @@ REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that
 
 
 def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
-    """Pickle the other leaves of a batch. Return the pickle and its out-of-band buffers."""
+    """Return a pickle of the other leaves, and its out-of-band buffers."""
     buffers: list[memoryview] = []
     pickled = _dumps(objects, buffers, batch_reducers)
     return pickled, [np.frombuffer(buffer, np.uint8) for buffer in buffers]
 
 
 def _number_reducer(dtype: Dtype) -> Callable[[np.generic], Reduced]:
-    """Create a reducer for numpy scalars. numpy's own reducer imports a module in each call."""
+    """Reduce numpy scalars without numpy's own reducer, which imports a module in each call."""
     make: object = np.float64().__reduce__()[0]
     return lambda number: (make, (dtype, number.tobytes()))
 
@@ -287,8 +287,8 @@ NUMBERS = {
 def batch_reducers(*, handles: bool = True) -> Reducers:
     """Return the reducers for arrays, numbers and tensors in a batch.
 
-    If a tensor uses only a part of its storage, this part is copied. If `handles` is set, CUDA
-    tensors are reduced to handles to their memory.
+    Only the used part of a tensor's storage is copied. With `handles`, CUDA tensors are reduced to
+    handles to their memory.
     """
     reducers = data_reducers() | NUMBERS
     tensor: type | None = getattr(sys.modules.get("torch"), "Tensor", None)
@@ -307,7 +307,7 @@ def _reduce_part(tensor: torch.Tensor) -> Reduced:
 
 
 def _dumps(value: object, *how: Any) -> bytes:
-    """Pickle a part of a batch. If that fails, raise an error that lists what is supported."""
+    """Pickle a part of a batch. Errors list what is supported."""
     try:
         return dumps(value, *how)
     except MemoryError:

@@ -1,9 +1,8 @@
-"""Transfers batches to the next runner, either as objects or through slots.
+"""Transfers batches to the next runner, as objects or through slots.
 
-Threads pass the object itself on (`Objects`). Processes write the batch to the slot of the ticket
-in shared memory (`TicketWriter`). The trainer decodes it with `SlotReader`, or with
-`converter.export.Imports` if converters are processes. Each runner has a `BatchWriter`, converters
-also have a `Source`, and the trainer has a `BatchReader`.
+Threads pass the object on (`Objects`). Processes write the batch to a slot in shared memory
+(`TicketWriter`), which the trainer reads with `SlotReader`, or with `converter.export.Imports` if
+converters are processes.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 
-# The number of the slot if a ticket has no slot.
+# For tickets without a slot.
 NO_SLOT = 0xFFFFFFFF
 
-# Sources do not change the ticket. Its cell is freed by the `Feed`.
+# Sources leave the ticket unchanged. The `Feed` frees its cell.
 Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
 
@@ -40,12 +39,12 @@ class SlotReader:
         self.arena = arena
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Create a decoder in C for batches in slots that are already mapped."""
+        """Create a C decoder for batches in slots that are already mapped."""
         slots, mapped, lend = self.arena.slots, self.arena.mapped, self.arena.lease
         return Decoder(slots=slots, mapped=mapped, lend=lend, convert=convert, leaf_for=leaf_for)
 
     def decode(self, entry: int, slot: int, capacity: int, record: Fields) -> object:  # noqa: ARG002
-        """Decode a batch. Small leaves are copied. Large leaves stay in the slot, if possible."""
+        """Decode a batch. Small leaves are copied. Large ones stay in the slot, if possible."""
         memory = self.arena.mapping_of(slot, capacity)
         return codec.decode(memory, record, self.arena.lease, slot, capacity)
 
@@ -57,9 +56,9 @@ class SlotReader:
         return failure.unpack(packed)
 
     def fetch(self, runner: Runner) -> object:
-        """Decode the batch of the current ticket in a converter thread and free the slot."""
+        """Decode the batch of a converter's ticket and free the slot."""
         slot, used = runner.slot, sum(runner.record)
-        # Nothing is copied, because the page-locked batch is dropped after it is on the device.
+        # The page-locked batch is dropped once it is on the device, so nothing is copied.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
         self.arena.slots.free_cell(runner.ring, runner.cell)
         return batch
