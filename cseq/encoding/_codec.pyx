@@ -95,8 +95,7 @@ cdef class Encoder:
 
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
-        """Return the offset of an array in the slot, or -1 if it is not there or overlaps others.
-        Return the offset of an array in the slot, or -1 if it is not there or overlaps others."""
+        """Return the offset of an array in the slot, or -1 if it is elsewhere or overlaps."""
         cdef Py_ssize_t offset = self.room.offset_of(array)
         cdef int64_t* word = self.words
         cdef int j
