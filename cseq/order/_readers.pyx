@@ -16,18 +16,17 @@ from cseq.check import integers
 
 cnp.import_array()
 
-# The number of values to convert at a time.
+# Values to convert at a time.
 CHUNK = 1 << 16
-# Purpose numbers, which separate streams of random words. Numbers below 6 are defined in
-# cseq_shuffle.h and context.py, and 6 belongs to feistel-v1.
+# Each purpose has its own stream of random words. The numbers up to 6 are in cseq_shuffle.h and
+# context.py.
 BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
 
 def fingerprint(array):
     """Return a 64-bit hash of the values in a one-dimensional integer or float array.
 
-    The hash does not depend on the integer type, the float type or the memory layout. See
-    docs/inside/orders.md.
+    It does not depend on the type's size or the memory layout. See docs/inside/orders.md.
     """
     values = numpy.asarray(array)
     wanted = numpy.float64 if values.dtype.kind == "f" else numpy.int64
@@ -41,8 +40,7 @@ def fingerprint(array):
 def digest(array):
     """Return a 64-bit hash of an integer array, about three times as fast as `fingerprint`.
 
-    The values are hashed in four parallel chains, with value k in chain k mod 4. The length is
-    mixed into the first chain, and the other chains are then folded into it.
+    Value k goes into chain k mod 4. The first chain starts with the length and gets the others.
     """
     values = numpy.asarray(array)
     cdef uint64_t z[4]
@@ -72,7 +70,7 @@ def shuffle(uint64_t n, uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_
 
 
 def seed_of(uint64_t seed, str name not None):
-    """Derive the seed of a mixture source from the mixture's seed and the source's name."""
+    """Derive the seed of a mixture source from its name."""
     cdef uint64_t word, key = 0
     cdef unsigned char byte
     for byte in name.encode():
@@ -83,7 +81,7 @@ def seed_of(uint64_t seed, str name not None):
 
 def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
-    """Return the random numbers below `below` at the given positions of a random stream."""
+    """Return random numbers below `below` at the given positions of a random stream."""
     cdef Py_ssize_t k, count = positions.size
     cdef const int64_t* position = int64s(positions)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
@@ -100,9 +98,9 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
     """Compute the counts in a `Shares` tree (see cseq/order/shares.py) with 64-bit arithmetic.
 
     Row k of `nodes` contains four indices into `counts`: base, node, left and right. The left child
-    gets ``counts[base] * factors[k, 0] / 2**64``, rounded to the nearest integer, and the right
-    child gets the rest of ``counts[node]``. Return False if rounding may have failed, which is
-    possible only for counts above ``factors[k, 1]``, because the factors are rounded up.
+    gets ``counts[base] * factors[k, 0] / 2**64``, rounded, and the right child gets the rest of
+    ``counts[node]``. Return False if a count exceeds ``factors[k, 1]``, since rounding may then
+    fail.
     """
     cdef const int64_t* node = int64s(nodes)
     cdef const uint64_t* factor = <const uint64_t*>cnp.PyArray_DATA(factors)
@@ -126,11 +124,10 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
 cdef class Permutation:
     """A permutation of 0 … n-1 for (seed, epoch, purpose, key). See docs/inside/orders.md.
 
-    Permutations of at least `CSEQ_FEISTEL_LEAST` elements are computed on the fly and need no
-    memory. Smaller permutations are stored in a table with 4 bytes per element.
+    Permutations of fewer than `CSEQ_FEISTEL_LEAST` elements are stored in a table.
     """
 
-    # The permuted elements, or None if they are computed on the fly.
+    # None if the elements are computed on the fly.
     cdef readonly object table
     cdef cseq_feistel network
 
@@ -145,7 +142,7 @@ cdef class Permutation:
             cseq_feistel_init(&self.network, n, words)
 
     def at(self, positions not None):
-        """Return the elements at `positions`, an int64 array with values below n."""
+        """Return the elements at `positions` (int64, below n)."""
         if self.table is not None:
             return self.table[positions]
         if len(positions) and not 0 <= positions.min() <= positions.max() < self.network.n:
@@ -157,9 +154,9 @@ cdef class Permutation:
 
 
 cdef enum:
-    # The number of documents between two stored sums.
+    # Documents between stored sums.
     BLOCK = 64
-    # How many iterations in advance a random access is prefetched.
+    # How many iterations ahead to prefetch.
     EARLY = 8
 
 cdef int64_t MOST_TOKENS = <int64_t>1 << 48
@@ -175,11 +172,11 @@ cdef class DocumentEnds:
     Parameters
     ----------
     lengths : array of int
-        Each document's token count (at least 0, below 2**48 in total). May be a memory map.
+        The tokens in each document (below 2**48 in total). May be a memory map.
     unit : int
-        The number of tokens in a unit. Positions and totals count whole units in each document.
+        The tokens in a unit. Only whole units in each document count.
     ends : array of int64, optional
-        The `ends` attribute of an equal instance. If given, lengths are not checked or summed.
+        The `ends` of an equal instance, which saves the sum.
 
     Attributes
     ----------
@@ -191,8 +188,7 @@ cdef class DocumentEnds:
 
     cdef readonly cnp.ndarray lengths, ends
     cdef readonly int64_t total
-    # The lengths as a contiguous array. `kind` is the item size in bytes, or minus the item size if
-    # the lengths are unsigned.
+    # `kind` is the item size in bytes, negative for unsigned lengths.
     cdef cnp.ndarray values
     cdef const char* data
     cdef const int64_t* sums
@@ -216,7 +212,6 @@ cdef class DocumentEnds:
         return DocumentEnds, (self.lengths, self.unit, self.ends)
 
     cdef object add_up(self):
-        """Validate the lengths and return the `ends` array."""
         sums = numpy.empty((self.count + BLOCK - 1) // BLOCK, numpy.int64)
         for start in range(0, self.count, CHUNK):
             chunk = self.lengths[start:start + CHUNK]
@@ -234,7 +229,7 @@ cdef class DocumentEnds:
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
-        """Return the length of document k in units. The lengths may be unaligned in memory."""
+        """The lengths may be unaligned in memory."""
         cdef int64_t value = 0
         cdef uint32_t word
         cdef uint16_t half
@@ -252,7 +247,7 @@ cdef class DocumentEnds:
         return value if self.unit == 1 else value // self.unit
 
     def starts(self, cnp.ndarray documents not None):
-        """Return the position of each document's first token."""
+        """Return the positions of the first tokens of documents."""
         cdef Py_ssize_t n, count = len(documents)
         cdef const int64_t* given = int64s(documents)
         cdef int64_t k, begin, size = abs(self.kind)
@@ -263,7 +258,7 @@ cdef class DocumentEnds:
         with nogil:
             for n in range(count):
                 if n + EARLY < count:
-                    # Prefetch the block that contains a later document.
+                    # Prefetch the block of a later document.
                     k = given[n + EARLY] // BLOCK * BLOCK
                     CSEQ_PREFETCH(self.sums + k // BLOCK - (k > 0))
                     while k < given[n + EARLY]:
@@ -277,12 +272,12 @@ cdef class DocumentEnds:
         return made
 
     def find(self, cnp.ndarray positions not None):
-        """Return the document that contains each position, and the document's start position."""
+        """Return the document at each position, and where it starts."""
         _, documents, inside, _ = locate([self], numpy.array([0, self.total]), positions)
         return documents, positions - inside
 
     cdef int64_t document_of(self, int64_t position, int64_t* begin) noexcept nogil:
-        """Return the document at a position and store the document's start in `begin`."""
+        """Return the document at a position and store its start in `begin`."""
         cdef int64_t low = 0, high = (self.count - 1) // BLOCK, middle, end
         while low < high:
             middle = (low + high) // 2
@@ -301,9 +296,8 @@ cdef class DocumentEnds:
 def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray positions not None):
     """Find the document at each position in several contiguous sources.
 
-    `sources` contains one `DocumentEnds` per source. `firsts` contains the start position of each
-    source, followed by the end of the last source. For each position, return the source, the
-    document, the offset within the document, and the number of tokens left in the document.
+    `firsts` contains the start of each source and the end of the last one. Return the source, the
+    document, the offset in the document, and the tokens left in it.
     """
     cdef Py_ssize_t k, s = 0, count = len(positions)
     cdef const int64_t* first = int64s(firsts)
@@ -328,17 +322,16 @@ def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray posit
 
 
 cdef enum:
-    # For fewer elements than this, `keyed` shuffles a temporary table.
+    # `keyed` shuffles a temporary table for fewer elements.
     BRIEFEST = 128
 
 
 def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray positions not None,
           uint64_t seed, uint64_t epoch, uint64_t purpose):
-    """Return elements of many permutations, each of which is identified by a size and a key.
+    """Return elements of many permutations, each with its own size and key.
 
-    `positions[k]` is a position in the permutation of 0 … `sizes[k]` - 1 with the key `keys[k]`.
-    Permutations use fisher-yates-v1 for sizes below `BRIEFEST`, and feistel-v1 otherwise. Nothing
-    is cached between calls.
+    `positions[k]` is a position in the permutation of `sizes[k]` elements with key `keys[k]`. Sizes
+    below `BRIEFEST` use fisher-yates-v1, others feistel-v1. Nothing is cached.
     """
     cdef Py_ssize_t k, i, j, count = len(positions)
     cdef const int64_t* size = int64s(sizes)
@@ -371,11 +364,11 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
 
 def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ranks, Py_ssize_t count,
          Py_ssize_t size):
-    """Assign each row to the rank that has the least work so far.
+    """Give each row to the rank with the least work so far, or the lowest one of several.
 
-    Each rank gets `size` rows from each of the `count` batches. `batches` contains the batch number
-    of each row, and `works` must be in descending order. Ties go to the lowest rank. Return the
-    rank of each row, and the row's index among the rows that this rank gets from the batch.
+    Each rank gets `size` rows from each of the `count` batches. `batches` contains the batch of
+    each row, and `works` is in descending order. Return the rank of each row, and its index among
+    the rank's rows from the batch.
     """
     cdef Py_ssize_t k, r, best, batch, rows = len(works)
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
@@ -403,13 +396,13 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
     return row_ranks, turns
 
 
-# The maximum number of children per node. Four bits select a child.
+# Four bits select a child.
 cdef enum:
     CHILDREN = 16
 
 
-# The entries below a level of the tree, divided into `count` rows of nearly equal length. Each of
-# the `nodes` nodes has a child in each row. In row j, node 0's child is entry start[j] + turn[j].
+# The entries of a level, in `count` rows of nearly equal length. Each of the `nodes` nodes has a
+# child in each row. In row j, node 0's child is entry start[j] + turn[j].
 cdef struct Rows:
     uint64_t count
     uint64_t nodes
@@ -418,7 +411,6 @@ cdef struct Rows:
 
 
 cdef Rows rows_of(uint64_t entries, uint64_t level):
-    """Divide the entries below a level into rows."""
     cdef Rows rows
     cdef uint64_t words[CHILDREN]
     cdef uint64_t j, low
@@ -433,7 +425,7 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Return an array of 8-byte values in which each row contains the children of one node.
+    """Return an array in which each row contains the children of one node.
 
     Missing children are 0.
     """
@@ -456,18 +448,17 @@ def laid(values, uint64_t level=1):
 cdef class Tree:
     """A tree that maps points on a line to samples. See docs/inside/orders.md.
 
-    Each sample occupies an interval of the line, and the intervals are reordered every epoch.
+    Each sample is an interval of the line. Each epoch reorders the intervals.
 
     Parameters
     ----------
     masses : array of uint64
-        The length of each sample's interval, as returned by `laid`. The sum must be below 2**63.
+        The length of each interval, from `laid`. The sum must be below 2**63.
     samples : int
         The number of samples.
     """
 
-    # The masses at each level, and pointers to the arrays. Because 16**12 = 2**48, there are at
-    # most 12 levels.
+    # There are at most 12 levels, because 16**12 = 2**48.
     cdef readonly list levels
     cdef uint64_t* masses[12]
     cdef Rows rows[12]
@@ -488,7 +479,7 @@ cdef class Tree:
         return Tree, (self.levels[0], self.rows[0].start[self.rows[0].count])
 
     def samples_at(self, numbers, uint64_t seed, uint64_t epoch):
-        """Return an int64 array with the sample at each of the given points in an epoch."""
+        """Return the samples at the given points of an epoch."""
         cdef cnp.ndarray left = numpy.array(numbers, numpy.uint64)
         cdef cnp.ndarray nodes = numpy.zeros(left.size, numpy.int64)
         cdef uint64_t* lefts = <uint64_t*>cnp.PyArray_DATA(left)
@@ -518,7 +509,7 @@ cdef class Tree:
                         if rest < mass[child]:
                             break
                         rest -= mass[child]
-                        # Remove the child from the list by moving the last child into its slot.
+                        # Replace the child by the last one.
                         remaining -= 1
                         order ^= (order >> 4 * remaining & 15 ^ child) << bits
                     length = rows.start[child + 1] - rows.start[child]
@@ -528,16 +519,16 @@ cdef class Tree:
         return nodes
 
 
-# The approximate number of samples to read ahead.
+# About how many samples to read ahead.
 AHEAD = 1 << 14
 
 
 @cython.final
 cdef class ArrayReader(Reader):
-    """A reader for orders computed with NumPy, which is efficient only for many units at a time.
+    """A reader for orders computed with NumPy, which needs many units at a time.
 
-    If batches are read in sequence, the reader fetches about `ahead` samples in advance. No Python
-    code runs while the cache is being replaced, so signal handlers may use the reader or raise.
+    It fetches about `ahead` samples in advance. No Python code runs while the cache is replaced, so
+    signal handlers may use the reader or raise.
 
     Parameters
     ----------
@@ -547,17 +538,17 @@ cdef class ArrayReader(Reader):
         ``read(epoch, units)`` → the samples in the given units, and the size of each unit, or None
         if all sizes are 1.
     share : callable, optional
-        ``share(epoch, first, together, start, count)`` → the units in the global batch
-        [first, first + together) that a rank gets instead of [start, start + count).
+        ``share(epoch, first, together, start, count)`` → the units of the global batch that a rank
+        gets instead of [start, start + count).
     """
 
     cdef readonly object call, share
     cdef readonly uint64_t ahead
     cdef object samples_kept, sizes_kept
-    # The cache holds `batches` batches of `count` units each. The first is [start, start + count),
-    # or a share of the global batch that starts at `first`. Batches are `together` units apart.
+    # `batches` batches of `count` units, each `together` units after the previous one. The first is
+    # [start, start + count), or a share of the global batch that starts at `first`.
     cdef uint64_t epoch, first, together, start, count, batches
-    # The mean number of samples per unit in the cache.
+    # The mean samples per unit in the cache.
     cdef double mean
 
     def __cinit__(self, order, uint64_t seed, read, share=None, uint64_t ahead=AHEAD):
@@ -615,7 +606,7 @@ cdef class ArrayReader(Reader):
 
 
 def gather(Reader reader not None, uint64_t epoch, units not None):
-    """Return the samples in the given units as int64, and the unit sizes (None if all are 1)."""
+    """Return the samples in the given units, and the unit sizes (None if all are 1)."""
     cdef Py_ssize_t start = 0, end, count = len(units)
     if isinstance(reader, ArrayReader):
         samples, sizes = (<ArrayReader>reader).call(epoch, units)

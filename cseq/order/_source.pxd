@@ -7,9 +7,9 @@ from cseq._core cimport Ring
 
 cdef class Source:
     cdef readonly uint64_t epoch
-    # The number of units before the first ticket.
+    # Units before the first ticket.
     cdef readonly uint64_t consumed
-    # Whether the items are identified by keys.
+    # Whether items have keys.
     cdef readonly bint keyed
     cdef bint is_ready(self, uint64_t taken) noexcept
     cdef int prepare(self, uint64_t taken) except -1

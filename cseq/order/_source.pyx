@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Ticket sources, which decide what the next ticket requests."""
+"""Ticket sources: what the next ticket requests."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -25,26 +25,25 @@ cdef uint64_t READ_AHEAD = 128
 
 
 cdef class Source:
-    """A ticket source, which determines each ticket's content, ring and number of units.
+    """Determines each ticket's content, ring and number of units.
 
-    A `Feed` posts the tickets. Positions in an epoch are counted in units, over all ranks. For a
-    stream, a unit is an item.
+    Positions count units, over all ranks. For a stream, a unit is an item.
     """
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
-        """Return True if the ticket due after `taken` tickets needs no more preparation."""
+        """Return True if the ticket due after `taken` tickets is prepared."""
         return True
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Do one step of preparation, which may run user code. Repeat the step if interrupted."""
+        """Do one step of preparation, which may run user code."""
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
-        """Return the next ticket's ring number, or -1 if no ticket is prepared or has room."""
+        """Return the next ticket's ring, or -1 if no ticket is prepared or has room."""
         return -1
 
     cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        """Post the next ticket in a free cell of its ring and return the number of units in it."""
+        """Post the next ticket in a free cell and return its number of units."""
         return 0
 
     cdef void end(self, Py_ssize_t ring_number) noexcept:
@@ -55,7 +54,7 @@ cdef class Source:
         return True
 
     cpdef int finish(self) except -1:
-        """Raise the exception that follows the last ticket, if there is one."""
+        """Raise the exception that follows the last ticket, if any."""
         return 0
 
 
@@ -69,22 +68,21 @@ cdef class OrderSource(Source):
     epoch : int
         The first epoch.
     cut, later : dict
-        The `sampler.Cut` of the first epoch, and of each of the `more` epochs that follow.
+        The `sampler.Cut` of the first epoch, and of the `more` epochs that follow.
     """
 
     cdef readonly Reader reader
-    # The cut of the current epoch, and of each of the `more` epochs that follow.
     cdef Cut cut, later
     cdef uint64_t more
-    # The number of posted batches, the number of units after the full batches (over all ranks), and
-    # the maximum number of units in a batch.
+    # Posted batches, the units after the full batches (over all ranks), and the most units in a
+    # batch.
     cdef uint64_t posted, rest, most
-    # The samples and unit sizes that were read for batches [posted, prepared).
+    # What was read for batches [posted, prepared).
     cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read
     cdef int64_t* sizes_read
-    # The start of the unit sizes, or NULL if each unit is a single sample.
+    # NULL if each unit is a single sample.
     cdef int64_t* sizes
 
     def __cinit__(self, Reader reader not None, uint64_t epoch, Cut cut, Cut later, uint64_t more):
@@ -111,7 +109,7 @@ cdef class OrderSource(Source):
         return self.cut.part_start
 
     cdef int64_t read_samples(self, uint64_t batch, int64_t* out, int64_t* sizes) except -1:
-        """Write a batch's samples. The last batch may wrap around to the start of the epoch."""
+        """Write a batch's samples. The last batch may wrap around."""
         cdef uint64_t start = self.position_of(batch)
         cdef uint64_t done = 0, count
         cdef int64_t written = 0
@@ -129,7 +127,7 @@ cdef class OrderSource(Source):
         return written
 
     def samples(self, uint64_t batch):
-        """Return a batch's samples and unit sizes as new int64 arrays."""
+        """Return a batch's samples and unit sizes."""
         if batch >= self.cut.batches:
             raise IndexError(f"batch {batch} is not one of {self.cut.batches}")
         sizes = numpy.ones(self.cut.size if batch < self.cut.full else self.cut.part, numpy.int64)
@@ -142,7 +140,7 @@ cdef class OrderSource(Source):
         return self.posted < self.prepared or self.is_over()
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Read samples for the next ticket, or for several tickets if batches are small."""
+        """Read samples for the next ticket, or for several small batches."""
         cdef uint64_t room = self.reader.room
         cdef uint64_t count = 1, read, words, size
         cdef int64_t* out
@@ -151,13 +149,13 @@ cdef class OrderSource(Source):
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
-        # Leave room for one more batch, which may start when almost READ_AHEAD samples are read.
+        # Leave room for a batch that starts when almost READ_AHEAD samples are read.
         words = READ_AHEAD + self.most * room
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
         out = self.samples_read = <int64_t*>self.data.data
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
-        # Batches are contiguous if there is only one rank.
+        # The batches of a single rank are contiguous.
         if self.posted < self.cut.full and room == 1 and self.cut.stride == size:
             count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
             self.reader.read(self.epoch, self.position_of(self.posted), count * size, out, NULL)

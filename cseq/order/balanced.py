@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.order.tables import New, Tables
 
-# Each distinct message is logged only once.
+# Log each message once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# The number of rows to cache. Each row takes 4 bytes, plus 8 for its work unless over='epoch'.
+# Rows to cache, of 4 bytes plus 8 for the work unless over='epoch'.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
-# Balancing a step takes time proportional to its number of rows times the number of ranks.
+# Balancing takes time proportional to rows times ranks.
 MOST_STEP = 2**15
 
 
@@ -48,8 +48,7 @@ class Balanced(Order):
     """The rows of another order, rearranged so that all ranks have nearly equal work in each step.
 
     The work of a row is its attention cost, the sum of the squared lengths of its pieces. Ranks do
-    not communicate, because each rank computes the assignment for all ranks. The number of ranks
-    affects only which rank gets which row, and not the rows or groups in a step.
+    not communicate. The number of ranks does not change the rows in a step.
 
     Parameters
     ----------
@@ -58,16 +57,15 @@ class Balanced(Order):
     step : int
         The number of rows in an optimizer step, over all ranks and microbatches, at most 2**15.
     over : 'step', 'window' or 'epoch'
-        Which rows can trade places. With 'step', rows stay in their step. 'window' exchanges rows
-        among 16 steps, and 'epoch' among all steps, so that the rows in a group are more similar.
-        Each step still contains both groups with a lot of work and groups with little work.
+        Whether rows stay in their step, or are exchanged among 16 steps ('window') or all steps
+        ('epoch'). Rows in a group are then more similar, and each step still contains groups with
+        much and with little work.
     together : int, optional
-        The size of a group, which consists of consecutive rows with similar work. This should be a
-        multiple of the number of ranks. Defaults to ``step // gcd(step, 4)``, which is a
-        quarter of a step if `step` is divisible by 4.
+        The number of consecutive rows with similar work, which should be a multiple of the number
+        of ranks. Defaults to ``step // gcd(step, 4)``, usually a quarter of a step.
     cache : path, optional
-        A local folder for over='epoch'. All processes on this machine then share one table with 4
-        bytes per row, instead of each keeping a copy.
+        A local folder for over='epoch', in which all processes of a machine share one table with 4
+        bytes per row.
 
     Notes
     -----
@@ -94,7 +92,7 @@ class Balanced(Order):
     ) -> None:
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
-        # Raises TypeError if the order cannot compute how much work each unit takes.
+        # Raises TypeError if the order cannot compute the work of a unit.
         order.measured(0)
         self.order, self.step = order, integer("step", step, 1, MOST_STEP)
         quarter = self.step // math.gcd(self.step, 4)
@@ -120,14 +118,12 @@ class Balanced(Order):
         return self._of(order, consumed, is_same=order.facts() == inner)
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return an order whose mixture has new weights from a window boundary onwards."""
         if not hasattr(self.order, "reweighed"):
             raise TypeError(f"order={self!r} has no weights; pass a Balanced of a cseq.Mixture")
         order = self.order.reweighed(weights, seed, epoch, consumed)
         return self._of(order, consumed, is_same=False)
 
     def _of(self, order: Order, consumed: int, *, is_same: bool) -> Self:
-        """Return this order over another inner order, which may differ after `consumed` units."""
         if order is self.order:
             return self
         if not is_same and consumed % self._window and consumed < self.units:
@@ -142,7 +138,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # Cache as many windows as a read-ahead spans.
+        # A read-ahead spans this many windows.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -182,7 +178,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """Return the row for each unit. If `is_sum` is set, whole windows may be in any order."""
+        """With `is_sum`, whole windows may be in any order."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -193,7 +189,7 @@ class Balanced(Order):
         return rows
 
     def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> Tables:
-        """Return the rows in a window in order, and the work of each row if it is cached."""
+        """Return the sorted rows of a window, and their work if it is cached."""
         name, folder = "", None
         if self._over == "epoch" and number == 0 and self._cache is not None:
             facts = np.frombuffer(json.dumps(self.facts()).encode(), np.uint8)
@@ -202,7 +198,6 @@ class Balanced(Order):
         return tables(folder, name, make, epoch)
 
     def _sort(self, seed: int, works: Works, epoch: int, number: int, new: New) -> None:
-        """Reorder a window's rows and write them to new arrays."""
         first = number * self._window
         rows = np.arange(first, min(first + self._window, self.units))
         work = works(epoch, rows)
@@ -213,7 +208,7 @@ class Balanced(Order):
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)
-            # Each step gets one group from each level of work, starting with the highest.
+            # Each step gets one group per level of work, highest first.
             for k in range(groups):
                 key = number * groups + k
                 turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))
@@ -235,7 +230,7 @@ class Balanced(Order):
         together: int,
         size: int,
     ) -> Ints:
-        """Return the units of each rank in each global batch of a step that starts at a phase."""
+        """Return the units of each rank in each global batch of a step."""
         number, at = divmod(step * self.step + phase, self._window)
         batches, ranks = (self.step - phase) // together, together // size
         span, kept = slice(at, at + batches * together), window(epoch, number)

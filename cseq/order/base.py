@@ -1,10 +1,8 @@
 """The base class for orders, which define the sequence of samples in an epoch.
 
-An order is a pure function of (seed, epoch, position). Positions are counted in *units*. Depending
-on the order, a unit is a single sample (`Shuffled`), a row of samples (`Packed`) or a whole batch
-(`Buckets`). If units are not batches, a batch consists of ``batch_size`` units. Every epoch
-contains units 0 … ``units - 1``. Unlike the samplers of other libraries, orders have no state, so
-ranks, workers and resumed runs need no special handling.
+An order is a pure function of (seed, epoch, position). Positions count *units*: single samples
+(`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains units 0
+… ``units - 1``. Orders have no state, so ranks, workers and resumed runs need no special handling.
 """
 
 from __future__ import annotations
@@ -34,11 +32,10 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# Functions of an epoch and units. `Works` returns the work of each unit, and `Sums` the number of
-# tokens from each source.
+# `Works` returns the work of each unit, and `Sums` the tokens from each source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
-# The samples, and the size of each unit, or None if every unit is a single sample.
+# The samples, and the size of each unit, or None if all are 1.
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"
 
 
@@ -46,17 +43,14 @@ class Order:
     """The base class for built-in and custom orders.
 
     Subclasses set the attributes and define `read`, whose result must depend only on its arguments.
-    In particular, `read` must not use a shared random generator, and an order must not be modified
-    while it is in use. Use `cseq.testing.check_order` to validate a subclass.
+    Orders must not change while they are in use. `cseq.testing.check_order` validates a subclass.
 
     Attributes
     ----------
     name : str
-        A name that identifies the definition of the order, including a version. If the definition
-        changes, the name must change too.
+        The name and version of the definition. If the definition changes, so must the name.
     samples : int or None
-        The number of samples. Every index must be below this number. None means the size of the
-        data.
+        The number of samples, above every index. None means the size of the data.
     units : int
         The number of units in every epoch (at least 1), or 0 while `samples` is None.
     room : int
@@ -66,12 +60,11 @@ class Order:
     is_seeded : bool
         Whether the order depends on the seed.
     left_out : str
-        A description of the samples that are left out, or an empty string if none are.
+        Describes the samples that are left out, if any.
     tokens : float or None
         The mean number of tokens per unit, or None if unknown.
     replaced : dict of str to str
-        A mapping from the names of earlier definitions to descriptions of what has changed since
-        then. The error message for a state from an earlier definition includes the description.
+        The names of earlier definitions, and what has changed since then, for error messages.
 
     Examples
     --------
@@ -94,19 +87,18 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
-    # The facts of a built-in order, except its name and number of samples.
+    # Without the name and the number of samples.
     _facts: dict[str, Any] | None = None
 
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
         """Return the samples in units [start, start + count) of an epoch, and the unit sizes.
 
-        The first array has one element for each sample in the units, and the second array has shape
-        (count,). If every unit is a single sample, return None instead of the second array.
+        Return None for the sizes if every unit is a single sample.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 
     def facts(self) -> dict[str, Any]:
-        """Return everything that determines the order except the seed, as JSON values for a state.
+        """Return everything that determines the order except the seed, as JSON values.
 
         Arrays are represented by their fingerprints.
         """
@@ -138,13 +130,12 @@ class Order:
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
         """Return an order that continues a saved run from a position in an epoch.
 
-        `facts` is what `facts()` returned for the saved order.
+        `facts` comes from the saved order.
 
         Raises
         ------
         ValueError
-            If the facts belong to another order or to an earlier definition of this order. The
-            message shows both values.
+            If the facts belong to another order or an earlier definition.
         """
         ours = self.facts()
         before = str(facts.get("name"))
@@ -163,17 +154,17 @@ class Order:
         return self
 
     def reader(self, seed: int) -> Reader:
-        """Return a reader for one seed. Only one thread at a time may use the reader."""
-        # Custom orders are not read ahead. `read` is called only when a batch is due.
+        """Return a reader for one seed, for one thread at a time."""
+        # `read` of a custom order is called only when a batch is due.
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader and a function that computes each unit's work. See `Balanced`.
+        """Return a reader and a function for the work of units. See `Balanced`.
 
         Raises
         ------
         TypeError
-            If the order cannot compute how much work each unit takes.
+            If the order cannot compute the work of a unit.
         """
         raise TypeError(
             f"order={self!r} does not know the work of its units; pass Packed, Concatenated, or a "
@@ -198,11 +189,11 @@ class Order:
         Parameters
         ----------
         batch_size : int
-            The number of units in a batch. It must be 1 if each unit is a batch.
+            The units in a batch. It must be 1 if each unit is a batch.
         seed, epoch : int
             Integers in [0, 2**64).
         start, stop : int
-            The range of batch numbers. If `stop` is omitted, the range extends to the epoch's end.
+            The range of batches, by default up to the end of the epoch.
         """
         size = integer("batch_size", batch_size)
         if self.is_batch and size > 1:
@@ -221,14 +212,14 @@ class Order:
 def by_epoch(
     order: Order, seed: int, draw: Callable[[int], Any], **options: Any
 ) -> tuple[Reader, Callable[[int], Any]]:
-    """Return a reader for an order that is drawn once per epoch, and a cached version of `draw`."""
+    """Return a reader for an order that is drawn once per epoch, and a cached `draw`."""
     epoch_of = lru_cache(1)(draw)
     reader = ArrayReader(order, seed, lambda epoch, units: epoch_of(epoch).read(units), **options)
     return reader, epoch_of
 
 
 def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Iterate over the start and stop of each run of equal keys."""
+    """Yield the start and stop of each run of equal keys."""
     changes = keys[0][1:] != keys[0][:-1]
     for key in keys[1:]:
         changes |= key[1:] != key[:-1]
@@ -236,12 +227,12 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
 
 
 def kind(order: Order) -> str:
-    """Return a description of the order's units for messages."""
+    """Describe the order's units for messages."""
     return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
 
 
 def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
-    """Read units from a custom order, one contiguous range at a time, and validate the results."""
+    """Read units from a custom order, by contiguous ranges, and validate the results."""
     samples: list[Ints] = []
     sizes: list[Ints] = []
     for part in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):
@@ -268,6 +259,6 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
 
 
 def spans(starts: Ints, counts: Ints) -> Ints:
-    """Return the concatenated integer ranges that have the given starts and lengths."""
+    """Return the concatenated ranges with the given starts and lengths."""
     ends = counts.cumsum()
     return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1])

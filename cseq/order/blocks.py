@@ -20,35 +20,32 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# The maximum number of samples in a window.
+# The most samples in a window.
 MOST_ROWS = 2**32
-# The number of samples to read ahead per lane, which amortizes the lookup of the lane's window.
+# Samples to read ahead per lane.
 FEW = 64
 
 
 class Blocks(Samples):
     """Every sample once per epoch, shuffled so that only a few blocks are in use at a time.
 
-    A block consists of `rows` consecutive samples, and the last block may be shorter. Each epoch
-    shuffles the blocks, divides them into windows of nearly equal size, and then shuffles the
-    samples within each window. An indexer that caches the chunks of a window reads each chunk only
-    once per epoch.
+    A block is `rows` consecutive samples. Each epoch shuffles the blocks, divides them into windows
+    of nearly equal size, and shuffles the samples in each window. An indexer that caches the chunks
+    of a window reads each chunk once per epoch.
 
     Parameters
     ----------
     rows : int or array of int
-        The number of samples in a block. A block should contain one or more whole chunks of the
-        data. If blocks have different sizes, such as Parquet row groups or tar shards, pass an
-        array with the size of each block.
+        The number of samples in a block, which should contain whole chunks of the data. For blocks
+        of different sizes, such as Parquet row groups or tar shards, pass an array of sizes.
     window : int
         The maximum number of blocks in a window. A window of 512 blocks is nearly as good as a full
         shuffle. Each sample in a window takes 4 bytes.
     lanes : int
         The number of lanes that each window is divided into. Each lane is shuffled separately, and
-        lanes take turns providing samples. `window` must be a multiple of `lanes`. If `lanes` is a
-        multiple of the number of ranks, and the global batch is a multiple of `lanes`, each rank
-        reads only its own lanes. Lanes consist of whole blocks, unless fewer blocks than lanes
-        remain. Blocks of different sizes support only one lane.
+        samples come from the lanes in turn. `window` must be a multiple of `lanes`. Each rank reads
+        only its own lanes if `lanes` is a multiple of the number of ranks, and the global batch is
+        a multiple of `lanes`. Blocks of different sizes support only one lane.
     samples : int, optional
         The number of samples. Defaults to the size of the data, or the sum of an array of `rows`.
 
@@ -129,11 +126,10 @@ class Blocks(Samples):
 
 
 class Windows:
-    """The windows of an epoch, which are ranges of a layout that contains all samples.
+    """The windows of an epoch: ranges of a layout that lists the blocks in random order.
 
-    The layout lists the blocks in random order. An epoch starts at a random window and wraps
-    around. Consecutive positions of the epoch belong to different lanes in turn, and each lane's
-    part of a window is shuffled separately.
+    An epoch starts at a random window and wraps around. Positions alternate between lanes, and each
+    lane's part of a window is shuffled separately.
     """
 
     def __init__(self, samples: int, count: int, lanes: int, seed: int, epoch: int) -> None:
@@ -143,23 +139,20 @@ class Windows:
             for k, below in enumerate((count, lanes))
         )
         self.epoch_start = int(self.start_of(window))
-        # For each lane, the window that was read last and the lane's part of that window.
+        # For each lane, the latest window and its part of that window.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
     def start_of(self, windows: Ints | int) -> Ints:
-        """Return the layout position at which a window starts, for one or more windows."""
         raise NotImplementedError
 
     def window_of(self, positions: Ints) -> Ints:
-        """Return the window that contains each layout position."""
         raise NotImplementedError
 
     def layout(self, window: int, start: int, stop: int) -> Ints:
-        """Return the samples at layout positions [start, stop), which belong to one window."""
+        """Return the samples at layout positions [start, stop) of one window."""
         raise NotImplementedError
 
     def read(self, units: Ints) -> Read:
-        """Return the samples at the given positions of the epoch."""
         positions = units + self.epoch_start
         positions[positions >= self.samples] -= self.samples
         windows = self.window_of(positions)
@@ -172,7 +165,7 @@ class Windows:
             return samples, None
         positions //= self.lanes
         chosen = (units + self.turn) % self.lanes
-        # Narrow integers sort faster. The windows of each lane are already in order.
+        # Narrow integers sort faster.
         by_lane = (chosen.astype(np.uint16) if self.lanes <= 2**16 else chosen).argsort(
             kind="stable"
         )
@@ -184,14 +177,13 @@ class Windows:
         return samples, None
 
     def part(self, lane: int, window: int) -> NDArray[Any]:
-        """Return a lane's part of a window, shuffled."""
         kept, table = self.kept.get(lane, (-1, None))
         if kept == window and table is not None:
             return table
         n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
         end = n if window == self.count - 1 else int(self.start_of(window + 1))
         size, more = divmod(end - start, lanes)
-        # The first lane that gets one of the `more` extra samples.
+        # The first lane with one of the `more` extra samples.
         first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
@@ -208,8 +200,8 @@ class Windows:
 class EqualWindows(Windows):
     """Windows of equally sized blocks. A shorter last block comes last in the layout.
 
-    The first `larger` windows contain `size` + `step` samples, and the other windows contain
-    `size`. The last window also contains the remaining samples.
+    The first `larger` windows contain `size` + `step` samples, the others `size`. The last one also
+    contains the remaining samples.
     """
 
     def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
@@ -246,8 +238,8 @@ class EqualWindows(Windows):
 class UnequalWindows(Windows):
     """Windows of blocks with different sizes.
 
-    If the blocks cannot be divided evenly, the first windows get one extra block each. `cuts` and
-    `starts` contain the first block and the first layout position of each window.
+    The first windows may get an extra block. `cuts` and `starts` contain the first block and the
+    first layout position of each window.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:

@@ -25,8 +25,8 @@ class Buckets(Recipes):
     """Batches of samples with similar lengths and at most `budget` tokens, including padding.
 
     Samples are divided into buckets by length, and each batch comes from one bucket. Every sample
-    appears once per epoch. Each epoch reshuffles the samples in each bucket, and then the batches.
-    The last batch of a bucket may be smaller. All epochs have the same number of batches.
+    appears once per epoch. Each epoch shuffles the samples in each bucket, and then the batches.
+    The last batch of a bucket may be smaller.
 
     Parameters
     ----------
@@ -36,22 +36,21 @@ class Buckets(Recipes):
         The maximum number of tokens in a batch, if all samples are padded to the upper bound of
         their bucket.
     ratio : float
-        The ratio between the upper bounds of successive buckets, which range from the shortest to
-        the longest length. Bounds are rounded down, and each one exceeds the previous one by at
-        least 1. A ratio of 1.05 reduces padding, and a ratio of 1.25 mixes more samples.
+        The ratio between the upper bounds of successive buckets. A ratio of 1.05 reduces padding,
+        and a ratio of 1.25 mixes more samples.
     boundaries : sequence of int, optional
-        The upper bounds of the buckets in ascending order, instead of `ratio`. Samples above the
-        last bound get a separate bucket.
+        The upper bounds of the buckets in ascending order, instead of `ratio`. Longer samples get a
+        separate bucket.
     most : int, optional
         The maximum number of samples in a batch.
     together : int
-        The number of consecutive batches that come from the same bucket or neighbouring buckets.
-        If this is a multiple of the number of ranks, all ranks get similar work in each step.
+        The number of consecutive batches from the same or neighbouring buckets. With a multiple of
+        the number of ranks, all ranks get similar work in each step.
     too_long : 'error' or 'drop'
         How to handle samples longer than the budget. See `Packed`.
     longest_first : bool
-        Whether the first `together` batches of every epoch include a batch from the longest
-        bucket, so that out-of-memory errors occur early.
+        Whether the first `together` batches of every epoch include one from the longest bucket, so
+        that out-of-memory errors occur early.
 
     Examples
     --------
@@ -106,8 +105,6 @@ class Buckets(Recipes):
     def of(cls, labels: ArrayLike, sizes: int | Mapping[Any, int], *, together: int = 8) -> Self:
         """Return an order of batches in which all samples have the same label.
 
-        A label may be an aspect ratio, for example.
-
         Parameters
         ----------
         labels : array of int or of str
@@ -141,7 +138,7 @@ class Buckets(Recipes):
         *,
         longest_first: bool = False,
     ) -> None:
-        """Cut each class into batches of the given size. The remainder forms a smaller batch."""
+        """Cut each class into batches of the given size, plus a smaller one."""
         full, rest = np.divmod(classes.sizes, sizes)
         numbers = np.arange(classes.count)
         copies = np.stack([full, rest > 0], 1).ravel()
@@ -150,7 +147,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # The number of batches made from each recipe of the last non-empty class.
+        # The batches per recipe of the last non-empty class.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,
@@ -181,7 +178,7 @@ def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
 
 
 def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.int64]:
-    """Validate the bounds, drop unused ones, and add a bound for the longest sample if needed."""
+    """Validate the bounds, drop unused ones, and add one for the longest sample."""
     bounds: list[int] = []
     for k, bound in enumerate(boundaries):
         least = bounds[-1] + 1 if bounds else 1

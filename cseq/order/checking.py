@@ -22,12 +22,12 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
     seed, epoch : int
         The seed and the epoch to read. Epoch 0 is always read as well.
     most : int
-        The maximum number of units to read at each end of an epoch.
+        The most units to read at each end of an epoch.
 
     Raises
     ------
     ValueError
-        If the order violates the contract. The message describes the violation.
+        If the order violates the contract.
 
     Examples
     --------

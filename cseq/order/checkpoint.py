@@ -25,9 +25,7 @@ def make(
 ) -> dict[str, Any]:
     """Return a state that describes a position in a sampler's epochs.
 
-    All states of a manager have the same keys, and no value is a dict. torch's distributed
-    checkpoints require this, because they restore only keys that are in the state of the new
-    manager.
+    All states have the same keys and no dicts, as torch's distributed checkpoints require.
     """
     return {
         "version": VERSION,
@@ -55,8 +53,8 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
         raise ValueError(f"the state lacks {sorted(missing)}; {remedy}")
-    # Version 1 had no orders except shuffled and sequential. Version 2 stored the order as a dict,
-    # and had no fingerprint of the indices.
+    # Version 1 had only shuffled and sequential orders. Version 2 stored the order as a dict,
+    # without a fingerprint of the indices.
     if version == 1:
         name = state["algorithm"] if state["shuffle"] else Sequential.name
         return {"name": name, "samples": state["dset_size"]}
@@ -73,16 +71,15 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
 def load(
     state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
 ) -> tuple[Sampler, int, int]:
-    """Return a sampler that continues from a state, and the epoch and consumed units of the state.
+    """Return a sampler that continues from a state, the epoch and the consumed units.
 
     Raises
     ------
     TypeError
-        If the state is not a dict, or if one of its values has the wrong type.
+        If the state or one of its values has the wrong type.
     ValueError
-        If the state lacks a key or has an unknown version, if one of its numbers is out of range,
-        if it has a different seed and `any_seed` is not set, or if it was saved for a different
-        order, other indices or other data and `strict` is set.
+        If the state is invalid, if its seed differs and `any_seed` is not set, or if its order,
+        indices or data differ and `strict` is set.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: pass the dict that state_dict() returned")
@@ -123,7 +120,7 @@ def load(
 
 
 def tokens_of(state: dict[str, Any]) -> Counter[str]:
-    """Return the token counts per source that are stored in a state."""
+    """Return the tokens per source in a state."""
     given = state.get("tokens") or "{}"
     try:
         return Counter({name: integer(name, n, 0) for name, n in json.loads(given).items()})

@@ -20,23 +20,22 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# Tables store sample numbers in 4 bytes each.
+# Tables store samples in 4 bytes each.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# A function that reads members of several classes. The arguments are the classes, the rank of the
-# first member to read from each class, and the number of members to read from each class.
+# The arguments are the classes, the rank of the first member to read, and how many to read.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# Distinct lengths are found with a table if it has at most this many more entries than samples.
+# Distinct lengths are found with a table that may have this many more entries than samples.
 DENSE = 2**16
-# The fraction of samples or tokens that may be left out without a warning.
+# The share of samples or tokens that may be left out without a warning.
 LITTLE = 0.01
 
 
 class Classes:
     """A table of samples sorted by class, with 4 bytes per sample.
 
-    `of` contains the class of each sample, or `count` if the sample is left out. `offsets` contains
-    the start of each class in the table, followed by the end of the last class.
+    `of` contains the class of each sample, or `count` to leave it out. `offsets` contains the start
+    of each class and the end of the last one.
     """
 
     def __init__(self, of: NDArray[np.uint32], count: int) -> None:
@@ -53,22 +52,21 @@ class Classes:
             array.flags.writeable = False
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return a function that reads class members in the order of an epoch."""
         return Members(self, seed, epoch).samples_of
 
 
 class Members:
-    """The shuffled samples of each class. The class number is the key of the permutation."""
+    """The shuffled samples of each class, whose permutation has the class as its key."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
         self.classes, self.seed, self.epoch = classes, seed, epoch
         self.made = np.zeros(classes.count, np.bool_)
-        # Shuffled samples for small classes, and permutations for large classes.
+        # Small classes are shuffled in a table.
         self.samples = np.empty(len(classes.table), np.uint32)
         self.computed: dict[int, Permutation] = {}
 
     def samples_of(self, classes: Ints, ranks: Ints, counts: Ints) -> NDArray[np.uint32]:
-        """Read `counts[k]` samples from class `classes[k]`, starting at rank `ranks[k]`."""
+        """Read `counts[k]` samples from class `classes[k]`, starting at `ranks[k]`."""
         table, offsets = self.classes.table, self.classes.offsets
         for c in set(classes[~self.made[classes]].tolist()):
             order = Permutation(int(self.classes.sizes[c]), self.seed, self.epoch, MEMBERS, c)
@@ -87,10 +85,9 @@ class Members:
 
 
 class Lengths:
-    """Validated sample lengths, which may be a memory map and are read in chunks.
+    """Validated sample lengths, which are read in chunks.
 
-    Samples longer than `budget` are dropped if `too_long` is 'drop', and raise an error if it is
-    'error'. `shortest`, `longest` and `total` describe the remaining samples.
+    `shortest`, `longest` and `total` do not count samples dropped by `too_long`.
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
@@ -99,7 +96,7 @@ class Lengths:
         self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         self.shortest, self.longest, self.dropped = budget, 0, 0
-        # The number of tokens in kept samples and in dropped samples.
+        # Tokens in kept and in dropped samples.
         self.total = self.lost = 0.0
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
@@ -128,7 +125,7 @@ class Lengths:
         self.fingerprint = fingerprint(self.values)
 
     def left_out(self) -> str:
-        """Describe the dropped samples and warn if there are more than the fraction `LITTLE`."""
+        """Describe the dropped samples, and warn if there are many."""
         if not self.dropped:
             return ""
         samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
@@ -144,7 +141,6 @@ class Lengths:
         return said
 
     def distinct(self) -> Ints:
-        """Return the distinct lengths of kept samples in ascending order."""
         if self.longest - self.shortest > self.samples + DENSE:
             return np.unique(self.values[self.values <= self.longest]).astype(np.int64)
         seen = np.zeros(self.longest - self.shortest + 1, np.bool_)
@@ -153,7 +149,7 @@ class Lengths:
         return np.flatnonzero(seen) + self.shortest
 
     def classes(self, bounds: Ints) -> Classes:
-        """Classify samples by the first of the ascending bounds that is at least their length."""
+        """Classify samples by the first bound that is at least their length."""
         classes = np.empty(self.samples, np.uint32)
         for start, chunk in _chunks(self.values):
             inside = chunk <= self.longest
@@ -163,7 +159,7 @@ class Lengths:
 
 
 class Labels:
-    """Validated sample labels. `numbers` contains their indices into the ascending `values`."""
+    """Validated labels. `numbers` contains their indices into the ascending `values`."""
 
     def __init__(self, labels: ArrayLike) -> None:
         given = one_dimensional("labels", labels)
@@ -179,22 +175,21 @@ class Labels:
 
 
 class Recipes(Order):
-    """An order whose units follow recipes, which say how many samples to take from which classes.
+    """Units made by recipes: how many samples to take from which classes.
 
-    Every epoch has the same units in a different order, filled with different samples.
+    Every epoch has the same units in another order, with other samples.
 
     Parameters
     ----------
     samples, classes :
-        The number of samples, and the classes of samples. Samples without a class are left out.
+        The number of samples, and their classes.
     copies, first : numpy.ndarray
-        The number of units per recipe, and the index of each recipe's first part, followed by the
-        number of parts.
+        The units per recipe, and each recipe's first part, followed by the number of parts.
     parts : numpy.ndarray
-        For each part, the class, the number of samples per unit, and the rank at which the recipe's
-        first unit starts reading the class.
+        For each part, the class, the samples per unit, and where the first unit starts in the
+        class.
     together : int
-        The size of a group of units that stay together. A group is consecutive in recipe order.
+        How many units stay together, consecutive in recipe order.
     longest : int, optional
         A unit whose group comes first in every epoch.
     """
@@ -229,16 +224,14 @@ class Recipes(Order):
         return self.opened(seed)[0]
 
     def opened(self, seed: int) -> tuple[Reader, Callable[[int], Epoch]]:
-        """Return a reader and a function that draws epochs."""
         return by_epoch(self, seed, partial(Epoch, self, seed))
 
 
 class Epoch:
     """The units of an epoch in order.
 
-    Units are numbered in recipe order, divided into groups of `together`, and the groups are
-    shuffled. The units from `at` that do not fill a group come last. The units within each group
-    are rotated by `turn`.
+    Groups of `together` units are shuffled, and the rest comes last, from `at`. The units in each
+    group are rotated by `turn`.
     """
 
     def __init__(self, order: Recipes, seed: int, epoch: int) -> None:
@@ -254,7 +247,7 @@ class Epoch:
         )
         self.shift = 0
         if longest is not None:
-            # Keep the longest unit out of the short group, and put its group first.
+            # Keep the longest unit out of the short group and put its group first.
             self.at = (longest + 1 + self.at) % order.units
             before = self.rest if longest >= self.at else self.before
             wanted = (longest - before) // order.together
@@ -262,11 +255,11 @@ class Epoch:
 
     @property
     def before(self) -> int:
-        """The number of units in the short group that wrap around to unit 0."""
+        """The units in the short group that wrap around to unit 0."""
         return max(0, self.at + self.rest - self.recipes.units)
 
     def recipes_of(self, units: Ints) -> tuple[Ints, Ints]:
-        """Return the number of each unit in recipe order, and the recipe of each unit."""
+        """Return the number of each unit in recipe order, and its recipe."""
         units_of_all, together = self.recipes.units, self.recipes.together
         numbers = (units - self.groups * together + self.at) % units_of_all
         grouped = units < self.groups * together
@@ -278,7 +271,6 @@ class Epoch:
         return numbers, self.recipes.starts.searchsorted(numbers, "right") - 1
 
     def read(self, units: Ints) -> Read:
-        """Return the samples in the given units, and the unit sizes."""
         order = self.recipes
         numbers, recipes = self.recipes_of(units)
         copies, parts = numbers - order.starts.take(recipes), recipes
@@ -292,6 +284,5 @@ class Epoch:
 
 
 def _chunks(values: NDArray[Any]) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Iterate over an array, which may be a memory map, in chunks."""
     for start in range(0, len(values), CHUNK):
         yield start, values[start : start + CHUNK]

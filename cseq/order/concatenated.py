@@ -22,35 +22,33 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
 
-# The number of documents between two stored positions of an epoch.
+# Documents between stored positions.
 BLOCK = 16
 MOST_ROW = 2**24
-# The number of documents to process at a time.
+# Documents to process at a time.
 TOGETHER = 2**20
 
 
 class Concatenated(CachedOrder):
     """Rows of `row` tokens cut from concatenated documents, as is common in pre-training.
 
-    Each epoch concatenates the documents in a different order, cuts the result every `row` tokens,
-    and shuffles the rows so that the parts of a long document are apart. Every token appears once
-    per epoch, except for the last few tokens if they do not fill a row.
+    Each epoch concatenates the documents in another order, cuts the result every `row` tokens, and
+    shuffles the rows. Every token appears once per epoch, except for a last row that is not full.
 
-    A row consists of pieces of documents. Each index is the position of the first token of a piece
-    in the corpus, which is the concatenation of all documents in their original order. A piece
-    extends to the end of the document or the row, whichever comes first. In the indexer,
+    A row consists of pieces of documents, up to the end of the document or the row. Each index is
+    the position of a piece's first token in the concatenation of all documents. In the indexer,
     `cseq.parts` returns the number of pieces in each row.
 
     Parameters
     ----------
     lengths : array of int
-        The number of tokens in each document (at least 0). May be a memory map. The total is
-        available as `samples`, and must be below 2**48.
+        The number of tokens in each document (at least 0). May be a memory map. The total,
+        `samples`, must be below 2**48.
     row : int
         The number of tokens in a row, at most 2**24.
     cache : path, optional
-        A local folder for tables, as for `Packed`. The folder also contains a file for each of the
-        last two epochs, with half a byte per document.
+        A local folder for tables, as for `Packed`, and for a file per epoch with half a byte per
+        document.
 
     Examples
     --------
@@ -86,13 +84,12 @@ class Concatenated(CachedOrder):
             self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
 
     def _make(self, lengths: NDArray[Any], new: New) -> None:
-        """Sum the lengths and compute the maximum number of pieces in a row."""
         ends = DocumentEnds(lengths)
         new("ends", len(ends.ends), np.int64)[:] = ends.ends
         new("room", 1, np.int64)[:] = self._most_pieces(ends.lengths)
 
     def _most_pieces(self, lengths: NDArray[np.integer[Any]]) -> int:
-        """Return the maximum number of pieces in a row, including up to two cut documents."""
+        """Return the most pieces in a row, with up to two cut documents."""
         counts = np.zeros(self.row + 1, np.int64)
         step = max(TOGETHER, 4 * self.row)
         for start in range(0, len(lengths), step):
@@ -101,10 +98,10 @@ class Concatenated(CachedOrder):
         counts[0] = 0
         lengths_of_row = np.arange(self.row + 1)
         tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
-        # All documents shorter than `longest` fit into a single row.
+        # All documents shorter than `longest` fit into one row.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        # A value of 1 would mean that units are samples instead of rows.
+        # 1 would mean that units are samples.
         return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
@@ -128,13 +125,12 @@ class Concatenated(CachedOrder):
         return lambda _, units: [self.row * len(units)]
 
     def _opened(self, seed: int, *, works: bool) -> tuple[Reader, Callable[[int], _Epoch]]:
-        """Return a reader and a function that creates epochs."""
         file = self._folder, f"{self._name}-{'works-' * works}{seed:x}"
         return by_epoch(self, seed, partial(_Epoch, self._ends, self.row, seed, file, works))
 
 
 class _Epoch:
-    """The documents in the order of an epoch, with the end position of every 16th document."""
+    """The documents in the order of an epoch, with the end of every 16th one."""
 
     def __init__(
         self,
@@ -152,7 +148,7 @@ class _Epoch:
         self.ends, self.works = arrays["ends"], arrays.get("works")
 
     def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - of a partial
-        """Sum the lengths in the order of the epoch. If `works` is set, compute each row's work."""
+        """Sum the lengths in order, and compute each row's work if `works`."""
         n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)
         if works:
@@ -170,7 +166,7 @@ class _Epoch:
         sums.cumsum(out=sums)
 
     def _add(self, starts: Ints, stops: Ints) -> None:
-        """Cut documents into rows and add the squared piece lengths to the work of each row."""
+        """Cut documents into rows and add up the work of each row."""
         assert self.works is not None
         if not len(stops):
             return
@@ -187,7 +183,6 @@ class _Epoch:
             self.works[spans(first + 1, inside)] = float(self.row) ** 2
 
     def read(self, units: Ints) -> Read:
-        """Return the position of each piece in the given rows, and the number of pieces per row."""
         n = len(self.corpus.lengths)
         first = self.rows.at(units).astype(np.int64) * self.row
         blocks = self.ends.searchsorted(first, "right")
@@ -208,6 +203,5 @@ class _Epoch:
         return self.corpus.starts(documents[kept]) + (low - begins)[kept], sizes
 
     def works_of(self, units: Ints) -> Floats:
-        """Return the sum of the squared piece lengths in each of the given rows."""
         assert self.works is not None
         return self.works.take(self.rows.at(units))

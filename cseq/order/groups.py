@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# The maximum number of samples in a batch.
+# The most samples in a batch.
 MOST_ROOM = 2**31
-# The number of shuffled classes to cache per reader.
+# Shuffled classes to cache per reader.
 KEPT = 1024
 
 
@@ -28,23 +28,20 @@ class Groups(Order):
     """Batches that contain `samples` samples from each of `classes` distinct classes.
 
     Batches are drawn in rounds, which continue across epochs. Each round uses every class once. If
-    the number of classes is not a multiple of `classes`, each round leaves out a few random
-    classes, and some samples may repeat before others have appeared. Otherwise, all samples of a
-    class appear once before any of them repeats, except for a few if the size of the class is not a
-    multiple of `samples`.
+    the number of classes is not a multiple of `classes`, each round leaves out a few random ones.
+    Otherwise, all samples of a class appear before any repeats, except for a few if its size is not
+    a multiple of `samples`.
 
     Parameters
     ----------
     labels : array of int or of str
         Each sample's class.
     classes, samples : int
-        The number of classes in a batch, and the number of samples from each of these classes.
-        Samples from the same class are consecutive.
+        The number of classes in a batch, and of consecutive samples from each class.
     epoch_size : int, optional
-        The number of batches in an epoch. By default, an epoch has as many batches as it takes to
-        contain as many samples as the data.
+        The number of batches in an epoch. By default, an epoch has as many samples as the data.
     repeat_small : bool
-        Whether to repeat samples if a class has fewer than `samples`. If False, raise an error.
+        Whether to repeat samples of classes with fewer than `samples`, rather than raise an error.
 
     Examples
     --------
@@ -123,7 +120,6 @@ class Groups(Order):
         def members_of(c: int, number: int) -> NDArray[np.uint32]:
             order = Permutation(sizes[c], seed, 0, GROUPS, ((c + 1 << 32) + number) % 2**64)
             members = table[offsets[c] : offsets[c + 1]][order.at(np.arange(sizes[c]))]
-            # Repeat the members if there are too few.
             return np.resize(members, max(per_class, sizes[c]))
 
         def read(epoch: int, units: Ints) -> Read:

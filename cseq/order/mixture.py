@@ -29,58 +29,52 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums
     from cseq.order.sources import Drawn, Draws
 
-# The maximum number of sources to list in a message.
+# The most sources to list in a message.
 SHOWN = 5
 
 Weights: TypeAlias = Mapping[str, float]
 
 
 class Mixture(Composed):
-    """Units from several orders, mixed in arbitrary shares, however small.
+    """Units from several orders, mixed by weight.
 
-    The mixture consists of blocks, and the units within a block are in random order. At the end of
-    any block, the number of units drawn from a source since the weights took effect differs from
-    its exact share by less than one unit if the share is at least one unit per block, and otherwise
-    by less than 1.7 units.
+    The mixture consists of blocks, in which units are in random order. After each block, the number
+    of units from a source is within one unit of its exact share, or within 1.7 units for sources
+    with less than one unit per block.
 
     Each source is read repeatedly, in a different order in every pass. Passes continue across
-    epochs without gaps. Samples are numbered consecutively over all sources, so the samples of the
-    second source follow those in the first.
+    epochs. Samples are numbered consecutively over all sources.
 
     Parameters
     ----------
     sources : dict of str to Order
-        The orders to mix, by name. All of them must have the same type of units (samples, rows of
-        samples or batches). The order of a source depends on its name, but not on other sources.
+        The orders to mix, by name, with the same type of units (samples, rows or batches). The
+        order of a source depends on its name, but not on other sources.
     weights : dict of str to number, or list of (int, dict)
-        The share of each source, as an integer of any size or a float. Only the ratios matter, and
-        they are exact. A weight of 0 excludes a source. To define a curriculum, pass a list of
-        (unit, weights). Units are counted over all epochs, and the first unit must be 0. Weights
-        take effect at the first block that starts at or after their unit.
+        The share of each source. Only the ratios matter. A weight of 0 excludes a source. For a
+        curriculum, pass a list of (unit, weights), starting with unit 0. Units count over all
+        epochs, and weights take effect at the next block.
     weights_of : 'units' or 'tokens'
-        What the weights measure. With 'tokens', the mean number of tokens per row is taken into
-        account, so a source with longer rows gets fewer rows for the same weight. Use 'tokens' for
-        `Packed` and `Concatenated`.
+        What the weights measure. With 'tokens', which is meant for `Packed` and `Concatenated`, a
+        source with longer rows gets fewer rows for the same weight.
     block : int
         The number of units in a block. There may be more sources than this.
     epoch_size : int, optional
         The number of units in an epoch.
     stop : 'all' or 'first'
-        How to choose the epoch size if `epoch_size` is not given. The first epoch ends when every
-        source has completed a pass ('all'), or before any source starts a second pass ('first').
-        The size is a multiple of `block`, is based on the first weights, and is the same for all
-        epochs.
+        The default epoch size: until every source has completed a pass ('all'), or before any
+        source starts a second pass ('first'). It is a multiple of `block`, based on the first
+        weights.
 
     Warns
     -----
     UserWarning
-        If sources with nonzero weights get less than one unit per epoch. The warning lists them.
+        If sources with nonzero weights get less than one unit per epoch.
 
     Notes
     -----
-    A state can be loaded into a mixture with different weights, a different block size, or added or
-    removed sources. The mixture and its sources then continue from their saved positions. The epoch
-    size must not change, so pass `epoch_size` if necessary.
+    A state can be loaded into a mixture with other weights, blocks or sources, which continues from
+    the saved positions. The epoch size must not change, so pass `epoch_size` if necessary.
 
     Examples
     --------
@@ -137,7 +131,7 @@ class Mixture(Composed):
             )
 
     def _rates(self, weights: list[float]) -> list[float]:
-        """Convert weights to unit weights if they measure tokens."""
+        """Convert token weights to unit weights."""
         if not self._by_tokens:
             return weights
         for name, order in self.sources.items():
@@ -153,7 +147,7 @@ class Mixture(Composed):
         return rates
 
     def _end(self, stop: str) -> int:
-        """Return the number of units in an epoch, a multiple of the block size."""
+        """Return the units in an epoch, a multiple of the block size."""
         shares = self._plan.shares[0]
         used = zip(self.sources.values(), shares.whole, strict=True)
         units = np.array([order.units if weight else 0 for order, weight in used], np.uint64)
@@ -180,7 +174,7 @@ class Mixture(Composed):
         return blocks * shares.block
 
     def _rare(self) -> list[str]:
-        """Return the weighted sources that get less than one unit per epoch in all phases."""
+        """Return the weighted sources with less than one unit per epoch in all phases."""
         phases = self._plan.shares
         return [
             name
@@ -192,9 +186,8 @@ class Mixture(Composed):
     def facts(self) -> dict[str, Any]:
         """Return everything that determines the order.
 
-        `weights` are the unit weights that the mixture was created with, and `reweighed` are the
-        weights that replaced them. `since` and `taken` describe the position from which the plan
-        counts. `meant` contains the original token weights.
+        `weights` are the original unit weights, `meant` the token weights, and `reweighed` the
+        later ones. `since` and `taken` are where the plan starts to count.
         """
         plan = self._plan
         return ({"meant": self._meant} if self._by_tokens else {}) | {
@@ -241,11 +234,10 @@ class Mixture(Composed):
         return order
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return an order that has new weights from a position onwards.
+        """Return an order that has new weights from a position onwards; see `MSequence.reweigh`.
 
-        The epoch size does not change. If a state of the new order is loaded into a mixture that
-        was created with the original weights, that mixture also continues with the new weights. See
-        `MSequence.reweigh`.
+        The epoch size does not change. A state of the new order can be loaded into a mixture with
+        the original weights, which then continues with the new ones.
         """
         names, plan = list(self.sources), self._plan
         unit = epoch * self.units + consumed
@@ -257,7 +249,7 @@ class Mixture(Composed):
         return order
 
     def _outdated(self, facts: dict[str, Any]) -> list[str]:
-        """Describe what has changed in the sources since an older version saved the facts."""
+        """Describe what has changed in the sources since an older version."""
         if str(facts.get("name")) not in self.replaced:
             return []
         _, source_facts = _before(facts)
@@ -269,11 +261,10 @@ class Mixture(Composed):
         ]
 
     def _source(self, name: str, facts: dict[str, Any] | None, seed: int, taken: int) -> Order:
-        """Return a source that continues after `taken` units."""
         order = self.sources[name]
         if facts is None or facts == order.facts():
             return order
-        # If the number of units differs, the position in a pass is meaningless.
+        # Otherwise, the position in a pass means nothing.
         same = facts.get("units", order.units) == order.units
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
@@ -333,8 +324,8 @@ class Mixture(Composed):
 class Resized(Composed):
     """An order whose epochs are joined and then cut into epochs of `epoch_size` units.
 
-    If the new epochs are shorter, each of them covers a part of the data, and all samples appear
-    before any sample repeats. If they are longer, samples appear several times per epoch.
+    Shorter epochs cover a part of the data each, and all samples appear before any repeats. Longer
+    epochs contain samples several times.
 
     Parameters
     ----------
@@ -387,7 +378,7 @@ class Resized(Composed):
 
 
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
-    """Validate the facts in a state. Return the plan they describe and the facts per source."""
+    """Return the plan in a state and the facts per source."""
     try:
         source_facts = {name: dict(values) for name, values in facts["sources"]}
         names = list(source_facts)
@@ -407,11 +398,10 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
 
 
 class _Plan:
-    """Assigns units to sources. The shares are constant within each phase.
+    """Assigns units to sources.
 
     `phases` contains the first unit and the weights of each phase. Block 0 starts at unit `since`,
-    and `taken` is the number of units that were drawn from each source before, including sources
-    that have been removed.
+    after `taken` units from each source, including removed ones.
     """
 
     def __init__(
@@ -433,17 +423,14 @@ class _Plan:
             self._drawn.append(self._drawn[-1] + shares.before(stop - start))
 
     def before(self, block: int) -> NDArray[np.uint64]:
-        """Return the number of draws from each source before a block, modulo 2**64."""
+        """Return the draws from each source before a block, modulo 2**64."""
         phase = bisect.bisect_right(self._blocks, block) - 1
         return self._drawn[phase] + self.shares[phase].before(block - self._blocks[phase])
 
     def block_of(
         self, seed: int, before: Callable[[int], NDArray[np.uint64]], block: int
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-        """Return the source of each unit in a block, and the unit's index among the source's draws.
-
-        `before` is `self.before`, which may be cached.
-        """
+        """Return the source of each unit in a block, and its index among the source's draws."""
         first = before(block)
         quotas = before(block + 1) - first
         sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))
@@ -454,7 +441,7 @@ class _Plan:
         return unit_sources, draws
 
     def taken_before(self, seed: int, unit: int) -> dict[str, int]:
-        """Return the number of draws from each source before a unit, counted over all epochs."""
+        """Return the draws from each source before a unit, over all epochs."""
         block, position = divmod(unit - self.since & WORD, self.block)
         unit_sources, _ = self.block_of(seed, self.before, block)
         part = np.bincount(unit_sources[:position], minlength=len(self.names)).astype(np.uint64)
@@ -463,7 +450,6 @@ class _Plan:
 
 
 def _listed(texts: list[str]) -> str:
-    """Join texts with commas and shorten a long list."""
     more = [f"{len(texts) - SHOWN} more"] if len(texts) > SHOWN else []
     return ", ".join(texts[:SHOWN] + more)
 
@@ -471,7 +457,7 @@ def _listed(texts: list[str]) -> str:
 def _phases(
     weights: Weights | Sequence[tuple[int, Weights]], names: list[str]
 ) -> list[tuple[int, list[float]]]:
-    """Validate `weights`. Return each phase's first unit and its weights in source order."""
+    """Return each phase's first unit and its weights in source order."""
     phases = [(0, weights)] if isinstance(weights, Mapping) else weights
     if not isinstance(phases, (list, tuple)) or not phases:
         raise TypeError(
@@ -492,7 +478,7 @@ def _phases(
 
 
 def _weights(weights: Weights, names: list[str]) -> list[float]:
-    """Validate a dict of weights and return the weights in source order."""
+    """Return the weights in source order."""
     sources = set(names)
     for name in [*weights, *names]:
         if name not in sources:

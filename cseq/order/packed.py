@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-# `describe` mentions that rows cannot be full if this takes at least this factor more rows.
+# `describe` mentions that rows cannot be full if this factor is reached.
 SHOWN = 1.001
-# The maximum number of quanta in a row of pieces. Counting pieces takes 8 bytes per quantum.
+# Counting pieces takes 8 bytes per quantum of a row.
 MOST_COUNTED = 2**24
 
-# The contents of a row as a linked list. Each entry has a class and its number of samples.
+# A linked list. Each entry has a class and its number of samples.
 Contents: TypeAlias = "tuple[int, int, Contents] | None"
 
 
@@ -35,9 +35,8 @@ class Packed(Recipes, CachedOrder):
     """Rows of whole samples with at most `budget` tokens. Nearly every row is full.
 
     Every sample appears once per epoch. Samples are cut only with ``too_long='split'``. Each epoch
-    exchanges samples of equal length between rows at random, and then shuffles the rows. Which
-    lengths are combined in a row does not change between epochs. A batch consists of `batch_size`
-    rows. In the indexer, `cseq.parts` returns the number of samples in each row.
+    exchanges samples of equal length between rows, and then shuffles the rows. A batch consists of
+    `batch_size` rows. In the indexer, `cseq.parts` returns the number of samples in each row.
 
     Parameters
     ----------
@@ -46,24 +45,22 @@ class Packed(Recipes, CachedOrder):
     budget : int
         The maximum number of tokens in a row.
     quantum : int
-        Lengths are rounded up to a multiple of this value. A larger quantum makes more samples
-        interchangeable, but rows become less full.
+        Lengths are rounded up to a multiple of this value. A larger quantum mixes more samples, but
+        rows become less full.
     too_long : 'error', 'drop' or 'split'
-        What to do with samples longer than the budget. If samples are dropped, `describe` reports
-        how many tokens are lost, and a warning is issued if this affects more than 1 % of all
-        tokens or samples. With 'split', samples are documents, which may be empty (see Notes).
+        What to do with samples longer than the budget. A warning is issued if more than 1 % of all
+        tokens or samples are dropped. With 'split', samples are documents, which may be empty (see
+        Notes).
     cache : path, optional
-        A local folder for the tables of ``too_long='split'``, which take 4 bytes per document. The
-        first process creates a file while the others wait, and then all processes map this file.
-        Later runs reuse the file, which can be deleted at any time. Ignored on Windows.
+        A local folder for the tables of ``too_long='split'``, which all processes and later runs
+        share. They take 4 bytes per document and can be deleted at any time. Ignored on Windows.
 
     Notes
     -----
     With ``too_long='split'``, each document is cut into pieces of `budget` tokens and a remainder,
-    and rows consist of pieces. Each index is the position of the first token of a piece in the
-    concatenation of all documents. A piece extends to the end of the document, but has at most
-    `budget` tokens. `samples` is the total number of tokens, which must be below 2**48. If the
-    pieces cannot fill rows to at least 99.9 %, `describe` reports the maximum.
+    and rows consist of pieces. Each index is the position of a piece's first token in the
+    concatenation of all documents. `samples` is the total number of tokens, which must be below
+    2**48. If the pieces cannot fill rows to at least 99.9 %, `describe` reports the maximum.
 
     Examples
     --------
@@ -132,7 +129,7 @@ class Packed(Recipes, CachedOrder):
         self._tokens = None
         if quantum == 1:
             self._tokens = np.add.reduceat(lengths_in * counts, self.first[:-1])
-        # A value of 1 would mean that units are samples instead of rows.
+        # 1 would mean that units are samples.
         self.room = max(2, self.room)
         self.tokens = total / self.units
         self._used = self.tokens / budget
@@ -161,10 +158,10 @@ class Packed(Recipes, CachedOrder):
 def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints]:
     """Pack samples into rows with the best-fit decreasing algorithm.
 
-    `lengths` (ascending, in [1, `budget`]) and `counts` describe the classes of samples. Return the
-    arguments `copies`, `first` and `parts` of `Recipes`.
+    `lengths` (ascending, up to `budget`) and `counts` describe the classes of samples. Return
+    `copies`, `first` and `parts` for `Recipes`.
     """
-    # The distinct amounts of free space in ascending order, and the rows with each amount.
+    # The amounts of free space in ascending order, and the rows with each amount.
     rooms: list[int] = []
     kinds: dict[int, deque[tuple[int, Contents]]] = {}
 

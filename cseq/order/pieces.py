@@ -1,4 +1,4 @@
-"""Cuts documents into pieces, which are full rows or remainders grouped by length."""
+"""Cuts documents into full rows and remainders."""
 
 from __future__ import annotations
 
@@ -25,23 +25,22 @@ if TYPE_CHECKING:
 
     Pack = Callable[[Ints, Ints, int], tuple[Ints, Ints, Ints]]
 
-# The number of documents to sort at a time.
+# Documents to sort at a time.
 TOGETHER = 2**20
 
 
 class Pieces(Classes):
-    """The pieces of documents that are cut every `budget` tokens, classified by length.
+    """Documents cut every `budget` tokens, with pieces classified by length.
 
-    Remainders with the same number of quanta form a class. The last class consists of the pieces
-    with `budget` tokens. `table` contains the documents with remainders, sorted by class, with 4
-    bytes per document.
+    Remainders with the same number of quanta form a class. Full pieces are the last class. `table`
+    contains the documents with remainders by class, with 4 bytes each.
 
     Attributes
     ----------
     lengths : array
-        The number of quanta per piece in each class.
+        The quanta per piece in each class.
     sizes, offsets : array
-        The number of pieces in each class, and the start of each class of remainders in `table`.
+        The pieces in each class, and where the class starts in `table`.
     """
 
     def __init__(
@@ -54,14 +53,14 @@ class Pieces(Classes):
         self.ends = DocumentEnds(lengths, ends=arrays["ends"])
         self.whole = DocumentEnds(lengths, budget, ends=arrays["whole"])
         self.lengths, self.sizes, self.table = arrays["lengths"], arrays["sizes"], arrays["table"]
-        # The number of classes of remainders.
+        # Classes of remainders.
         self.rests = len(self.lengths) - (self.whole.total > 0)
         self.offsets = np.append(0, self.sizes[: self.rests].cumsum())
         self.count = len(self.lengths)
         self.recipes = arrays["copies"], arrays["first"], arrays["parts"].reshape(-1, 3)
 
     def _make(self, lengths: NDArray[Any], pack: Pack, new: New) -> None:
-        """Count the pieces in each class, pack them into rows, and sort the documents."""
+        """Count the pieces in each class, pack them, and sort the documents."""
         self.ends, self.whole = DocumentEnds(lengths), DocumentEnds(lengths, self.budget)
         if not self.ends.total:
             raise ValueError("all lengths are 0: no document has a token; leave this source out")
@@ -82,7 +81,7 @@ class Pieces(Classes):
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
-        """For each chunk of documents, yield its start and the quanta in each remainder."""
+        """Yield the start and the quanta in each remainder by chunk of documents."""
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
@@ -95,8 +94,7 @@ class Pieces(Classes):
             yield start, rests.astype(kind)
 
     def _sort(self, counts: Ints) -> None:
-        """Write the document table."""
-        # The table index for the next document in each class.
+        # The next index in the table by class.
         following = counts.cumsum() - counts
         for start, quanta in self._quanta():
             order = quanta.argsort(kind="stable")
@@ -109,7 +107,7 @@ class Pieces(Classes):
             following += counts_here
 
     def _positions(self, classes: Ints, members: Ints) -> Ints:
-        """Return the positions of pieces in the corpus, given their classes and member numbers."""
+        """Return the positions of pieces in the corpus."""
         is_rest = classes < self.rests
         documents = np.empty(len(classes), np.int64)
         documents[is_rest] = self.table.take(self.offsets.take(classes[is_rest]) + members[is_rest])
@@ -121,8 +119,6 @@ class Pieces(Classes):
         return starts
 
     def members(self, seed: int, epoch: int) -> ReadMembers:
-        """Return a function that reads the positions of pieces, shuffled within each class."""
-
         def read(classes: Ints, ranks: Ints, counts: Ints) -> Ints:
             class_of = classes.repeat(counts)
             members = keyed(
@@ -136,18 +132,17 @@ class Pieces(Classes):
 def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     """Return a lower bound on the number of rows in any packing of whole pieces.
 
-    A row has room for one piece longer than half the budget, for two pieces longer than a third,
-    and so on. Pieces that have at least k tokens but at most half the budget need additional rows,
-    unless they fit next to pieces that leave room for k tokens. This is the bound by Martello and
-    Toth, maximized over k.
+    This is the bound by Martello and Toth: A row has room for one piece above half the budget, two
+    above a third, and so on. Pieces of at least k tokens up to half the budget need more rows,
+    unless they fit beside longer ones. The bound is maximized over k.
     """
     tokens = lengths * counts
-    # The number of pieces in each class and in all classes of longer pieces.
+    # The pieces in each class and in all classes above.
     above = np.append(counts[::-1].cumsum()[::-1], 0)
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    # For each k, the first class of pieces that leave no room for k.
+    # For each k, the first class that leaves no room for k.
     beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())

@@ -15,7 +15,7 @@ class Progress(Protocol):
 
     @property
     def taken(self) -> int:
-        """The number of batches and exceptions that the loop has received."""
+        """The batches and exceptions that the loop has received."""
 
     @property
     def ended(self) -> bool:
@@ -23,11 +23,11 @@ class Progress(Protocol):
 
     @property
     def position(self) -> int:
-        """The number of units that all ranks consumed or skipped since the first epoch started."""
+        """Units that all ranks consumed or skipped since the first epoch started."""
 
 
 class Last(NamedTuple):
-    """The final progress of a feed whose pool was closed, or no progress by default."""
+    """The final progress of a closed feed, by default none."""
 
     taken: int = 0
     ended: bool = False
@@ -35,7 +35,7 @@ class Last(NamedTuple):
 
 
 class Now(NamedTuple):
-    """The current epoch, the number of units that all ranks consumed, and whether it is over."""
+    """The current epoch, the units that all ranks consumed, and whether it is over."""
 
     epoch: int
     position: int
@@ -43,20 +43,18 @@ class Now(NamedTuple):
 
 
 class Place:
-    """The starting point of an iterator, and the progress of the training loop since then.
-
-    An iterator covers one or more consecutive epochs.
+    """Where an iterator started, and the training loop's progress since then.
 
     Attributes
     ----------
     first : int
         The epoch in which the iterator starts.
     consumed : int
-        The number of units in the first epoch that all ranks consumed before the iterator started.
+        The units of this epoch that all ranks consumed before the iterator started.
     progress : Progress
         The feed's progress, or no progress until the feed starts the epoch.
     again : bool
-        Whether the next iterator restarts the current epoch if it is not over by then.
+        Whether the next iterator restarts an unfinished epoch.
     tally : Tally
         The number of tokens that the run has consumed.
     """
@@ -71,7 +69,6 @@ class Place:
         self.tally = tally or Tally()
 
     def is_at(self, epoch: int, consumed: int) -> bool:
-        """Return True if the iterator starts at this position."""
         return (self.first, self.consumed) == (epoch, consumed)
 
     @property
@@ -80,7 +77,7 @@ class Place:
         return self.progress.ended or self.progress.taken > 0
 
     def now(self, sampler: Sampler) -> Now:
-        """Return the current position. Other threads may consume batches at the same time."""
+        """Return the current position. Other threads may consume batches meanwhile."""
         if not self.begun:
             return Now(self.first, self.consumed, is_over=False)
         ended, position = self.progress.ended, self.progress.position
@@ -96,20 +93,18 @@ class Place:
         self.progress = Last(last.taken, last.ended, last.position)
 
     def next(self, sampler: Sampler) -> Place:
-        """Return the place where the next iterator starts."""
         if not self.begun:
             return Place(self.first, self.consumed, self.tally)
         epoch, _, is_over = self.now(sampler)
         return self.moved(sampler, epoch if self.again and not is_over else epoch + 1)
 
     def moved(self, sampler: Sampler, epoch: int) -> Place:
-        """Return the place at the start of another epoch."""
         return Place(
             epoch, 0, self.tally.leave(sampler, (self.first, self.consumed), self.now(sampler)[:2])
         )
 
     def count_tokens(self, sampler: Sampler, now: Now) -> dict[str, int]:
-        """Return the number of tokens consumed from each source, or {} if it is unknown."""
+        """Return the tokens consumed from each source, or {} if unknown."""
         if sampler.data is not None:
             self.tally = self.tally.counted(sampler, (self.first, self.consumed), now[:2])
         return dict(self.tally.counts)

@@ -1,20 +1,17 @@
 """Groups the units of an order into batches and divides the batches among ranks.
 
-An order is a pure function of (seed, epoch, position), as explained in `base`. In most orders, a
-unit is a single sample. Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where
-``G = batch_size * world_size``, and every rank gets a contiguous part of each global batch. For
-example, 20 units are divided as follows with ``batch_size=3`` and ``world_size=2``::
+Global batch ``t`` covers positions ``[t * G, (t + 1) * G)``, where ``G = batch_size * world_size``,
+and every rank gets a contiguous part of each global batch. With ``batch_size=3`` and
+``world_size=2``, 20 units are divided like this::
 
     position  0  1  2  3  4  5 │ 6  7  8  9 10 11 │12 13 14 15 16 17 │18 19
     rank      0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  0  0  1  1  1 │ 0  1
               global batch 0   │ global batch 1   │ global batch 2   │ tail
 
-If `drop_last` is set, the tail is omitted. Otherwise, the ``m`` units in the tail are divided into
-`world_size` contiguous parts of ``ceil(m / world_size)`` units. If there are too few units, the
-tail is padded with units from the start of the epoch, at most ``world_size - 1`` per epoch. There
-is no other padding. All ranks therefore have the same number of batches, and each batch has the
-same size on all ranks. Without `pad`, the parts may differ by one unit, and some ranks may have one
-batch fewer than others.
+`drop_last` omits the tail. Otherwise, its ``m`` units are divided into `world_size` contiguous
+parts of ``ceil(m / world_size)`` units, padded with units from the start of the epoch (at most
+``world_size - 1``). All ranks have the same number of batches of the same sizes. Without `pad`, the
+parts may differ by one unit, and some ranks may have one batch fewer.
 """
 
 from __future__ import annotations
@@ -44,43 +41,41 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Order, Read
 
-# Each distinct message is logged only once.
+# Log each message once.
 warn = functools.cache(logging.getLogger("cseq").warning)
 
-# The number of units to count tokens for at a time.
+# Units to count tokens for at a time.
 COUNTED = 2**20
 
 
 class Data(Protocol):
-    """A data set that can report how many tokens come from each of its sources."""
+    """Data that can report the tokens from each of its sources."""
 
     fingerprints: dict[str, int]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that counts the tokens per source in the given units of an epoch."""
+        """Return a function that counts the tokens per source in units of an epoch."""
 
 
 class Cut(NamedTuple):
-    """How an epoch, or the rest of an epoch, is divided into batches for one rank.
+    """How the rest of an epoch is divided into batches for one rank.
 
-    `_source.pyx` defines a struct with the same fields.
+    `_source.pyx` has a struct with the same fields.
 
     Attributes
     ----------
     first : int
-        The number of batch 0 in the epoch, based on the current batch size.
+        The number of batch 0 in the epoch.
     batches, full : int
-        The total number of batches, and the number of full batches. Full batches come first.
+        The number of batches, and of full batches, which come first.
     start, stride : int
-        The position of the first unit in batch 0, and the distance to the next batch, which is the
-        size of a global batch.
+        The position of batch 0, and the distance to the next batch.
     size : int
-        The number of units in a full batch.
+        The units in a full batch.
     part_start, part : int
-        The position and size of the batch that follows the full batches. The size is 0 if there is
-        no such batch.
+        The position and size of the batch after the full batches, if any.
     consumed : int
-        The total number of units that all ranks consumed before batch 0.
+        The units that all ranks consumed before batch 0.
     """
 
     first: int
@@ -101,18 +96,16 @@ class Sampler:
     Parameters
     ----------
     dset_size : int or sequence of int
-        The number of samples, or the sample indices as a non-empty one-dimensional array or list of
-        integers. An integer array is neither copied nor modified. The attribute `dset_size` is
-        always the number of samples.
+        The number of samples, or the sample indices, which are not copied. The attribute
+        `dset_size` is always the number of samples.
     batch_size : int
         The number of units in a batch on each rank.
     pad : bool
-        If False, no units are repeated, so the last batch may have different sizes on different
-        ranks.
+        If False, no units are repeated, and the last batch may differ in size between ranks.
     repeat : int
         The number of epochs that each `OrderSource` covers.
     data : Data, optional
-        A data set whose token counts per source are recorded in states.
+        Counts tokens per source for states.
 
     Attributes
     ----------
@@ -145,7 +138,7 @@ class Sampler:
         self.seed = integer("seed", self.seed, 0, MOST_SEED)
         self.world_size = integer("world_size", self.world_size)
         self.rank = integer("rank", self.rank, 0, self.world_size - 1)
-        # The number of units in a global batch.
+        # Units in a global batch.
         self._stride = self.batch_size * self.world_size
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
@@ -159,12 +152,10 @@ class Sampler:
             )
 
     def changed(self, **fields: Any) -> Sampler:
-        """Return a copy of this sampler with a different order, seed, rank or world_size."""
         samples: Any = self.dset_size if self.indices is None else self.indices
         return replace(self, dset_size=samples, **fields)
 
     def _make_reader(self) -> Reader:
-        """Create a reader for the order. Only one thread at a time may use the reader."""
         reader, indices = self.order.reader(self.seed), self.indices
         if indices is None:
             return reader
@@ -183,21 +174,20 @@ class Sampler:
 
     @cached_property
     def fingerprint(self) -> int | None:
-        """The fingerprint of the sample indices, or None if no indices were passed."""
+        """A hash of the sample indices, or None if no indices were passed."""
         return None if self.indices is None else fingerprint(self.indices)
 
     @property
     def words(self) -> int:
-        """The maximum number of words in a ticket, for samples and varying unit sizes."""
+        """The most words in a ticket, for samples and varying unit sizes."""
         room = self.order.room
         return min(self.batch_size, self.order.units) * (room + 1 if room > 1 else 1)
 
     def source(self, epoch: int, consumed: int = 0, *, own: bool = False) -> OrderSource:
         """Return the batches of an epoch, and of the following epochs if `repeat` exceeds 1.
 
-        The units after `consumed` are divided into global batches from scratch, so `batch_size` and
-        `world_size` may have changed since then. If `own` is set, the source gets its own reader
-        and can be used at the same time as other sources.
+        The units after `consumed` are divided from scratch, so `batch_size` and `world_size` may
+        have changed. With `own`, the source has its own reader.
         """
         reader = self._make_reader() if own else self._reader
         number = integer("epoch", epoch, 0, MOST_SEED)
@@ -205,7 +195,6 @@ class Sampler:
         return OrderSource(reader, number, cut, later, self.repeat - 1)
 
     def cut_at(self, consumed: int) -> Cut:
-        """Divide the units after the first `consumed` ones into batches."""
         units = self.order.units
         consumed = integer("consumed", consumed, 0, units)
         full, tail = divmod(units - consumed, self._stride)
@@ -228,14 +217,14 @@ class Sampler:
         return self.data.token_sums(self.order, self.seed)
 
     def tokens(self, epoch: int, start: int, stop: int) -> dict[str, int]:
-        """Return the number of tokens from each source in an epoch's units [start, stop)."""
+        """Return the tokens from each source in units [start, stop) of an epoch."""
         counts: Counter[str] = Counter()
         for first in range(start, stop, COUNTED):
             counts.update(self._sums(epoch, np.arange(first, min(first + COUNTED, stop))))
         return counts
 
     def _share(self, tail: int) -> tuple[int, int]:
-        """Return the size of this rank's part of the tail, and the part's offset."""
+        """Return the size and the offset of this rank's part of the tail."""
         if self.drop_last:
             return 0, 0
         if self.pad:
@@ -247,8 +236,7 @@ class Sampler:
     def end(self, consumed: int = 0) -> int:
         """Return how many units all ranks have consumed at the end of an epoch.
 
-        If `drop_last` is set, the result depends on `consumed`, where the epoch was started or
-        resumed.
+        With `drop_last`, this depends on `consumed`, where the epoch started.
         """
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
@@ -261,7 +249,7 @@ class Sampler:
 
 
 def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
-    """Return the number of samples, and the indices if `dset_size` is not just a number."""
+    """Return the number of samples, and the indices if there are any."""
     if isinstance(dset_size, Iterator):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}, which has no length; pass the number of "
@@ -282,10 +270,9 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 
 
 def _holds_numbers(indices: object) -> bool:
-    """Return True if an object is an array of numbers rather than a data set.
+    """Return True for an array of numbers rather than a data set.
 
-    Data sets must not be passed to numpy, which would read all of their samples, and would never
-    finish if the data set does not raise IndexError.
+    numpy would read all samples of a data set, and never finish without an IndexError.
     """
     if isinstance(indices, (list, tuple)):
         return (
@@ -297,7 +284,7 @@ def _holds_numbers(indices: object) -> bool:
 
 
 class RankSampler:
-    """The type of `MSequence.sampler`, for frameworks that call `set_epoch` and `len` on it."""
+    """The type of `MSequence.sampler`, for frameworks that call its methods."""
 
     __slots__ = ("_count", "set_epoch")
 
@@ -306,5 +293,5 @@ class RankSampler:
         self.set_epoch = set_epoch
 
     def __len__(self) -> int:
-        """Return the number of units per epoch on this rank (samples, rows or batches)."""
+        """Return the units per epoch on this rank (samples, rows or batches)."""
         return self._count()

@@ -1,9 +1,9 @@
 """Detects this process's rank and the number of ranks.
 
 ``shard='auto'`` queries Ray Train, torch, JAX and the environment variables of launchers, in this
-order. A manager keeps the first answer for its whole lifetime. If a later answer differs, it raises
-an error, because otherwise several ranks would silently process the same samples. 'auto' also
-raises an error if ranks share a model, because such ranks need identical batches.
+order. A manager keeps the first answer and raises an error if a later one differs, because ranks
+might process the same samples. 'auto' also rejects ranks that share a model, because they need
+identical batches.
 """
 
 from __future__ import annotations
@@ -40,20 +40,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("cseq")
 
 FORMS = "(rank, world_size), a process group, a DeviceMesh of one dimension, 'auto' or None"
-# A mesh dimension divides the batches if its name contains one of these words.
+# Words in the names of mesh dimensions that divide the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-# If the batches are divided by two mesh dimensions, their names contain these words.
+# Words for two dimensions that divide the batches together.
 HALVES = {"replicate", "replica", "shard"}
-# Megatron uses these process groups instead of a mesh.
+# Megatron uses process groups instead of a mesh.
 MEGATRON = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "CONTEXT_PARALLEL_GROUP": "context",
 }
-# The variables set by torchrun and many other launchers, by Lightning's launcher (which does not
-# set RANK), by Open MPI's mpirun, by mpiexec of MPICH and Intel MPI, and by srun. Because torchrun
-# and mpirun can run inside a Slurm job, their variables take precedence. SLURM_NTASKS is not used,
-# because it is also set in batch scripts.
+# From torchrun and many others, Lightning (which does not set RANK), Open MPI, MPICH and Intel MPI,
+# and srun. torchrun and mpirun may run inside a Slurm job, so Slurm comes last. SLURM_NTASKS is
+# also set in batch scripts, so it is not used.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("LOCAL_RANK", "WORLD_SIZE"),
@@ -70,8 +69,7 @@ class Shard(NamedTuple):
     ----------
     rank, world_size : int
     source : str
-        Where the values come from. If empty, no values were found, and this process gets all
-        samples.
+        Where the values come from. If empty, this process gets all samples.
     """
 
     rank: int
@@ -82,7 +80,7 @@ class Shard(NamedTuple):
         return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
 
     def check_drawn(self, order: Order) -> None:
-        """Raise ValueError if the order depends on a seed, because each rank drew its own seed."""
+        """Raise ValueError if the order needs a seed, because each rank drew its own."""
         if self.world_size > 1 and order.is_seeded:
             raise ValueError(
                 f"{self} needs a seed: ranks that draw their own would go through different "
@@ -94,7 +92,7 @@ ALONE = Shard(0, 1, "")
 
 
 def check_shard(shard: object) -> Shard | None:
-    """Validate the `shard` argument. Return None for 'auto', which `resolve` handles."""
+    """Validate the `shard` argument. Return None for 'auto'."""
     if shard is None:
         return ALONE
     if isinstance(shard, str):
@@ -132,9 +130,9 @@ def check_shard(shard: object) -> Shard | None:
 
 
 def _remedy(names: Iterable[str]) -> str:
-    """Suggest a `shard` argument, given the names of mesh dimensions."""
+    """Suggest a `shard` argument for the given mesh dimensions."""
     data = [name for name in names if _words(name) <= DATA | {"parallel"}]
-    # Dimensions whose names start with "dp_" are parts of "dp".
+    # Dimensions that start with "dp_" are parts of "dp".
     if "dp" in data and all(name.startswith("dp") for name in data):
         data = ["dp"]
     if not data:
@@ -144,7 +142,7 @@ def _remedy(names: Iterable[str]) -> str:
 
 
 def resolve() -> Shard:
-    """Find the shard for 'auto'. Raise ValueError if ranks share a model."""
+    """Find the shard for 'auto'. Raises ValueError if ranks share a model."""
     if shared := model_parallel():
         listed = ", ".join(f"{name}={size}" for name, size in shared)
         raise ValueError(
@@ -156,20 +154,19 @@ def resolve() -> Shard:
 
 
 def find_shard() -> Shard:
-    """Find the shard without checking whether ranks share a model."""
+    """Find the shard, even if ranks share a model."""
     return _ray_train() or _torch_group() or _jax() or _launched() or ALONE
 
 
 def model_parallel() -> list[tuple[str, int]]:
-    """Return the dimensions and sizes of meshes if ranks seem to share a model.
+    """Return the mesh dimensions and sizes if ranks seem to share a model.
 
-    Ranks share a model if the name of a dimension contains no word from `DATA`, or if the only
-    data dimension does not include all ranks.
+    They do if the name of a dimension has no word from `DATA`, or if the only data dimension does
+    not include all ranks.
 
-    torch does not keep a list of meshes. Since torch 2.6, the process groups of mesh dimensions
-    have descriptions. Earlier versions keep track of meshes that other meshes were sliced from. A
-    one-dimensional mesh of all ranks is not found, because it uses the default group, which has no
-    description.
+    torch keeps no list of meshes. Since torch 2.6, their process groups have descriptions. Earlier
+    versions keep track of sliced meshes. A one-dimensional mesh of all ranks is not found, because
+    it uses the default group.
     """
     torch = _torch()
     if torch is None:
@@ -197,7 +194,7 @@ def _words(name: str) -> set[str]:
 
 
 def agree(earlier: Shard | None) -> Shard:
-    """Resolve 'auto'. Raise ValueError if the result differs from an earlier result."""
+    """Resolve 'auto'. Raises ValueError if an earlier result differs."""
     now = resolve()
     if earlier is None:
         if not now.source:
@@ -222,9 +219,9 @@ def warn_alone() -> None:
 
 
 def _ray_train() -> Shard | None:
-    """Query Ray Train. Return None unless this process is one of several Ray Train workers."""
+    """Query Ray Train. Return None for a single worker."""
     train = sys.modules.get("ray.train")
-    # Ray raises RuntimeError outside workers, and DeprecationWarning in Tune trials.
+    # RuntimeError is raised outside workers, DeprecationWarning in Tune trials.
     with contextlib.suppress(RuntimeError, DeprecationWarning):
         context = train.get_context() if train is not None else None
         if context is not None and (context.get_world_size() or 1) > 1:
@@ -233,7 +230,7 @@ def _ray_train() -> Shard | None:
 
 
 def _torch() -> Any:
-    """Return torch.distributed if torch has been imported and a process group exists."""
+    """Return torch.distributed if torch is imported and a process group exists."""
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -248,9 +245,9 @@ def _torch_group() -> Shard | None:
 
 
 def _jax() -> Shard | None:
-    """Query JAX, but only if its processes are connected or a backend exists.
+    """Query JAX if its processes are connected or a backend exists.
 
-    Otherwise, the query itself would create a backend.
+    Otherwise, the query would create a backend.
     """
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if getattr(state, "client", None) is not None:
@@ -263,7 +260,7 @@ def _jax() -> Shard | None:
 
 
 def _launched() -> Shard | None:
-    """Read the first pair of `VARIABLES` that is set. Reject a WORLD_SIZE without a rank."""
+    """Read the first pair of `VARIABLES` that is set."""
     said = os.environ
     for names in VARIABLES:
         # LOCAL_RANK is the rank only on the first node.

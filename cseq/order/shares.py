@@ -19,18 +19,17 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """Computes the number of units from each source before any block, with constant weights.
+    """Computes the units from each source before any block, with constant weights.
 
     Sources with less than one unit per block are the leaves of a Huffman tree. At each node, the
-    left child gets its share of the node's units, rounded to an integer, and the right child gets
-    the rest. The tree and the remaining sources form a sequence. For every k, the first k entries
-    of the sequence together get their rounded share of all units. See docs/inside/orders.md for the
-    error bounds.
+    left child gets its rounded share of the units, and the right child the rest. For every k, the
+    first k of the tree and the other sources get their rounded share of all units. See
+    docs/inside/orders.md for the error bounds.
 
     Attributes
     ----------
     whole, total : list of int, int
-        The weights as integers and their sum.
+        The integer weights and their sum.
     """
 
     def __init__(self, weights: Sequence[float], block: int) -> None:
@@ -40,8 +39,7 @@ class Shares:
         self.whole = [above * (scale // below) for above, below in ratios]
         self.total = sum(self.whole)
         self._top = len(self.whole)
-        # For each node: the node whose count is multiplied by the left child's fraction, the node
-        # itself, the left child and the right child.
+        # For each node: where the fraction applies, the node, and its left and right child.
         nodes: list[tuple[int, int, int, int]] = []
         parts: list[tuple[int, int]] = []
         sources = [(weight, s) for s, weight in enumerate(self.whole) if weight]
@@ -64,7 +62,7 @@ class Shares:
         self._top = before
         self._nodes = np.array(nodes[::-1], np.int64).reshape(-1, 4)
         self._parts = [(part // (g := math.gcd(part, of)), of // g) for part, of in parts[::-1]]
-        # Each fraction times 2**64, rounded up, and the largest count for which this is exact.
+        # Each fraction times 2**64, rounded up, and the largest exact count.
         factors = [
             (-(-(part << 64) // of), (1 << 63) // of if (part << 64) % of else WORD)
             for part, of in self._parts
@@ -72,7 +70,7 @@ class Shares:
         self._factors = np.array(factors, np.uint64).reshape(-1, 2)
 
     def before(self, block: int) -> NDArray[np.uint64]:
-        """Return the number of units from each source before block `block`, modulo 2**64."""
+        """Return the units from each source before a block, modulo 2**64."""
         units, sources = block * self.block, len(self.whole)
         counts = np.zeros(sources + len(self._nodes), np.uint64)
         if units <= WORD:

@@ -18,7 +18,7 @@ TABLE, COMPUTED = ALGORITHMS
 
 
 class Samples(Order):
-    """An order in which every sample is a unit and appears once per epoch."""
+    """An order of single samples, each once per epoch."""
 
     _facts: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
@@ -68,9 +68,9 @@ class Shuffled(Samples):
     samples : int, optional
         The number of samples. Defaults to the size of the data.
     algorithm : 'feistel-v1' or 'fisher-yates-v1'
-        'feistel-v1' needs no memory and can start at any position without delay. 'fisher-yates-v1',
-        which ``shuffle=True`` uses, needs a table with 4 bytes per sample and is faster for fewer
-        than about 10**5 samples. See docs/inside/shuffle.md.
+        'feistel-v1' needs no memory and starts anywhere without delay. 'fisher-yates-v1', which
+        ``shuffle=True`` uses, needs 4 bytes per sample, and is faster for up to about 10**5
+        samples. See docs/inside/shuffle.md.
 
     Examples
     --------

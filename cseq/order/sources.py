@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Works
 
 MOST_SOURCES = 2**16 - 1
-# The number of units to read ahead per source, which amortizes the call to the source's reader.
+# Units to read ahead per source.
 FEW = 64
-# Units sorted by source. The first item contains their original positions. The second item contains
-# their numbers in the source, counted over all epochs modulo 2**64, as a contiguous array. The
-# third item contains (source, start, stop) for each part.
+# Units sorted by source: their original positions, their numbers in the source over all epochs
+# modulo 2**64, and (source, start, stop) for each part.
 Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint64], list[tuple[int, int, int]]]"
 Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 
 
 class Composed(Order):
-    """An order whose units come from other orders, which are called sources.
+    """An order whose units come from other orders, its sources.
 
     Samples are numbered consecutively over all sources.
     """
@@ -37,7 +36,6 @@ class Composed(Order):
     sources: dict[str, Order]
 
     def seeded(self, seed: int) -> list[tuple[Order, int]]:
-        """Return the sources and their seeds."""
         return [(order, seed) for order in self.sources.values()]
 
     def draws(self, seed: int) -> Draws:
@@ -77,7 +75,7 @@ class Composed(Order):
 
 
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
-    """Return `sources` as a dict, after checking that all orders have the same type of units."""
+    """Return `sources` as a dict. All must have the same type of units."""
     if not hasattr(sources, "keys") or not sources:
         raise TypeError(f"sources={sources!r}: pass a dict of names and orders, one at least")
     orders = dict(sources)
@@ -100,14 +98,14 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
 
 
 def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Drawn:
-    """Sort units by source. `unit_sources` contains the source of each unit."""
+    """Sort units by source."""
     order = unit_sources.argsort(kind="stable")
     pairs = enumerate(itertools.pairwise([0, *np.bincount(unit_sources).cumsum().tolist()]))
     return order, draws.take(order), [(s, a, b) for s, (a, b) in pairs if a < b]
 
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
-    """Split units at the epoch boundaries of their sources. Yield (source, epoch, units)."""
+    """Split units at the epochs of their sources. Yield (source, epoch, units)."""
     sizes = [order.units for order in sources.values()]
     for s, start, stop in drawn[2]:
         epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
@@ -116,7 +114,7 @@ def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, in
 
 
 def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
-    """Restore the original order of units, which contain at most `room` samples each."""
+    """Restore the original order of units of at most `room` samples."""
     if isinstance(order, slice):
         return values, None if room == 1 else sizes
     if room == 1:

@@ -23,31 +23,30 @@ if TYPE_CHECKING:
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
 MAGIC = b"cseqtab1"
-# The alignment of arrays in a file. Every system can map a file at multiples of this offset.
+# Every system can map a file at multiples of this offset.
 ALIGNED = 2**16
-# The number of 8-byte words in each partial sum that goes into the digest of a file.
+# 8-byte words per partial sum in the digest of a file.
 SUMMED = 2**17
 
 
 def tables(
     folder: str | None, name: str, make: Callable[[New], None], epoch: int | None = None
 ) -> Tables:
-    """Return the named arrays from a file in a folder. Create the file if it does not exist.
+    """Return the named arrays from a file, which is created if necessary.
 
-    If several processes need the file at the same time, one process creates it while the others
-    wait. If that process is killed, another process takes over. The file is recreated if it is
-    damaged or was written for a different name.
+    One process creates the file while others wait. If it is killed, another process takes over. A
+    damaged file, or one for another name, is replaced.
 
     Parameters
     ----------
     folder : str or None
-        If this is None, or on Windows, each process creates its own arrays in memory.
+        If None, or on Windows, each process has its own arrays.
     name : str
-        The name of the file. It must encode everything that determines the arrays.
+        The file's name, which must encode everything that determines the arrays.
     make : callable
         ``make(new)``, where ``new(key, length, dtype)`` returns an array to fill.
     epoch : int, optional
-        The epoch that the arrays belong to. Files for epochs before the previous one are removed.
+        The epoch of the arrays. Files from before the previous epoch are removed.
     """
     if folder is None or os.name == "nt":
         made: Tables = {}
@@ -61,7 +60,7 @@ def tables(
     arrays = _load(path, name)
     while arrays is None:
         with _claimed(f"{path}.part") as fd:
-            # Another process may have created the file in the meantime.
+            # Another process may have created the file meanwhile.
             arrays = _load(path, name)
             if arrays is not None or fd is None:
                 continue
@@ -78,14 +77,14 @@ def tables(
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
-    """Validate the `cache` argument of an order and return an absolute path or None."""
+    """Return the `cache` argument of an order as an absolute path or None."""
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
         raise TypeError(f"cache={cache!r} is not a path; pass a folder of this machine, or None")
     return None if cache is None else os.path.abspath(cache)
 
 
 def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any], int]:
-    """Return the lengths of documents, mapped from a file if `folder` is set, and their digest."""
+    """Return the lengths, mapped from a file if `folder` is set, and their digest."""
     total = digest(lengths)
 
     def make(new: New) -> None:
@@ -97,7 +96,7 @@ def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any],
 
 
 def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-    """Map a part of a file. Return a plain array, because slicing a `numpy.memmap` is slow."""
+    """Map a part of a file as a plain array, because slicing a `numpy.memmap` is slow."""
     kind = np.dtype(dtype)
     number = (os.path.getsize(path) - offset) // kind.itemsize if count is None else count
     if not number:
@@ -106,7 +105,7 @@ def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = Non
 
 
 class Mapped(NamedTuple):
-    """The location of a memory-mapped array in its file. The fields are arguments of `mapped`."""
+    """The location of an array in its file. The fields are arguments of `mapped`."""
 
     path: str
     dtype: str
@@ -115,7 +114,7 @@ class Mapped(NamedTuple):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Mapped | None:
-        """Return the location of an array, or None if it is not a read-only memory map."""
+        """Return the location of an array, or None unless it is a read-only memory map."""
         whole: Any = array
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
@@ -128,9 +127,9 @@ class Mapped(NamedTuple):
 
 
 class CachedOrder(Order):
-    """An order that is computed from the lengths of documents and can store tables in a folder.
+    """An order that is computed from lengths and can store tables in a folder.
 
-    If a folder is used, pickles of the order refer to files and contain no data per document.
+    With a folder, pickles contain no data per document.
     """
 
     _folder: str | None = None
@@ -146,7 +145,7 @@ class CachedOrder(Order):
 def again(
     kind: Callable[..., CachedOrder], lengths: Mapped, options: dict[str, Any], facts: Any
 ) -> CachedOrder:
-    """Recreate an order during unpickling."""
+    """Recreate an order from its pickle."""
     order = kind(mapped(*lengths), **options)
     if order.facts() != facts:
         raise ValueError(
@@ -157,7 +156,7 @@ def again(
 
 
 def _forget(folder: str, start: str, before: int) -> None:
-    """Remove files whose names consist of `start` and a number below `before`."""
+    """Remove files named `start` and a number below `before`."""
     for name in os.listdir(folder):
         number = name[len(start) :]
         if name.startswith(start) and number.isdecimal() and int(number) < before:
@@ -167,7 +166,7 @@ def _forget(folder: str, start: str, before: int) -> None:
 
 @contextlib.contextmanager
 def _claimed(path: str) -> Iterator[int | None]:
-    """Lock a file. Yield its descriptor, or None if another process has renamed the file."""
+    """Lock a file. Yield its descriptor, or None if another process renamed the file."""
     try:
         fd = locked(path)
     except OSError as error:
@@ -181,7 +180,6 @@ def _claimed(path: str) -> Iterator[int | None]:
 
 
 def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
-    """Write the arrays, their description, and a digest of both."""
     os.ftruncate(fd, 0)
     parts: dict[str, tuple[str, int, int]] = {}
     end = 0
@@ -192,8 +190,7 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
         size = max(1, length * kind.itemsize)
         parts[key], end = (kind.str, length, start), start + -(-size // ALIGNED) * ALIGNED
         if hasattr(os, "posix_fallocate"):
-            # Allocate the space up front. If the disk is full, writing to the map would otherwise
-            # kill the process.
+            # If the disk is full, writing to the map would kill the process, so allocate first.
             os.posix_fallocate(fd, start, end - start)
         else:
             os.ftruncate(fd, end)
@@ -210,14 +207,14 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
 
 
 def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
-    """Return a digest of the first `end` bytes of a file and the text that follows them."""
+    """Return a digest of the first `end` bytes and the text after them."""
     words = np.frombuffer(file, np.uint64, end // 8)
     sums = np.add.reduceat(words, np.arange(0, len(words), SUMMED))
     return digest(np.append(sums.view(np.int64), np.frombuffer(text, np.uint8).astype(np.int64)))
 
 
 def _load(path: str, name: str) -> Tables | None:
-    """Map the arrays in a file. Return None if the file is missing, damaged or has another name."""
+    """Map the arrays in a file. Return None if it is missing, damaged or another's."""
     try:
         file = mapped(path, np.uint8)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Counts the tokens that a run has consumed from each source, based on positions."""
+"""Counts the tokens from each source, based on positions."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ if TYPE_CHECKING:
 
 
 class Tally(NamedTuple):
-    """The number of tokens that all ranks have consumed from each source.
+    """The tokens that all ranks have consumed from each source.
 
-    Tokens are counted only when `counted` is called.
+    They are counted only by `counted`.
 
     Attributes
     ----------
     counts : Counter
         The token counts so far.
     due : tuple of (Sampler, epoch, start, stop)
-        Ranges of units from earlier places whose tokens have not been counted yet.
+        Ranges of units from earlier places that are still to be counted.
     mark : (epoch, position) or None
-        The position up to which tokens have been counted in the current place, or None if nothing
-        has been counted there.
+        The position up to which the current place has been counted, if at all.
     """
 
     counts: Counter[str] = Counter()  # noqa: RUF012 - never changed
@@ -30,7 +29,7 @@ class Tally(NamedTuple):
     mark: tuple[int, int] | None = None
 
     def leave(self, sampler: Sampler, begun: tuple[int, int], now: tuple[int, int]) -> Tally:
-        """Return a tally for the next place, given the current place's start and end."""
+        """Return a tally for the next place."""
         if sampler.data is None or now == begun:
             return self
         due, last = [*self.due], now[0]
@@ -42,7 +41,6 @@ class Tally(NamedTuple):
         return Tally(self.counts, (*due, (sampler, last, start, now[1])))
 
     def counted(self, sampler: Sampler, begun: tuple[int, int], now: tuple[int, int]) -> Tally:
-        """Return a tally that includes all tokens up to `now`."""
         left = self.leave(sampler, begun, now)
         counts = Counter(self.counts)
         for counted, epoch, start, stop in left.due:

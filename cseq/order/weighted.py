@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# The sum of all integer weights must be below this limit.
+# The sum of all integer weights is below this.
 MOST_TOTAL = 2**62
-# The number of steps to search sequentially before switching to a binary search.
+# Steps of a sequential search before a binary search.
 STEPS = 8
-# The number of bits to divide at a time. With a 48-bit size, intermediate values fit into 64 bits.
+# With a 48-bit size, this many bits keep intermediate values within 64 bits.
 DIGIT = 15
 
 
@@ -43,9 +43,8 @@ class Weighted(Order):
     """Samples in random order, with frequencies proportional to their weights.
 
     In an epoch of N draws, a sample with weight w appears N * w / (sum of all weights) times,
-    rounded up or down. Each epoch chooses at random which samples are rounded up, without bias and
-    regardless of the order of the data. With equal weights and without `size`, every sample appears
-    once, as in a plain shuffle.
+    rounded up or down at random, without bias. With equal weights and without `size`, every sample
+    appears once, as in a plain shuffle.
 
     Parameters
     ----------
@@ -54,8 +53,8 @@ class Weighted(Order):
     size : int, optional
         The number of draws in an epoch. Defaults to the number of samples.
     replacement : bool
-        Whether to draw samples independently, like torch's ``WeightedRandomSampler`` with
-        replacement. Frequencies then vary at random, and more samples are left out of an epoch.
+        Whether to draw samples independently, like torch's ``WeightedRandomSampler``. More samples
+        are then left out of an epoch.
 
     Examples
     --------
@@ -140,8 +139,7 @@ class Weighted(Order):
 class Guide:
     """A lookup table for the first sample in each range of 2**shift numbers.
 
-    There are about four samples per range. A plain `numpy.searchsorted` would take three times as
-    long, because it waits for memory.
+    `numpy.searchsorted` would take three times as long, because it waits for memory.
     """
 
     def __init__(self, sums: NDArray[np.uint64]) -> None:
@@ -155,7 +153,7 @@ class Guide:
             self.first[start : start + CHUNK] = np.searchsorted(sums, marks, "right")
 
     def first_above(self, numbers: NDArray[np.uint64]) -> Ints:
-        """For each number, return the first sample whose cumulative sum exceeds the number."""
+        """Return the first samples whose cumulative sums exceed the numbers."""
         samples: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
         left = np.flatnonzero(self.sums.take(samples) <= numbers)
         for _ in range(STEPS):
@@ -168,9 +166,8 @@ class Guide:
 def spread(positions: NDArray[np.uint64], total: int, offset: int, size: int) -> NDArray[np.uint64]:
     """Return exactly ``(position * total + offset) // size`` for positions below `size`.
 
-    With total = size * a + b and offset = size * c + d, this equals position * a + c +
-    (position * b + d) // size. The last term is computed by long division, one digit of the
-    position at a time.
+    With total = size * a + b and offset = size * c + d, this equals position * a + c + (position *
+    b + d) // size. The last term is computed by long division.
     """
     (a, b), (c, d) = divmod(total, size), divmod(offset, size)
     quotient, rest = np.zeros((2, len(positions)), np.uint64)
@@ -192,8 +189,8 @@ def integers_of(
 ) -> NDArray[np.uint64]:
     """Convert weights to integers, in a new array with the layout that `arrange` creates.
 
-    Each integer is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0.
-    The exponent k is as large as possible while the total stays below 2**62.
+    Each is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0. The
+    exponent k is as large as possible with a total below 2**62.
     """
     most = 0.0
     pieces = [(start, weights[start : start + CHUNK]) for start in range(0, len(weights), CHUNK)]
@@ -207,7 +204,7 @@ def integers_of(
         most = max(most, float(piece.max()))
     if not most:
         raise ValueError(f"all of the {len(weights)} weights are 0; pass at least one above 0")
-    # Scale the largest weight to [0.5, 1). The total may have an error of about 10**-6.
+    # Scale the largest weight to [0.5, 1). The total has an error of up to about 10**-6.
     scale = -math.frexp(most)[1]
     total = sum(float(np.ldexp(piece, scale).sum()) for _, piece in pieces)
     mantissa, exponent = math.frexp(total)
