@@ -60,8 +60,8 @@ import typing
 # An unrelated project on the package index is also named cseq. It installs cli.py in this folder.
 if os.path.exists(f"{__path__[0]}/cli.py"):
     raise ImportError(
-        f"{__path__[0]} has files of another project, named cseq on the package index: run "
-        "`pip uninstall cseq cseq-loader`, then install cseq-loader",
+        f"{__path__[0]} contains files of another project, which is named cseq on the package "
+        "index; run `pip uninstall cseq cseq-loader`, then install cseq-loader",
         name="cseq",
     )
 try:
@@ -71,8 +71,8 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(
         f"cseq's compiled core is not built for this Python ({sys.version.split()[0]}) in "
-        f"{__path__[0]}: run `pip install .` or `make build` in the folder of the sources, or, if "
-        "cseq is installed elsewhere, start Python in another folder",
+        f"{__path__[0]}; run `pip install .` or `make build` in the source folder or, if cseq is "
+        "installed elsewhere, start Python in another folder",
         name=error.name,
     ) from None
 from cseq.errors import CseqError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout

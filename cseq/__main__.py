@@ -100,8 +100,8 @@ def _run(given: argparse.Namespace) -> str | None:
         _replace(given)
     elif given.rng or given.threads or given.report or given.trace:
         return (
-            "cseq run: --watch keeps torch's workers: pass it without --rng, --threads, --report, "
-            "--trace"
+            "cseq run: --watch keeps torch's workers, so it cannot be combined with --rng, "
+            "--threads, --report or --trace"
         )
     else:
         _watch()

@@ -41,7 +41,7 @@ cdef enum:
 
 cdef uint64_t natural(object value, str name, uint64_t most) except? 0:
     if isinstance(value, (bool, numpy.bool_)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r} is not an integer; pass one in [0, {most}]")
+        raise TypeError(f"{name}={value!r} is not an integer; pass an integer in [0, {most}]")
     number = int(value.__index__())
     if not 0 <= number <= most:
         raise ValueError(f"{name}={value!r} is out of range; pass an integer in [0, {most}]")
@@ -67,8 +67,8 @@ def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
 
 cdef int check_tabled(uint64_t samples) except -1:
     if samples > CSEQ_MOST_TABLED:
-        raise ValueError(f"{samples} samples are more than the {CSEQ_MOST_TABLED} that {ALGORITHMS[0]} can "
-                         "shuffle: take feistel-v1, by shuffle='feistel', which needs no table")
+        raise ValueError(f"{ALGORITHMS[0]} shuffles at most {CSEQ_MOST_TABLED} samples, not {samples}; "
+                         "pass shuffle='feistel' for feistel-v1, which needs no table")
     return 0
 
 
@@ -170,7 +170,7 @@ cdef class Reader:
     def samples(self, epoch, uint64_t start, uint64_t count):
         """Return the samples and the sizes of the units [start, start + count) as new int64 arrays."""
         if start > self.units or count > self.units - start:
-            raise IndexError(f"units [{start}, {start + count}) exceed {self.units}")
+            raise IndexError(f"units [{start}, {start + count}) exceed the epoch's {self.units} units")
         sizes = numpy.ones(count, numpy.int64)
         out = numpy.empty(count * self.room, numpy.int64)
         written = self.read(natural(epoch, "epoch", <uint64_t>-1), start, count,
@@ -253,7 +253,7 @@ cdef class TableReader(Reader):
         if table == NULL or tags == NULL:
             PyMem_RawFree(table)
             PyMem_RawFree(tags)
-            raise MemoryError(f"no memory for the index table of {self.units} samples "
+            raise MemoryError(f"cannot allocate the index table of {self.units} samples "
                               f"({pages * 4096} bytes)")
         self.table, self.tags = table, tags
         cseq_order_init(&self.order, self.units, self.table, self.tags)
@@ -358,15 +358,15 @@ cdef class Ring:
             if runners > 0xFFFF:
                 raise ValueError(f"runners={runners} exceeds 65535")
             if calls and (calls >= capacity or runners > 1):
-                raise ValueError(f"a queue has one runner and more than calls={calls} cells, not "
-                                 f"{runners} and {capacity}")
+                raise ValueError(f"a queue needs one runner and more than calls={calls} cells, but has "
+                                 f"{runners} runners and {capacity} cells")
             cseq_ring_init(self.r, capacity, batch_size, runners, calls,
                            not threads and isinstance(memory, Mapping))
             self.r.output -= at
             if limit:
                 self.r.round = min(limit, self.r.round)
         elif not cseq_ring_fits(self.r, nbytes):
-            raise ValueError("there is no ring of this version of cseq in this memory")
+            raise ValueError("this memory does not contain a ring of this version of cseq")
         self.meter = cseq_ring_meter(<cseq_ring*>memory.data, 0)
         self.kept = [None] * self.r.capacity if self.r.calls else None
         self.calling = -1
@@ -375,7 +375,7 @@ cdef class Ring:
 
     cdef cseq_cell* at(self, uint32_t cell) except NULL:
         if cell >= self.r.capacity:
-            raise IndexError(f"cell {cell} is not one of {self.r.capacity}")
+            raise IndexError(f"cell {cell} is not in [0, {self.r.capacity})")
         return cseq_ring_cell(self.r, cell)
 
     @property
@@ -417,7 +417,7 @@ cdef class Ring:
         """
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
-                             f"not in [1, {self.r.runners}]")
+                             f"is not in [1, {self.r.runners}]")
         cseq_ring_extend(self.r, limit)
         self.limit = limit
         cseq_ring_admit(self.r, indexers)
@@ -590,7 +590,7 @@ cdef class Ring:
         cdef uint32_t count, k
         cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)
         if held == NULL:
-            raise MemoryError(f"no memory for {self.r.capacity} cells")
+            raise MemoryError(f"cannot allocate a list of {self.r.capacity} cells")
         try:
             count = cseq_ring_repost(self.r, owner, held, status)
             return [held[k] for k in range(count)]

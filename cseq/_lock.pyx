@@ -28,8 +28,8 @@ cpdef int check_depth() except -1:
     """Raise RecursionError if the stack is too deep for code that must run to completion."""
     cdef int limit = Py_GetRecursionLimit()
     if is_deep(max(limit - ROOM, limit // 2)):
-        raise RecursionError("the stack is too deep to take a batch: take it with fewer calls around it, "
-                             "or raise sys.setrecursionlimit(); nothing was taken")
+        raise RecursionError("the stack is too deep to take a batch, and none was taken; call next() from "
+                             "a less nested function, or raise sys.setrecursionlimit()")
     return 0
 
 
@@ -96,10 +96,11 @@ cdef class Lock:
         """Raise RuntimeError if this thread holds the lock. It is then in the middle of another call."""
         if self.has():
             raise RuntimeError(
-                "this thread is in the middle of another call of the same object: a signal handler, or "
-                "whatever else that call runs, can neither take a batch there nor begin or set an epoch, "
-                "start or load; it may raise an exception, call state_dict() or stats(), or finish(), which "
-                "ends the run once that call is over. Let a handler set a flag, and look at it after the call")
+                "this thread is in the middle of another call on the same object. A signal handler, or other "
+                "code that the call runs, cannot take a batch, start or set an epoch, or call start() or "
+                "load_state_dict(). It may raise an exception, or call state_dict(), stats() or finish(); "
+                "finish() ends the run after the first call. Set a flag in the handler, and check the flag "
+                "after the call")
         return 0
 
     cdef bint acquire(self, double timeout) except -1:

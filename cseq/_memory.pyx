@@ -100,7 +100,7 @@ cdef extern from *:
 
 
 if cseq_fork_install():
-    raise MemoryError("no memory for a handler of forks")
+    raise MemoryError("cannot allocate memory for a fork handler")
 forks_here, forker_here = &cseq_forks, &cseq_forker
 
 
@@ -172,13 +172,13 @@ cdef class Memory:
         cdef int i
         cdef Py_ssize_t nbytes = dtype.itemsize
         if nd > MAX_DIMS:
-            raise ValueError(f"shape has {nd} dimensions, at most {MAX_DIMS} are possible")
+            raise ValueError(f"shape has {nd} dimensions; pass at most {MAX_DIMS}")
         if dtype.hasobject:
-            raise ValueError(f"dtype {dtype} holds Python objects; these cannot lie in raw memory")
+            raise ValueError(f"dtype {dtype} holds Python objects, which raw memory cannot store")
         for i in range(nd):
             dims[i] = shape[i]
             if dims[i] < 0:
-                raise ValueError(f"shape {shape} is negative")
+                raise ValueError(f"shape {shape} has a negative dimension")
             if dims[i] and nbytes > PY_SSIZE_T_MAX // dims[i]:
                 raise ValueError(f"shape {shape} of {dtype} is too large")
             nbytes *= dims[i]
@@ -213,7 +213,7 @@ cdef class Block(Memory):
             raise ValueError(f"nbytes={nbytes} is negative")
         self.raw = PyMem_RawCalloc(nbytes + 128, 1) if zero else PyMem_RawMalloc(nbytes + 128)
         if self.raw == NULL:
-            raise MemoryError(f"no memory for {nbytes} bytes")
+            raise MemoryError(f"cannot allocate {nbytes} bytes")
         self.data = <char*>((<uintptr_t>self.raw + 127) & ~<uintptr_t>127)
         self.size = nbytes
 
@@ -383,7 +383,7 @@ def section(uint64_t nbytes):
     with nogil:
         fd = cseq_section(nbytes)
     if fd < 0:
-        raise OSError(errno, f"no section of {nbytes} bytes: {os.strerror(errno)}")
+        raise OSError(errno, f"cannot create a section of {nbytes} bytes: {os.strerror(errno)}")
     return fd
 
 
@@ -393,7 +393,7 @@ def commit(int fd, uint64_t offset, uint64_t nbytes):
     with nogil:
         error = cseq_commit(fd, offset, nbytes)
     if error:
-        raise MemoryError(f"no room for {nbytes} bytes of shared memory: {os.strerror(error)}")
+        raise MemoryError(f"cannot allocate {nbytes} bytes of shared memory: {os.strerror(error)}")
 
 
 def ram():
@@ -470,11 +470,12 @@ cdef class SlotAllocator:
     def serve(self, Mapping slot not None, uint64_t nbytes):
         """Start numbering large allocations, and serve the wanted ones from this slot of `nbytes` bytes."""
         if cseq_slot_arrays.slot.live:
-            raise RuntimeError(f"{cseq_slot_arrays.slot.live} arrays lie in the previous slot: stop first")
+            raise RuntimeError(f"the previous slot still holds {cseq_slot_arrays.slot.live} arrays; "
+                               "call stop() first")
         if nbytes > <uint64_t>slot.size:
             raise ValueError(f"nbytes={nbytes} exceeds a mapping of {slot.size} bytes")
         if cseq_slot_serve(&cseq_slot_arrays, slot.data, nbytes, <void*>slot):
-            raise MemoryError("no memory for the table of slots in use")
+            raise MemoryError("cannot allocate the table of slots in use")
         Py_INCREF(slot)
 
     def pause(self):

@@ -82,7 +82,7 @@ cdef class Runner:
         if the ring is closed."""
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
-            raise RuntimeError(f"cell {self.cell} is still in hand: publish it first")
+            raise RuntimeError(f"cell {self.cell} has not been published; publish it first")
         if self.since - self.meter.polled_ns >= CSEQ_POLL:
             self.poll()
         if not cseq_ring_leaves(self.r, self.stage, self.owner):
@@ -399,8 +399,8 @@ cdef class BatchMaker(Work):
         context of this thread.
         """
         if runner.cell >= 0:
-            raise RuntimeError("this manager's indexer is making a batch: it, and a signal handler in "
-                               "its middle, cannot take batches from the same manager")
+            raise RuntimeError("this manager's indexer is making a batch; neither the indexer nor a signal "
+                               "handler that interrupts it can take batches from the same manager")
         outer = here.batch_context
         if not runner.claim_at_once(cseq_now_ns()):
             return

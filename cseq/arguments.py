@@ -117,16 +117,17 @@ def sizes_of(
         number = integer("num_workers", num_workers, least=0, most=MOST_WORKERS)
         if thread_type == "proc" and number > most:
             warnings.warn(
-                f"num_workers={number} worker processes on {share()} cores: more than {most} slow "
-                "down the start and the machine; num_workers='auto' has as many as help",
+                f"num_workers={number} is too high for {share()} cores: more than {most} worker "
+                "processes slow down the start and the machine; num_workers='auto' chooses the "
+                "number",
                 # Attribute the warning to the line that creates the MPSequence.
                 stacklevel=6,
             )
         start = most = number
     elif thread_type == "ray":
         raise ValueError(
-            "num_workers='auto' with thread_type='ray': cseq cannot know how many workers "
-            "other machines can run; pass num_workers=, a number"
+            "num_workers='auto' cannot be combined with thread_type='ray', because cseq cannot "
+            "know how many workers other machines can run; pass a number"
         )
     elif not auto[1]:
         # Workers beyond the number of batches would be idle.
@@ -141,7 +142,7 @@ def sizes_of(
 def is_auto(name: str, value: object) -> bool:
     """Return whether an argument is 'auto'. Any other string is an error."""
     if isinstance(value, str) and value != AUTO:
-        raise TypeError(f"{name}={value!r} is not an integer; pass one, or 'auto'")
+        raise TypeError(f"{name}={value!r} is not an integer; pass an integer or 'auto'")
     return isinstance(value, str)
 
 
@@ -222,8 +223,8 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
         if value != WorkerOptions._field_defaults.get(name, True) and (given or not own):
-            to_do = "pass it to the fleet" if own else "Ray starts these; see RayFleet"
-            raise TypeError(f"{name}={value!r} concerns a fleet's workers: {to_do}")
+            to_do = "pass it to the fleet" if own else "Ray starts them; see RayFleet"
+            raise TypeError(f"{name}={value!r} has no effect on a fleet's workers: {to_do}")
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
@@ -235,7 +236,7 @@ def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
         is_dataset = is_torchs(worker) and not isinstance(worker, type)
         return unasked(worker) if is_dataset else worker, None
     if thread_type != "ray":
-        raise TypeError(f"worker={worker!r} is a fleet: pass it to a RaySequence")
+        raise TypeError(f"worker={worker!r} is a fleet; pass it to a RaySequence")
     return worker.worker, worker
 
 
@@ -243,15 +244,16 @@ def batch_size_of(batch_size: object, order: Order) -> int:
     """Validate `batch_size` and return it. If the order's units are batches, return 1."""
     if batch_size is None:
         raise TypeError(
-            "batch_size=None is not an integer: the indexer always gets an array of indices; "
-            "pass 1 for samples one by one"
+            "batch_size=None is not an integer; the indexer always receives an array of indices, "
+            "so for single samples, pass 1"
         )
     most = MOST_BATCH if order.room == 1 else MOST_BATCH // (order.room + 1)
     size = integer("batch_size", batch_size, most=most)
     if order.is_batch:
         if size not in (1, BATCH_SIZE):
             raise ValueError(
-                f"batch_size={size}: the units of order={order!r} are batches; leave batch_size out"
+                f"batch_size={size} cannot be combined with order={order!r}, whose units are "
+                "batches; omit batch_size"
             )
         return 1
     return size
@@ -276,12 +278,14 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
     if not isinstance(order, Order):
         if callable(getattr(order, "__iter__", None)):
             raise TypeError(
-                f"order={order!r} is not a cseq.Order; cseq.DataLoader takes samplers and batch "
-                "samplers of torch, and a subclass of cseq.Order becomes an order of your own"
+                f"order={order!r} is not a cseq.Order; pass torch samplers to cseq.DataLoader, or "
+                "subclass cseq.Order to define your own order"
             )
-        raise TypeError(f"order={order!r} is not a cseq.Order; pass one, or None")
+        raise TypeError(f"order={order!r} is not a cseq.Order; pass a cseq.Order object or None")
     if shuffle is not True:
-        raise ValueError(f"shuffle={shuffle!r} beside order={order!r}; pass one of them")
+        raise ValueError(
+            f"shuffle={shuffle!r} cannot be combined with order={order!r}; pass only one of them"
+        )
     return order
 
 
@@ -290,13 +294,14 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
-            f"repeat={repeat!r} with ordered=False: batches of two epochs would be mixed; use "
-            "ordered=True, or one iter() for each epoch"
+            f"repeat={repeat!r} cannot be combined with ordered=False, because batches of two "
+            "epochs would be mixed; pass ordered=True, or call iter() for each epoch"
         )
     if number > 1 and not (pad or drop_last):
         raise ValueError(
-            f"repeat={repeat!r} with pad=False: ranks may have unequal numbers of batches in each "
-            "epoch; use pad=True, drop_last=True, or one iter() for each epoch"
+            f"repeat={repeat!r} cannot be combined with pad=False, because ranks may have unequal "
+            "numbers of batches in an epoch; pass pad=True or drop_last=True, or call iter() for "
+            "each epoch"
         )
     return number
 
@@ -315,7 +320,8 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
         return 0
     if number > workers:
         raise ValueError(
-            f"num_converters={number} exceeds num_workers={workers}; pass at most as many, or None"
+            f"num_converters={number} exceeds num_workers={workers}; pass at most {workers}, or "
+            "None"
         )
     return number
 
@@ -336,7 +342,7 @@ def samples_of(worker: object, order: Order) -> int:
     if length is None:
         raise TypeError(
             f"dset_size is missing, and worker={worker!r} has no length; pass the number of "
-            "samples or an array of their indices, or make the worker with "
+            "samples or an array of their indices, or create the worker with "
             "cseq.from_dataset(dataset)"
         )
     return length

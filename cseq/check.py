@@ -37,25 +37,25 @@ MOST_VALUES = 2**32
 
 # Keywords, mostly from torch's DataLoader, that have another name in cseq or no equivalent.
 ELSEWHERE = {
-    "batch_sampler": "batches are cut from the order of the epoch: pass batch_size, shuffle, "
-    "drop_last and shard; samples of your own choice go into dset_size, as an array of indices",
-    "collate_fn": "the worker's __getitem__(indices) gets the indices of a whole batch and returns "
-    "the batch: collate there",
-    "device": "that is `out_type` here: 'cuda', 'cuda:1' or 'cpu'",
-    "dataset": "pass `worker`, a class that makes an object with __getitem__(indices) -> batch, "
-    "and `dset_size`, the number of samples",
-    "generator": "pass seed, an integer: generator.initial_seed()",
-    "in_order": "that is `ordered` here",
-    "multiprocessing_context": "that is `start_method` here: 'forkserver', 'spawn' or 'fork'",
-    "persistent_workers": "leave it out: workers stay from start() to finish()",
-    "pin_memory": "leave it out: with out_type='cuda' batches arrive on the device",
-    "pin_memory_device": "leave it out: with out_type='cuda:1' batches arrive on that device",
-    "prefetch_factor": "that is `buffer` here: batches in flight or waiting, over all workers",
-    "sampler": "pass shuffle, shard and seed; samples of your own choice go into dset_size, as an "
-    "array of indices",
-    "thread_type": "the class says it; MSequence has that argument",
-    "worker_init_fn": "pass a class as `worker`: its __init__ runs once in every worker",
-    "workers": "that is `num_workers` here",
+    "batch_sampler": "pass batch_size, shuffle, drop_last and shard; to choose the samples, pass "
+    "an array of their indices as dset_size",
+    "collate_fn": "collate in the worker's __getitem__(indices), which receives the indices of a "
+    "whole batch and returns the batch",
+    "device": "use out_type='cuda', 'cuda:1' or 'cpu'",
+    "dataset": "pass worker=, a class whose objects have __getitem__(indices) -> batch, and "
+    "dset_size=, the number of samples",
+    "generator": "pass seed=generator.initial_seed()",
+    "in_order": "use ordered=",
+    "multiprocessing_context": "use start_method='forkserver', 'spawn' or 'fork'",
+    "persistent_workers": "omit it; workers always run from start() to finish()",
+    "pin_memory": "omit it; with out_type='cuda', batches arrive on the device",
+    "pin_memory_device": "omit it; with out_type='cuda:1', batches arrive on that device",
+    "prefetch_factor": "use buffer=, the number of batches in progress or ready, over all workers",
+    "sampler": "pass shuffle, shard and seed; to choose the samples, pass an array of their "
+    "indices as dset_size",
+    "thread_type": "the class sets it; to choose it, use MSequence",
+    "worker_init_fn": "pass a class as worker=; its __init__ runs once in every worker",
+    "workers": "use num_workers=",
 }
 
 # The same table for functions that take a dataset and collate its samples.
@@ -77,7 +77,7 @@ def unexpected(
         import difflib
 
         near = difflib.get_close_matches(name, known, n=1)
-        instead = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+        instead = f"did you mean {near[0]!r}?" if near else f"the arguments are {', '.join(known)}"
     return TypeError(f"{caller}() got an unexpected keyword argument {name!r}: {instead}")
 
 
@@ -89,7 +89,7 @@ def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> i
         number = operator.index(value)
     except TypeError:
         raise TypeError(
-            f"{name}={value!r} is not an integer; pass one of at least {least}"
+            f"{name}={value!r} is not an integer; pass an integer of at least {least}"
         ) from None
     if number < least:
         raise ValueError(f"{name}={number} is below {least}; pass an integer of at least {least}")
@@ -105,9 +105,9 @@ def one_dimensional(name: str, given: Any, most: int = MOST_VALUES) -> NDArray[A
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} is not an array: {error}") from error
     if values.ndim != 1:
-        raise ValueError(f"{name} has shape {values.shape}; pass a list of one value per sample")
+        raise ValueError(f"{name} has shape {values.shape}; pass a list with one value per sample")
     if not len(values):
-        raise ValueError(f"{name} is empty; pass at least one value, or leave an empty source out")
+        raise ValueError(f"{name} is empty; pass at least one value, or omit an empty source")
     if len(values) > most:
         raise ValueError(f"{name} has {len(values)} values; pass at most {most}")
     return values
@@ -148,10 +148,12 @@ def seconds(name: str, value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise TypeError(f"{name}={value!r} is not a number of seconds; pass one above 0, or None")
+        raise TypeError(
+            f"{name}={value!r} is not a number of seconds; pass a number above 0, or None"
+        )
     if not value > 0 or math.isinf(value):
         raise ValueError(
-            f"{name}={value!r} is not positive; pass a number of seconds, or None for no limit"
+            f"{name}={value!r} is not positive and finite; pass seconds, or None for no limit"
         )
     return float(value)
 

@@ -75,7 +75,7 @@ class Manager:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
             "that needs one, with the same arguments, and call load_state_dict(state_dict()) to "
-            "continue at the same place"
+            "continue at the same position"
         )
 
     @property
@@ -186,8 +186,8 @@ class Manager:
         """Raise OSError inside the manager's own ``with`` statement, which still needs the run."""
         if self._is_entered:
             raise OSError(
-                f"{verb}() inside the manager's own 'with': its end finishes the manager; leave "
-                "the block first"
+                f"{verb}() was called inside the manager's own 'with' block, which finishes the "
+                "manager on exit; leave the block first"
             )
 
     def __enter__(self) -> Self:

@@ -596,7 +596,7 @@ class MSequence(Manager, Generic[B_co]):
                 ("repeat", job.sampler.repeat, 1),
             ):
                 if value != plain:
-                    raise ValueError(f"reweigh() with {name}={value!r}: leave {name} out")
+                    raise ValueError(f"reweigh() does not support {name}={value!r}; omit {name}")
             pool = None
             if run is not None and run.is_ours and place.progress is run.pool.feed:
                 pool = run.pool
@@ -635,8 +635,8 @@ class MSequence(Manager, Generic[B_co]):
                 epoch, position = epoch + 1, 0
             elif position != place.consumed and not self._job.ordered:
                 raise ValueError(
-                    "ordered=False delivers batches as they are finished, so a run cannot be "
-                    "resumed in the middle of an epoch; take the state between epochs, or use "
+                    "ordered=False delivers batches as they become ready, so a run cannot be "
+                    "resumed in the middle of an epoch; save the state between epochs, or pass "
                     "ordered=True"
                 )
             world_size = (self._shard or shards.find_shard()).world_size

@@ -65,7 +65,7 @@ def overdue(
     for runner_number, since, task in working:
         seconds = (now_ns() - since) / 1e9
         if seconds > timeout:
-            yield runner_number, f"{task} has taken {seconds:.1f} s, timeout={timeout} s"
+            yield runner_number, f"{task} has taken {seconds:.1f} s (timeout={timeout} s)"
     for runner_number, since in starting:
         seconds = (now_ns() - since) / 1e9
         if seconds > START_SHARE * timeout:

@@ -138,7 +138,8 @@ class Streams:
         rest()
         if not callable(producer):
             raise TypeError(
-                f"producer={producer!r} cannot be called; pass producer(number, num_workers)"
+                f"producer={producer!r} is not callable; pass a function that takes the worker's "
+                "number and num_workers"
             )
         early = choice("launch", launch, ("now", "begin")) == "now"
         workers = integer("num_workers", num_workers, most=MOST_WORKERS)
@@ -223,7 +224,8 @@ class Streams:
         """
         if len(assignments) != self.num_workers:
             raise ValueError(
-                f"{len(assignments)} assignments for {self.num_workers} workers; pass one for each"
+                f"got {len(assignments)} assignments for {self.num_workers} workers; pass one for "
+                "each"
             )
         free = choice("assign", assign, ("turn", "free")) == "free"
         ordered = flag("ordered", ordered)
@@ -274,7 +276,9 @@ class Streams:
         """
         run = self._ours()
         if worker is not None and not 0 <= worker < self.num_workers:
-            raise IndexError(f"worker={worker} is not one of {self.num_workers}")
+            raise IndexError(
+                f"worker={worker} does not exist; pass a number from 0 to {self.num_workers - 1}"
+            )
         asked = range(self.num_workers) if worker is None else [worker]
         try:
             with run.lock.hold():

@@ -267,12 +267,12 @@ def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
         return _parse_size(value, name)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(
-            f"{name}={value!r} is a {type(value).__name__}: pass bytes (an int), a size "
-            "such as '2GiB', or None"
+            f"{name}={value!r} is a {type(value).__name__}; pass a number of bytes, a size such as "
+            "'2GiB', or None"
         )
     limit = operator.index(value)
     if limit < 0:
-        raise ValueError(f"{name}={limit} is negative: pass 0 or more bytes")
+        raise ValueError(f"{name}={limit} is negative; pass at least 0 bytes")
     return limit
 
 
@@ -280,8 +280,8 @@ def _parse_size(text: str, name: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2] not in _UNITS:
         raise ValueError(
-            f"{name}={text!r} is not a size: write a number and one of {', '.join(_UNITS)}, "
-            "such as '2GiB'"
+            f"{name}={text!r} is not a size; pass a number with one of the units "
+            f"{', '.join(_UNITS)}, such as '2GiB'"
         )
     count = float(match[1]) if "." in match[1] else int(match[1])
     return int(count * _UNITS[match[2]])
@@ -327,8 +327,8 @@ def check_available(nbytes: int) -> None:
     free = _ram() if free is None else free
     if nbytes > free:
         raise MemoryError(
-            f"no room for {nbytes} bytes of shared memory: {free} are available; make batches "
-            "smaller, or fewer of them at a time (batch_size, buffer or prefetch)"
+            f"cannot allocate {nbytes} bytes of shared memory: only {free} are available; use "
+            "smaller batches, or fewer at a time (batch_size, buffer or prefetch)"
         )
 
 

@@ -116,15 +116,15 @@ def supervisor_of(running: Any) -> Supervisor:
         ) from None
     if run is None:
         raise RuntimeError(
-            f"{type(running).__name__} is not running: call start(), or iter() of a loader"
+            f"{type(running).__name__} is not running; call start(), or iter() on a loader"
         )
     if not run.is_ours:
         raise RuntimeError("the workers belong to the process that forked this one")
     supervisor: Supervisor | None = run.pool.supervisor
     if supervisor is None:
         raise RuntimeError(
-            "the batches are made in this process, by threads or in test mode, so no worker can be "
-            "killed; use MPSequence and start()"
+            "the batches are made in this process, by threads or in test mode, so there are no "
+            "worker processes; use MPSequence and start()"
         )
     if supervisor.closed:
         raise RuntimeError(f"{type(running).__name__} is not running: it was closed")

@@ -119,9 +119,9 @@ def refuse_patches(*modules: str) -> None:
         for module in () if library is None else modules:
             if getattr(library, is_patched)(module):
                 raise RuntimeError(
-                    f"{name.partition('.')[0]} has patched {module!r} in this process, where "
-                    "cseq's workers would hang or die: start them in a process without that patch, "
-                    "or make batches without workers (num_workers=0, or a manager's start_test())"
+                    f"{name.partition('.')[0]} has patched {module!r} in this process, so cseq's "
+                    "workers would hang or die; start them in a process without the patch, or make "
+                    "batches without workers (num_workers=0, or a manager's start_test())"
                 )
 
 
@@ -145,7 +145,7 @@ def await_left(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     stuck = [name for threads in _left for name in threads.join(deadline)]
     if stuck:
-        text = "threads %s are still busy %g s after the end of the program, which may abort it"
+        text = "threads %s are still busy %g s after the program ended and may abort the process"
         log.warning(text, stuck, seconds)
 
 
@@ -159,10 +159,10 @@ def thread_limits(root: str = ROOT) -> str:
     for folder, name in groups(root, "pids", "pids.max", "pids.max"):
         most, used = number(join(folder, name)), number(join(folder, "pids.current"))
         if most is not None:
-            known.append(f"pids.max of the control group is {most}, {used} in use")
+            known.append(f"pids.max of the control group is {most}, with {used} in use")
     limits = f" ({'; '.join(known)})" if known else ""
     return (
-        f"the system starts no more threads or processes{limits}: raise that limit (ulimit -u; "
+        f"the system cannot start more threads or processes{limits}; raise the limit (ulimit -u; "
         "docker run --pids-limit), or use fewer workers"
     )
 

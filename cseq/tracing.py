@@ -96,9 +96,13 @@ class Trace:
     ) -> None:
         name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
         if not isinstance(name, str):
-            raise TypeError(f"path={path!r} is not a str; pass one that ends in .json or .json.gz")
+            raise TypeError(
+                f"path={path!r} is not a str; pass a name that ends in .json or .json.gz"
+            )
         if not re.search(r"\.json(\.gz)?$", name):
-            raise ValueError(f"path={name!r} ends in neither .json nor .json.gz; pass such a name")
+            raise ValueError(
+                f"path={name!r} does not end in .json or .json.gz; pass a name that does"
+            )
         self.path = name
         self._rank = rank
         self._tickets = integer("tickets", tickets, most=MOST_TICKETS)
@@ -112,8 +116,8 @@ class Trace:
         with _guard:
             if _present is not None:
                 raise RuntimeError(
-                    f"a trace is recorded in this process already, into {_present.path}: end that "
-                    "one first (or unset CSEQ_TRACE, if it began it)"
+                    f"this process is already recording a trace to {_present.path}; end it first "
+                    "(or unset CSEQ_TRACE, if that started it)"
                 )
             self.path = path
             self._pid, self._thread = os.getpid(), threading.get_native_id()
@@ -211,7 +215,7 @@ class Writing:
         more = {"cseq": str(version), "tickets": count}
         if self._of._ever > count:
             more["dropped"] = text = f"the first {self._of._ever - count} tickets"
-            log.warning("the trace %s is not complete; dropped: %s", self._of.path, text)
+            log.warning("the trace %s is incomplete; it lacks %s", self._of.path, text)
         last = self._event("i", "end", self._of._ended, SUPERVISOR, s="t")
         yield last + '\n], "otherData": ' + json.dumps(more) + "}\n"
 

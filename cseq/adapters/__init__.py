@@ -33,4 +33,5 @@ def needs(library: str, package: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != library:
             raise
-        raise ImportError(f"this needs {library}: pip install {package}", name=library) from error
+        text = f"this adapter needs {library}; install it with: pip install {package}"
+        raise ImportError(text, name=library) from error

@@ -30,7 +30,9 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     def __init__(self, manager: MSequence[Any]) -> None:
         if not hasattr(manager, "_sampler"):
-            raise TypeError(f"manager={manager!r} is not a manager of cseq")
+            raise TypeError(
+                f"manager={manager!r} is not a cseq manager; pass a manager such as MPSequence"
+            )
         self._manager = manager
 
     @property

@@ -92,7 +92,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         for name, make in self._makers.items():
             if make is not None and not callable(make):
                 raise TypeError(
-                    f"{name}={make!r} is not callable; pass a function: lambda: manager"
+                    f"{name}={make!r} is not callable; pass a function that returns a manager"
                 )
         self._managers: dict[str, MSequence[Any]] = {}
 

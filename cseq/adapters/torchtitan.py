@@ -95,13 +95,13 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         for name in ("dataset", "dataset_path"):
             if given := getattr(config, name, None):
                 raise ValueError(
-                    f"dataloader.{name}={given!r}: this loader reads no data set of torchtitan's; "
-                    "leave it out, and name the files in the function rows="
+                    f"dataloader.{name}={given!r} is not supported: this loader does not read "
+                    "torchtitan's data sets; omit it, and open the files in the rows= function"
                 )
         if not callable(config.rows):
             raise TypeError(
-                f"rows={config.rows!r} is not callable; pass a function that takes the length of a "
-                "row and returns a cseq.tokens.Rows"
+                f"rows={config.rows!r} is not callable; pass a function that takes the row length "
+                "and returns a cseq.tokens.Rows"
             )
         self._is_flat = seq_len is None
         if self._is_flat:
@@ -109,8 +109,8 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             size = integer("num_tokens_per_batch", num_tokens_per_batch)
             if size % length:
                 raise ValueError(
-                    f"num_tokens_per_batch={size} is no multiple of max_context_length={length}; "
-                    "pass training.num_tokens_per_microbatch_per_dp_rank whole rows"
+                    f"num_tokens_per_batch={size} is not a multiple of max_context_length={length}"
+                    "; set training.num_tokens_per_microbatch_per_dp_rank to a multiple"
                 )
             batch_size = size // length
         else:
@@ -119,8 +119,8 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         rows = config.rows(length)
         if not isinstance(rows, Rows) or rows.row != length or rows.flat:
             raise TypeError(
-                f"rows={config.rows!r} returned {rows!r}; return a cseq.tokens.Rows of the length "
-                f"that it is given, {length}, without flat="
+                f"rows={config.rows!r} returned {rows!r}; return a cseq.tokens.Rows with the "
+                f"requested row length, {length}, and without flat="
             )
         endless = config.repeat if config.infinite is None else config.infinite
         self._is_endless = flag("repeat", endless)

@@ -87,16 +87,16 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         if not args.ignore_data_skip:
             raise ValueError(
-                "ignore_data_skip=False makes the Trainer skip batches that the state has left "
-                "out already; pass TrainingArguments(ignore_data_skip=True)"
+                "ignore_data_skip=False makes the Trainer skip batches that SaveState has already "
+                "skipped; pass TrainingArguments(ignore_data_skip=True)"
             )
         batches: Stateful = kwargs["train_dataloader"]
         self.batches = batches
         kept = state.stateful_callbacks.get("SaveState")
         if kept is None:
             raise ValueError(
-                "this checkpoint was saved without SaveState, so it does not say which batches are "
-                "left; take one that was saved with SaveState, or leave out resume_from_checkpoint"
+                "this checkpoint was saved without SaveState, so it does not record which batches "
+                "remain; use one that was saved with SaveState, or omit resume_from_checkpoint"
             )
         saved: dict[str, Any] | None = kept["attributes"]["saved"]
         if saved is not None:
@@ -159,7 +159,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         if self.trainer is None:
             raise ValueError(
-                "Monitor has no Trainer to log with; after the Trainer is made, call "
+                "Monitor has no Trainer to log with; after you create the Trainer, call "
                 "trainer.add_callback(Monitor(manager, trainer=trainer))"
             )
         loader: object = kwargs["train_dataloader"] if self._manager is None else self._manager

@@ -51,15 +51,15 @@ def quota() -> Iterator[Finding]:
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(
-            f"{cores()} cores, but this container may use {most:g} of them at a time",
-            "choose num_workers by that number, as 'auto' does",
+            f"this machine has {cores()} cores, but this container may use only {most:g} at a time",
+            "choose num_workers for that number, as 'auto' does",
         )
     counts = [fields(join(group, "cpu.stat")) for group, _ in groups(ROOT, "cpu", "", "")]
     seen = [(stat.get("nr_throttled", 0), stat.get("nr_periods", 0)) for stat in counts]
     throttled, periods = max(seen, default=(0, 0))
     if periods and throttled / periods > THROTTLED:
         yield Finding(
-            f"the quota of this container stopped it in {throttled / periods:.0%} of the time "
+            f"the CPU quota has paused this container in {throttled / periods:.0%} of its time "
             "slices so far",
             "start fewer workers, or ask for a larger quota",
         )
@@ -72,9 +72,9 @@ def pressure() -> Iterator[Finding]:
         share = float(dict(pair.split("=") for pair in pairs).get("avg10", 0))
         if kind == "some" and share > PRESSED:
             yield Finding(
-                f"cores are in short supply: in {share:.0f} % of the last 10 s, some task waited "
-                "for one",
-                "use fewer workers, or expect uneven times",
+                f"the cores are overloaded: a task waited for a core during {share:.0f} % of the "
+                "last 10 s",
+                "use fewer workers, or expect uneven batch times",
             )
 
 
@@ -84,8 +84,8 @@ def threads() -> Iterator[Finding]:
         value = os.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
             yield Finding(
-                f"{name}={value} is set: each worker will compute with {value} threads",
-                "unset it: cseq then sets it to 1 for workers, and the loop has all cores",
+                f"{name}={value} makes each worker compute with {value} threads",
+                "unset it; cseq then sets it to 1 for workers, and the loop can use all cores",
             )
 
 
@@ -94,8 +94,8 @@ def kills() -> Iterator[Finding]:
     killed = oom_kills(ROOT)
     if killed:
         yield Finding(
-            f"{killed} processes of this container were killed for lack of memory so far",
-            "use fewer workers, a smaller buffer or memory_limit, or give it more memory",
+            f"the system has killed {killed} processes of this container because memory ran out",
+            "use fewer workers, a smaller buffer or memory_limit, or a larger container",
         )
 
 
@@ -105,7 +105,7 @@ def clock() -> Iterator[Finding]:
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(ROOT, folder))) or "the system's"
     slow = "choose tsc, if the machine has it (kernel option clocksource=tsc)"
-    text = f"clock: {source}, {best:.0f} ns a reading"
+    text = f"clock: {source}, {best:.0f} ns per reading"
     yield Finding(text, slow if best > SLOW_CLOCK else "")
 
 
@@ -127,8 +127,8 @@ def processes() -> Iterator[Finding]:
     base, per_core = PROCESSES
     if left and min(left) < base + per_core * cores():
         yield Finding(
-            f"this container may have {max(0, min(left))} more processes and threads",
-            "raise its limit of pids (docker run --pids-limit)",
+            f"this container can start only {max(0, min(left))} more processes and threads",
+            "raise its pids limit (docker run --pids-limit)",
         )
 
 

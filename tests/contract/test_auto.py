@@ -129,13 +129,13 @@ def test_test_mode_has_no_sizes():
 @pytest.mark.parametrize("name", ["num_workers", "buffer"])
 def test_other_words_are_errors(make, name):
     """They name the argument, the value and the remedy."""
-    with pytest.raises(TypeError, match=f"{name}='fast' is not an integer; pass one, or 'auto'"):
+    with pytest.raises(TypeError, match=f"{name}='fast' is not an integer; pass .* 'auto'"):
         make(Augmented, 10, out_type="null", **{name: "fast"})
 
 
 def test_a_fleet_takes_a_number_of_workers():
     """The trainer does not know the other machines; it does know the buffer's size."""
-    with pytest.raises(ValueError, match="num_workers='auto' with thread_type='ray': "):
+    with pytest.raises(ValueError, match=r"num_workers='auto' cannot be .* thread_type='ray'"):
         cseq.RaySequence(Augmented, 10, out_type="null", num_workers="auto")
     cseq.RaySequence(Augmented, 10, out_type="null", buffer="auto")
 
@@ -144,5 +144,5 @@ def test_a_fleet_takes_a_number_of_workers():
 def test_a_fleet_has_no_processes_that_cseq_starts(name):
     """Arguments for such processes are refused, with their values."""
     given = {"start_method": "spawn", "preload": False, "max_restarts": 3, "on_timeout": "restart"}
-    with pytest.raises(TypeError, match=f"{name}=.*concerns a fleet's workers: Ray starts these"):
+    with pytest.raises(TypeError, match=f"{name}=.*has no effect on a fleet's workers: Ray starts"):
         cseq.RaySequence(Augmented, 10, out_type="null", **{name: given[name]})

@@ -37,7 +37,7 @@ def test_what_is_no_array(make, name):
     options = {"too_long": "split"} if make is cseq.Packed else {}
     for given, said in (
         ([], "is empty; pass at least one value"),
-        ([[3, 4]], r"has shape \(1, 2\); pass a list of one value"),
+        ([[3, 4]], r"has shape \(1, 2\); pass a list with one value"),
         ([[3], [4, 5]], "is not an array"),
         ([None], "has values of type object, such as None; pass"),
     ):

@@ -60,7 +60,7 @@ def test_positions_and_defaults():
     for kind in (MPSequence, MTSequence, cseq.RaySequence):
         assert list(positions_of(kind).items()) == list(rest.items())
         assert inspect.signature(kind).parameters == keywords
-        with pytest.raises(TypeError, match="'thread_type': the class says it"):
+        with pytest.raises(TypeError, match="'thread_type': the class sets it"):
             kind(Indices1, 10, thread_type="thread")
 
 
@@ -94,23 +94,23 @@ def test_it_is_not_copied(make, copied):
 @pytest.mark.parametrize(
     ("keyword", "hint"),
     [
-        ("collate_fn", "collate there"),
+        ("collate_fn", "collate in"),
         ("sampler", "dset_size"),
         ("batch_sampler", "batch_size"),
-        ("prefetch_factor", "`buffer`"),
+        ("prefetch_factor", "use buffer="),
         ("pin_memory", "out_type='cuda'"),
         ("pin_memory_device", "out_type='cuda:1'"),
-        ("persistent_workers", "leave it out"),
+        ("persistent_workers", "omit it"),
         ("worker_init_fn", "__init__"),
         ("generator", "seed"),
-        ("dataset", "`worker`"),
-        ("multiprocessing_context", "`start_method`"),
-        ("in_order", "`ordered`"),
-        ("workers", "`num_workers`"),
-        ("device", "`out_type` here: 'cuda'"),
+        ("dataset", "worker="),
+        ("multiprocessing_context", "use start_method="),
+        ("in_order", "use ordered="),
+        ("workers", "use num_workers="),
+        ("device", "use out_type='cuda'"),
         ("num_worker", "did you mean 'num_workers'"),
         ("batchsize", "did you mean 'batch_size'"),
-        ("zzz", "there are worker, dset_size, num_workers"),
+        ("zzz", "the arguments are worker, dset_size, num_workers"),
     ],
 )
 @every_class
@@ -288,7 +288,7 @@ def test_a_collate_function_beside_a_data_set(keyword):
 def test_more_processes_than_can_be_of_use():
     """The constructor warns of them, but not of threads or the default number."""
     many = 64 * (os.cpu_count() or 1)
-    with pytest.warns(UserWarning, match=f"num_workers={many} worker processes on") as caught:
+    with pytest.warns(UserWarning, match=f"num_workers={many} is too high for") as caught:
         cseq.MPSequence(Indices1, 10, num_workers=many)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():

@@ -246,7 +246,7 @@ def test_a_sequence_takes_the_order_of_its_indexer(tmp_path):
     order = cseq.MPSequence(rows, batch_size=1, seed=1)
     assert order.dset_size == 6
     assert len(order) == 2
-    with pytest.raises(ValueError, match="shuffle=False beside order="):
+    with pytest.raises(ValueError, match="shuffle=False cannot be combined with order="):
         cseq.MPSequence(rows, shuffle=False)
     other = cseq.Resized(rows.order, 5)
     assert len(cseq.MPSequence(rows, batch_size=1, seed=1, order=other)) == 5

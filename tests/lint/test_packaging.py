@@ -310,5 +310,5 @@ def test_files_of_another_project_in_the_folder_are_refused(tmp_path):
     shutil.copytree(PACKAGE, tmp_path / "cseq", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "cseq" / "cli.py").write_text("def main(): ...\n", encoding="utf-8")
     last = refusal(tmp_path)
-    assert last.startswith(f"ImportError: {tmp_path / 'cseq'} has files of another project")
+    assert last.startswith(f"ImportError: {tmp_path / 'cseq'} contains files of another project")
     assert "`pip uninstall cseq cseq-loader`" in last

@@ -306,7 +306,7 @@ def test_what_concerns_workers_is_given_to_the_fleet():
         for options in ({"timeout": 3.0}, {"threads": 2}, {"seed_globals": False}):
             with pytest.raises(TypeError, match="pass it to the fleet"):
                 cseq.RaySequence(fleet, 8, **options)
-        with pytest.raises(TypeError, match="is a fleet: pass it to a RaySequence"):
+        with pytest.raises(TypeError, match="is a fleet; pass it to a RaySequence"):
             cseq.MPSequence(fleet, 8)
         manager = cseq.RaySequence(fleet, 8, **OPTIONS)
     with pytest.raises(RuntimeError, match="this fleet was closed: make another one"):

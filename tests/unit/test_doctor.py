@@ -47,15 +47,15 @@ def test_nothing_is_wrong_on_a_sound_machine():
 @pytest.mark.parametrize(
     ("check", "about", "changed"),
     [
-        ("quota", "may use 6 of them", {f"{GROUP}/cpu.max": "600000 100000\n"}),
+        ("quota", "may use only 6 at", {f"{GROUP}/cpu.max": "600000 100000\n"}),
         (
             "quota",
-            "stopped it in 18%",
+            "in 18% of its time",
             {f"{GROUP}/cpu.stat": "nr_periods 1000\nnr_throttled 180\n"},
         ),
-        ("pressure", "in 35 %", {"proc/pressure/cpu": "some avg10=35.00 avg60=9 total=1\n"}),
+        ("pressure", "during 35 %", {"proc/pressure/cpu": "some avg10=35.00 avg60=9 total=1\n"}),
         ("kills", "2 processes of", {f"{GROUP}/memory.events": "oom_kill 2\n"}),
-        ("processes", "may have 28 more", {f"{GROUP}/pids.max": "40\n"}),
+        ("processes", "start only 28 more", {f"{GROUP}/pids.max": "40\n"}),
     ],
 )
 def test_what_a_container_lacks(tmp_path, check, about, changed):
@@ -76,7 +76,7 @@ def test_a_quota_of_either_version(tmp_path):
     folder.mkdir(parents=True)
     (folder / "cpu.cfs_quota_us").write_text("400000\n", encoding="ascii")
     (folder / "cpu.cfs_period_us").write_text("100000\n", encoding="ascii")
-    assert "use 4 of them" in next(doctor.quota()).text
+    assert "use only 4 at" in next(doctor.quota()).text
     (folder / "cpu.cfs_quota_us").write_text("-1\n", encoding="ascii")
     assert wrong(doctor.quota()) == []
 

@@ -276,7 +276,7 @@ def test_a_loader(tmp_path):
     """The page is of the last epoch."""
     pytest.importorskip("torch")
     loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
-    with pytest.raises(RuntimeError, match="no worker processes"):
+    with pytest.raises(RuntimeError, match="no cseq workers"):
         loader.report(tmp_path / "loader.html")
     assert len(list(loader)) == 20
     loader.report(tmp_path / "loader.html")

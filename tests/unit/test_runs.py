@@ -268,6 +268,6 @@ def test_the_end_of_the_program_waits_for_threads_in_a_batch(run_script, tmp_pat
     done = run_script(BUSY, str(seconds), "ends" if ends else "hangs")
     assert (done.stdout, done.returncode) == ("", 0)
     assert (tmp_path / "made").exists() == ends
-    said = "" if ends else f"threads ['cseq-w0'] are still busy {seconds:g} s after the end"
+    said = "" if ends else f"threads ['cseq-w0'] are still busy {seconds:g} s after the program"
     assert done.stderr.startswith(said)
     assert bool(done.stderr) != ends

@@ -314,7 +314,7 @@ def test_a_system_without_more_threads(monkeypatch):
     one = Pool(b"R")
     with monkeypatch.context() as patch:
         patch.setattr("_thread.start_new_thread", refuse)
-        with pytest.raises(RuntimeError, match="new thread: the system starts no more threads"):
+        with pytest.raises(RuntimeError, match="new thread: the system cannot start more threads"):
             one.start()
     one.close()
 
@@ -331,7 +331,7 @@ def test_a_system_without_more_processes(monkeypatch):
     with contextlib.suppress(BlockingIOError):
         one.start()
     one.await_failure()
-    with pytest.raises(BlockingIOError, match="try later: the system starts no more threads or"):
+    with pytest.raises(BlockingIOError, match="try later: the system cannot start more threads"):
         one.supervisor.check()
     one.close()
 

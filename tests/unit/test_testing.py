@@ -112,7 +112,7 @@ def test_no_such_worker(worker):
 def test_what_has_no_processes():
     """These are threads, test mode, a stopped manager, and any other object."""
     m = cseq.MTSequence(Wide, 4, 1, out_type="null")
-    with pytest.raises(RuntimeError, match=r"not running: call start\(\)"):
+    with pytest.raises(RuntimeError, match=r"not running; call start\(\)"):
         testing.kill(m, 0)
     for begin in (m.start, m.start_test):
         with begin(), pytest.raises(RuntimeError, match="by threads or in test mode"):

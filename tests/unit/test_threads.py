@@ -133,7 +133,7 @@ def test_the_limits_of_threads(tmp_path):
     (group / "pids.max").write_text("100\n")
     (group / "pids.current").write_text("99\n")
     text = thread_limits(str(tmp_path))
-    assert "pids.max of the control group is 100, 99 in use" in text
+    assert "pids.max of the control group is 100, with 99 in use" in text
     assert "use fewer workers" in text
     (group / "pids.max").write_text("max\n")
     assert "pids.max" not in thread_limits(str(tmp_path))

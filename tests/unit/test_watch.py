@@ -187,7 +187,7 @@ def test_epochs_that_begin_slowly():
     [
         (
             ["run", "--watch", "--rng", "batch", "train.py"],
-            "without --rng, --threads, --report, --trace",
+            "combined with --rng, --threads, --report or --trace",
         ),
         (["rnu"], "bench"),
     ],

@@ -153,8 +153,8 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     ) -> None:
         self._streams: Streams | None = None
         super().__init__(**kwargs)
-        assert num_workers > 0, f"num_workers={num_workers!r}; pass at least 1"
-        assert buffer_size > 0, f"buffer_size={buffer_size!r}; pass at least 1"
+        assert num_workers > 0, f"num_workers={num_workers!r} is below 1; pass at least 1"
+        assert buffer_size > 0, f"buffer_size={buffer_size!r} is below 1; pass at least 1"
         if sharding_method not in SHARDING_METHODS:
             raise ValueError(
                 f"invalid sharding_method {sharding_method!r}, must be seq_order or dedicated"
@@ -238,7 +238,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         set, no worker is started.
         """
         if fast and "get_total_num_seqs" not in self._meta and not self._is_running():
-            raise NotImplementedError(f"{self}: no worker is running that could be asked")
+            raise NotImplementedError(f"{self}: no worker is running to count the sequences")
         answer: int = self._answer("get_total_num_seqs")
         return answer
 
@@ -410,10 +410,11 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def _load_seqs(self, start: int, end: int) -> None:
         assert start >= self.expected_load_seq_start, (
-            f"{self}: sequence {start} was dropped when {self.expected_load_seq_start} was loaded"
+            f"{self}: sequence {start} was dropped when sequence {self.expected_load_seq_start} "
+            "was loaded"
         )
         if self._asked is not None and not (self._is_under_way and self._is_running()):
-            raise RuntimeError(f"{self}: no epoch is under way; begin one with init_seq_order")
+            raise RuntimeError(f"{self}: no epoch is in progress; call init_seq_order first")
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
@@ -444,7 +445,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def _check_length(self) -> None:
         if self._num_seqs is not None:
             raise RuntimeError(
-                f"{self}: the wrapped dataset has {self._taken} sequences in this epoch, "
+                f"{self}: the wrapped dataset returned {self._taken} sequences in this epoch, "
                 f"but its num_seqs was {self._num_seqs}"
             )
         self.reached_final_seq = True

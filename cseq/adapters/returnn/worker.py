@@ -153,8 +153,8 @@ class SequenceProducer:
             if self._dedicated:
                 return _bare(error)
             raise NotImplementedError(
-                f"{dataset} does not say in which order its sequences come "
-                "(get_current_seq_order); use sharding_method='dedicated'"
+                f"{dataset} does not implement get_current_seq_order, so the order of its "
+                "sequences is unknown; use sharding_method='dedicated'"
             ) from error
 
     def finish(self, free_resources: bool) -> None:  # noqa: FBT001 - `ask` passes by position

@@ -71,9 +71,11 @@ class BatchSampler:
         pad: bool = True,
     ) -> None:
         if not isinstance(order, Order):
-            raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
+            raise TypeError(f"order={order!r} is not a cseq.Order; pass a cseq.Order object")
         if order.samples is None:
-            raise ValueError(f"order={order!r} is over no number of samples; give it one")
+            raise ValueError(
+                f"order={order!r} was created without a number of samples; create it with one"
+            )
         # `_takes_any` is True if a loaded state may replace the seed. `_is_drawn` is None if the
         # seed will be drawn, and True once it has been drawn. `_is_agreed` is True if the seed is
         # known to be the same as on rank 0.
@@ -162,16 +164,17 @@ class BatchSampler:
             self._is_drawn = True
         elif seed != own:
             raise ValueError(
-                f"seed={own} of order={order!r} is {seed} on rank 0, so ranks that divide its "
-                "batches would miss samples; give all of them the same (generator= of a "
-                "DataLoader), or none"
+                f"order={order!r} has seed={own} on this rank but seed={seed} on rank 0, so ranks "
+                "that divide its batches would miss samples; pass the same seed on all ranks (in "
+                "a DataLoader, as generator=), or no seed"
             )
         self._is_agreed = True
         if seed != own and divider is None:
             log.warning(
-                "order=%r has rank 0's seed here, too, not torch.initial_seed()=%d: unless a "
-                "framework divides its batches, all ranks read the same ones; pass batch_sampler="
-                "BatchSampler(order, seed=..., shard='auto') of cseq.adapters.torch",
+                "order=%r uses rank 0's seed instead of this rank's torch.initial_seed()=%d: "
+                "unless a framework divides the batches, all ranks read the same batches; to "
+                "divide them, pass batch_sampler=cseq.adapters.torch.BatchSampler(order, "
+                "seed=..., shard='auto')",
                 order,
                 own,
             )
@@ -205,15 +208,15 @@ def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, An
     name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))
     if name not in ("sampler", "batch_sampler"):
         raise TypeError(
-            f"{name}={order!r} of a DataLoader: pass it as sampler=, or as batch_sampler= where it "
-            "has batches of its own"
+            f"a DataLoader does not accept an order as {name}={order!r}; pass it as sampler=, or "
+            "as batch_sampler= if it makes whole batches"
         )
     dataset = given.get("dataset")
     if dataset is None or isinstance(dataset, IterableDataset):
-        what = "no data set" if dataset is None else f"dataset={dataset!r}, an IterableDataset"
+        what = "missing" if dataset is None else f"{dataset!r}, an IterableDataset"
         raise TypeError(
-            f"{name}={order!r} beside {what}: an order needs a data set that is read by index; "
-            "pass dataset= with __getitem__(index) and __len__()"
+            f"{name}={order!r} is an order, which needs a data set that is read by index, but "
+            f"dataset= is {what}; pass one with __getitem__(index) and __len__()"
         )
     order = order.over(len(dataset))
     del given[name]
@@ -222,17 +225,22 @@ def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, An
     for other in ("shuffle", "sampler", "batch_sampler"):
         value = given.pop(other, None)
         if value is not None and value is not False:
-            raise ValueError(f"{other}={value!r} beside {name}={order!r}; pass one of them")
+            raise ValueError(
+                f"{other}={value!r} cannot be combined with {name}={order!r}; pass only one of them"
+            )
     if name == "batch_sampler":
         if not order.is_batch and order.room == 1:
             raise ValueError(
-                f"batch_sampler={order!r} has single samples; pass sampler= and a batch_size"
+                f"batch_sampler={order!r} yields single samples; pass it as sampler=, with a "
+                "batch_size"
             )
         return given | {name: BatchSampler(order, seed=seed)}
     if order.is_batch or order.room > 1:
-        raise ValueError(f"sampler={order!r} has batches of its own; pass batch_sampler=")
+        raise ValueError(f"sampler={order!r} makes whole batches; pass it as batch_sampler=")
     size, drop_last = given.pop("batch_size", 1), given.pop("drop_last", False)
     if size is None:
-        raise ValueError(f"batch_size=None beside sampler={order!r}; pass a number")
+        raise ValueError(
+            f"batch_size=None cannot be combined with sampler={order!r}; pass a number"
+        )
     batches = BatchSampler(order, size, seed=seed, drop_last=drop_last)
     return given | {"batch_sampler": batches}

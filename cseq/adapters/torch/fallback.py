@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("cseq")
 
 UNUSABLE = (
-    "the state that was loaded cannot be used: this loader has torch's own iterator, which begins "
-    "at the first batch, since %s; load_state_dict({}) drops the state"
+    "the loaded state cannot be used, because torch's own iterator starts at the first batch; call "
+    "load_state_dict({}) to drop the state. This loader falls back to torch's iterator because %s"
 )
 
 # The number of iterators by loader class and reason for the fallback (None if there was none).
@@ -46,7 +46,7 @@ def lines() -> Iterator[str]:
     """Yield a line of the summary for each loader class and reason."""
     for (loader, reason), count in made.items():
         number = "1 iterator" if count == 1 else f"{count} iterators"
-        whose = "cseq's" if reason is None else f"torch's own, since {reason}"
+        whose = "cseq's" if reason is None else f"torch's own, because {reason}"
         yield f"{loader}: {number}, {whose}"
 
 
@@ -87,7 +87,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
     for name, default in names.UNKNOWN.items():
         value = getattr(loader, name, inspect.Parameter.empty)
         if value is not default and value != default:
-            return f"cseq does not know what its {name}={value!r} is"
+            return f"cseq does not support its argument {name}={value!r}"
     # torch handles datapipes specially when it starts processes.
     if isinstance(loader.dataset, names.DATAPIPES):
         return "its data set is a datapipe"
@@ -96,10 +96,10 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
     chosen = loader.multiprocessing_context
     # A custom context may start processes in a different way.
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
-        return f"its multiprocessing_context is {chosen!r}"
+        return f"its multiprocessing_context={chosen!r} is not one of Python's own contexts"
     method = start_method_of(loader)
     if method not in start_methods():
-        return f"cseq does not start processes by {method!r} here"
+        return f"cseq does not support the start method {method!r} on this system"
     return None
 
 
@@ -122,8 +122,8 @@ def tell_lost(loader: DataLoader[Any]) -> None:
 @functools.cache
 def _warn_of_loss(lost: str, remedy: str) -> None:
     log.warning(
-        "accelerate makes a loader of torch's class of this cseq.DataLoader, without %s: %s, "
-        "before the first loop",
+        "accelerate rebuilds this cseq.DataLoader as a torch DataLoader, which loses %s; before "
+        "the first loop, %s",
         lost,
         remedy,
     )
@@ -184,8 +184,8 @@ def make_iterator(
                 for name, (first, *_) in VALUES.items()
                 if given[name] != first
             ]
-            more = f"; it cannot do {', '.join(lost)}" if lost else ""
-            log.warning("DataLoader: torch's own iterator is used, since %s%s", reason, more)
+            more = f"; it ignores {', '.join(lost)}" if lost else ""
+            log.warning("DataLoader falls back to torch's own iterator because %s%s", reason, more)
         iterator = otherwise()
     note(loader, reason)
     vars(loader).update(_progress=getattr(iterator, "progress", None), _reason=reason)

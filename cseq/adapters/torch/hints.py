@@ -26,8 +26,8 @@ def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     # cseq orders issue their own warning about this.
     if drops and not any(counts) and not hasattr(sampler, "state_after"):
         warn(
-            f"an epoch of dataset={name} has no batch: with drop_last=True, there are fewer "
-            f"samples than batch_size={size}; pass a smaller batch_size, or drop_last=False"
+            f"dataset={name} has fewer samples than batch_size={size}, so with drop_last=True an "
+            "epoch has no batches; pass a smaller batch_size, or drop_last=False"
         )
     try:
         samples = len(dataset)
@@ -36,7 +36,7 @@ def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     whole = samples // (size or 1) if drops else -(-samples // (size or 1))
     if len(counts) > 1 and whole > 1 and {*counts} == {whole}:
         warn(
-            f"each of {len(counts)} workers has read all {samples} samples of dataset={name}, "
-            f"so the loop got each of them {len(counts)} times; have its __iter__ take one part "
-            "for each torch.utils.data.get_worker_info().id"
+            f"each of {len(counts)} workers read all {samples} samples of dataset={name}, so the "
+            f"loop received each sample {len(counts)} times; let its __iter__ yield only the part "
+            "for torch.utils.data.get_worker_info().id"
         )

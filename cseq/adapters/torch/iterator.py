@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 __all__ = ["LoaderIterator", "LoaderTimeout"]
 
 DRAWN_AGAIN = (
-    "; with rng='worker', its random generators restart from the worker's seed, so earlier numbers "
-    "repeat; rng='batch' draws the same as without the death, max_restarts=0 forbids replacements"
+    "; with rng='worker', the replacement's random generators restart from the worker's seed and "
+    "repeat earlier numbers; pass rng='batch' to draw the same numbers as without the death, or "
+    "max_restarts=0 to forbid replacements"
 )
 INTERRUPTED = (
-    "this iterator's epoch is over: its workers were closed, or they belong to the process that "
-    "forked this one; call iter() of the DataLoader again"
+    "this iterator has ended: its workers were closed, or they belong to the process that forked "
+    "this one; call iter() on the DataLoader again"
 )
 # A placeholder for the exception of a skipped batch.
 LEFT_OUT = Exception()
@@ -129,15 +130,15 @@ class LoaderIterator(names.Workers):
         """Reject data sets that several threads cannot share."""
         if self._in_threads and self._is_iterable:
             raise ValueError(
-                f"dataset={dataset} is an IterableDataset, and threads do not divide one: "
-                "get_worker_info() is None in them; pass num_workers=1, or "
+                f"dataset={dataset} is an IterableDataset, which several threads cannot divide, "
+                "because get_worker_info() is None in threads; pass num_workers=1, or "
                 "worker_method='multiprocessing'"
             )
         if self._shares_state:
             raise ValueError(
-                f"dataset={dataset} has a state, and threads share the data set: its state is not "
-                "one worker's; pass num_workers=1, worker_method='multiprocessing', or "
-                "snapshot_every_n_steps=0"
+                f"dataset={dataset} has a state, which cannot be saved for each worker, because "
+                "threads share the data set; pass num_workers=1, worker_method='multiprocessing', "
+                "or snapshot_every_n_steps=0"
             )
 
     def _open(self, loader: DataLoader[Any]) -> Any:
@@ -285,7 +286,7 @@ class LoaderIterator(names.Workers):
         """
         me = get_ident()
         if self._taker not in (0, me):
-            raise RuntimeError("another thread is in next() of this iterator; take turns")
+            raise RuntimeError("another thread is calling next() on this iterator; use a lock")
         self._taker = me
         try:
             while True:

@@ -48,15 +48,15 @@ NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
 # Arguments of cseq's managers that have a different name in a DataLoader.
 ELSEWHERE = {
-    "buffer": "that is `prefetch_factor` here: batches for each worker",
-    "collate": "that is `collate_fn` here",
-    "device": "batches are made on the CPU: pass pin_memory=True, and move them in the loop",
-    "order": "pass it as sampler=, or as batch_sampler= where it has batches of its own",
-    "out_type": "batches are made on the CPU: pass pin_memory=True, and move them in the loop",
-    "seed": "pass generator=torch.Generator().manual_seed(seed); with rng='batch', what the data "
-    "set draws does not depend on the workers, either",
+    "buffer": "use prefetch_factor=, the number of batches per worker",
+    "collate": "use collate_fn=",
+    "device": "batches are made on the CPU; pass pin_memory=True, and move them in the loop",
+    "order": "pass it as sampler=, or as batch_sampler= if it makes whole batches",
+    "out_type": "batches are made on the CPU; pass pin_memory=True, and move them in the loop",
+    "seed": "pass generator=torch.Generator().manual_seed(seed); with rng='batch', the data set's "
+    "random numbers do not depend on the workers either",
     "shard": "pass a sampler with this rank's indices, such as torch's DistributedSampler",
-    "start_method": "that is `multiprocessing_context` here",
+    "start_method": "use multiprocessing_context=",
 }
 
 T_co = TypeVar("T_co", covariant=True)
@@ -180,8 +180,8 @@ class DataLoader(Torchs[T_co]):
                 raise unexpected(type(self).__name__, name, KNOWN, ELSEWHERE)
             if kwargs.get("num_workers") == "auto":
                 raise ValueError(
-                    "num_workers='auto' is for MPSequence and MTSequence; pass a number: advice() "
-                    "says which, after an epoch"
+                    "num_workers='auto' requires an MPSequence or MTSequence; pass a number (after "
+                    "an epoch, advice() recommends one)"
                 )
             if any(isinstance(argument, Order) for argument in (*args, *kwargs.values())):
                 from cseq.adapters.torch.batches import with_order
@@ -193,8 +193,8 @@ class DataLoader(Torchs[T_co]):
                 setattr(self, name, choice(name, value, (None, *VALUES[name])))
             if worker_method == "thread" and self.multiprocessing_context is not None:
                 raise ValueError(
-                    "multiprocessing_context says how processes are started, and "
-                    "worker_method='thread' starts no process: pass one of the two"
+                    "multiprocessing_context= cannot be combined with worker_method='thread', "
+                    "which starts no processes; pass only one of them"
                 )
             every = type(self).snapshot_every_n_steps
             if snapshot_every_n_steps is not None:
@@ -312,8 +312,8 @@ class DataLoader(Torchs[T_co]):
             stats = iterator.stats()
         if stats is None:
             raise RuntimeError(
-                "there are no worker processes of cseq's to count for: begin an epoch, with "
-                "num_workers above 0"
+                "this loader has no cseq workers, so there is nothing to count; start an epoch "
+                "with num_workers above 0"
             )
         return stats
 
@@ -366,8 +366,8 @@ class DataLoader(Torchs[T_co]):
             reason = reason_against(self)
         if reason is not None:
             self._warn(
-                "the state of a DataLoader is empty: torch's own iterator is used, since %s. "
-                "A run that loads it begins its epoch again",
+                "the state of this DataLoader is empty: the loader falls back to torch's "
+                "own iterator because %s. A run that loads this state restarts its epoch",
                 reason,
             )
             return {}
@@ -376,18 +376,17 @@ class DataLoader(Torchs[T_co]):
             progress = LoaderProgress(self, keys, rng=self.rng or defaults.rng)
         if self.snapshot_every_n_steps is None and is_stateful(self.dataset):
             self._warn(
-                "dataset=%s has state_dict(), which a DataLoader does not call: a resume %s; "
-                "StatefulDataLoader, or snapshot_every_n_steps=1, keeps its state, and 0 is silent",
+                "dataset=%s has a state_dict(), which a DataLoader does not call, so a resume %s; "
+                "to save that state, use StatefulDataLoader or snapshot_every_n_steps=1; to "
+                "silence this warning, pass snapshot_every_n_steps=0",
                 type(self.dataset).__name__,
-                "makes the epoch's batches again"
-                if progress.iterable
-                else "begins with the data set as it is made",
+                "makes the epoch's batches again" if progress.iterable else "does not restore it",
             )
         is_whole = progress.finished or not progress.yielded or progress.iterable
         if not (is_whole or getattr(self, "in_order", True) or self.num_workers < 2):
             log.warning(
-                "a state in the middle of an epoch with in_order=False only counts batches: after "
-                "it, those that overtook others come again, and these are lost"
+                "with in_order=False, a state in the middle of an epoch only counts batches: a "
+                "resume repeats batches that overtook others, and loses the overtaken batches"
             )
         if progress.batching is None:
             progress.batching = self._batching()
@@ -434,7 +433,9 @@ class DataLoader(Torchs[T_co]):
         tensor([2, 3]) tensor([4, 5])
         """
         if not isinstance(state_dict, dict):
-            raise TypeError(f"state_dict={state_dict!r}: pass the dict that state_dict() returned")
+            raise TypeError(
+                f"state_dict={state_dict!r} is not a dict; pass the dict that state_dict() returned"
+            )
         loaded = copy.deepcopy(state_dict)
         resume = self._resume(loaded, strict=flag("strict", strict))
         own: Any = None if resume is None else resume["sampler"].get("sampler")
@@ -446,8 +447,8 @@ class DataLoader(Torchs[T_co]):
         saved, rng = state_dict.get("rng"), self.rng or defaults.rng
         if saved not in (None, rng):
             log.warning(
-                "the state was taken with rng=%r, and this loader has rng=%r: what the data set "
-                "draws at random is not what it would have drawn; pass the same rng",
+                "the state was saved with rng=%r, but this loader has rng=%r, so the data set will "
+                "not draw the same random numbers as in one uninterrupted run; pass the same rng",
                 saved,
                 rng,
             )

@@ -130,7 +130,7 @@ def _use() -> None:
     mode = torch.overrides.BaseTorchFunctionMode()
     push_mode(mode)
     if function_modes()[-1] is not mode:
-        raise ValueError("a function mode is not where it was put")
+        raise ValueError("the last function mode is not the one that was pushed")
     mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
@@ -159,4 +159,4 @@ try:
 # Any type of exception is possible, because a name may have changed its meaning.
 except Exception as error:  # noqa: BLE001
     _what = f"{type(error).__name__}: {error}"
-    REASON = f"this torch, {torch.__version__}, differs from those that cseq knows ({_what})"
+    REASON = f"torch {torch.__version__} differs from the versions that cseq supports ({_what})"

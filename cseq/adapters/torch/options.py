@@ -50,7 +50,7 @@ class Defaults:
 
     def __setattr__(self, name: str, value: str) -> None:
         if name not in VALUES:
-            raise AttributeError(f"there is no default {name!r}; there are {', '.join(VALUES)}")
+            raise AttributeError(f"{name!r} is not a default; the defaults are {', '.join(VALUES)}")
         super().__setattr__(name, choice(name, value, VALUES[name]))
 
 

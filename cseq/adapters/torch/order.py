@@ -179,7 +179,7 @@ def states_of(text: str) -> torch.Tensor:
     count = int.from_bytes(kept[:4], sys.byteorder)
     start = 4 + -(-count // 8)
     if start > len(kept):
-        raise ValueError(f"the state of a generator has {len(kept)} bytes and {count} words")
+        raise ValueError(f"a generator state of {count} words does not fit in {len(kept)} bytes")
     used = np.unpackbits(np.frombuffer(kept[4:start], np.uint8), count=count).astype(bool)
     words = np.zeros(count, np.uint32)
     words[used] = np.frombuffer(kept[start:], np.uint32)
@@ -502,8 +502,9 @@ class Keys:
         if kept != ("generator" in self._sources):
             its, ours = ("with", "has none") if kept else ("without", "has one")
             raise ValueError(
-                f"the state is of a sampler {its} a generator, and this loader's {ours}, so its "
-                f"order is another; make it {its} one, or do not load this state"
+                f"the state was saved {its} a generator for the sampler, but this loader's sampler "
+                f"{ours}, so its order would differ; create the loader {its} a generator, or do "
+                "not load this state"
             )
 
     def _first_of(self, iterator: Iterator[Any]) -> object:
@@ -555,9 +556,9 @@ class Keys:
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
-                "%s draws from a global generator (%s) with later keys than its first: a resume in "
-                "the middle of an epoch cannot draw the same again, so samples may come twice or "
-                "not at all; have it draw all at once, or from a generator of its own",
+                "%s draws from a global generator (%s) even after its first key, so a resume in "
+                "the middle of an epoch cannot draw the same numbers, and may repeat or miss "
+                "samples; draw all numbers at the first key, or from the sampler's own generator",
                 type(self.layers.inner).__name__,
                 ", ".join(late),
             )

@@ -32,10 +32,10 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
         return own(self)
     rng, on_error, method = defaults.rng, defaults.on_error, defaults.worker_method
     if self.num_workers == 0 and (rng, on_error) == ("worker", "raise"):
-        reason = "with num_workers=0 the loop makes the batches"
+        reason = "with num_workers=0, the loop makes the batches"
     # Some versions of torch support worker threads.
     elif getattr(self, "worker_method", None) == "thread":
-        reason = "torch's worker threads are its own"
+        reason = "its workers are torch's own threads"
     if reason is None:
         return make_iterator(self, lambda: own(self), Options(rng, on_error, method))
     self._progress = None
@@ -61,8 +61,8 @@ def install() -> None:
     present: Callable[[Any], object] = _class._get_iterator
     if getattr(present, "__module__", None) != "torch.utils.data.dataloader":
         raise RuntimeError(
-            f"DataLoader._get_iterator is not torch's own any more, but {present!r}: install cseq "
-            "first, or leave out the other one"
+            f"another library has replaced torch's DataLoader._get_iterator with {present!r}; call "
+            "cseq's install() first, or do without the other library"
         )
     _original = present
     _class._get_iterator = _get_iterator
@@ -76,7 +76,10 @@ def uninstall() -> None:
         return
     present = _class._get_iterator
     if present is not _get_iterator:
-        raise RuntimeError(f"DataLoader._get_iterator is {present!r}: undo that first")
+        raise RuntimeError(
+            f"another library has replaced cseq's DataLoader._get_iterator with {present!r}; "
+            "undo that first"
+        )
     _class._get_iterator = _original
     del _class.stats
     _original = None

@@ -59,24 +59,30 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
     facts, rank = json.dumps(order.facts(), sort_keys=True, default=str), distributed.get_rank()
     key = f"cseq/seed/{zlib.crc32(facts.encode()):08x}/{numbers}"
     remedy = (
-        "give all ranks the same seed: generator=torch.Generator().manual_seed(seed) of a "
-        "DataLoader, or seed= of a BatchSampler"
+        "pass the same seed on all ranks, to a DataLoader as "
+        "generator=torch.Generator().manual_seed(seed) and to a BatchSampler as seed="
     )
     store = getattr(distributed.distributed_c10d, "_get_default_store", lambda: None)()
     if store is None:
-        raise RuntimeError(f"rank {rank} cannot ask for rank 0's seed of order={order!r}; {remedy}")
+        raise RuntimeError(
+            f"rank {rank} needs rank 0's seed for order={order!r}, but the process group has no "
+            f"store to send it; {remedy}"
+        )
     if rank == 0:
         store.set(key, str(seed))
         return seed
     began, nap, has_warned = time.monotonic(), 0.001, False
     while not store.check([key]):
         waited = time.monotonic() - began
-        text = f"rank {rank} has waited {waited:.0f} s for rank 0 to begin order={order!r}"
+        text = (
+            f"rank {rank} needs rank 0's seed for order={order!r}, and has waited {waited:.0f} s "
+            "for rank 0 to start its epoch"
+        )
         if waited > store.timeout.total_seconds():
-            raise RuntimeError(f"{text}, whose seed both need; {remedy}")
+            raise RuntimeError(f"{text}; {remedy}")
         if waited > PATIENCE and not has_warned:
             has_warned = True
-            log.warning("%s, whose seed both need; if it does not, %s", text, remedy)
+            log.warning("%s; if rank 0 does not start one, %s", text, remedy)
         time.sleep(nap)
         nap = min(1.0, 2 * nap)
     return int(store.get(key))
@@ -113,9 +119,9 @@ def divisions(sampler: Any) -> list[tuple[int, int]]:
 def warn_twice(*ranks: int) -> None:
     """Warn once that the batches are divided among ranks more than once."""
     log.warning(
-        "the batches are divided among ranks twice, by %s: an epoch lacks samples; where a "
-        "framework divides them (accelerate's prepare), leave out DistributedSampler, or shard= "
-        "of a BatchSampler",
+        "the batches are divided among ranks twice, by %s, so an epoch misses samples; if a "
+        "framework divides them (as accelerate's prepare does), omit DistributedSampler, or the "
+        "shard= of a BatchSampler",
         " and by ".join(map(str, ranks)),
     )
 

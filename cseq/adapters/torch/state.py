@@ -155,7 +155,8 @@ def resumed(
     state = _lifted(state)
     if state["kind"] != kind:
         raise ValueError(
-            f"the state is of a loader of {state['kind']}-style data; this one's is {kind}-style"
+            f"the state was saved by a loader of {state['kind']}-style data, but this loader's "
+            f"data is {kind}-style"
         )
     yielded = int(min(state[name] for name in NUMBERS))
     # Whether the epoch of the state is over or has not started.
@@ -175,11 +176,11 @@ def resumed(
         start, yielded = _cut(state, yielded, batching, strict=strict)
     is_divided = kind == "iterable" and not is_between
     if (is_divided or has_states) and state["num_workers"] != num_workers:
-        what = "an IterableDataset" if kind == "iterable" else "a data set that has a state"
+        what = "an IterableDataset" if kind == "iterable" else "a stateful data set"
         raise ValueError(
-            f"the state is of num_workers={state['num_workers']} and this loader has "
-            f"num_workers={num_workers}: with {what} both must be the same, since every worker "
-            "has a share of its own"
+            f"the state was saved with num_workers={state['num_workers']}, but this loader has "
+            f"num_workers={num_workers}, and each worker has its own part of {what}; pass the same "
+            "number"
         )
     several = max(1, num_workers)
     counts, ended, base_seed = state["counts"], state["ended"], state["base_seed"]
@@ -203,11 +204,11 @@ def _lifted(state: State) -> State:
     """Convert a state to the current version. Raise ValueError if it is malformed."""
     if "_snapshot" in state or "fetcher_state" in state:
         raise ValueError(
-            "the state is of torchdata's StatefulDataLoader, whose format is not read here: finish "
-            "its epoch with that loader, then begin the next one with this loader, without a state"
+            "the state was saved by torchdata's StatefulDataLoader, whose format cseq cannot read; "
+            "finish the epoch with that loader, then start the next one here, without a state"
         )
     if "order" in state:
-        raise ValueError("the state is of a manager, such as MPSequence; load it into one")
+        raise ValueError("the state was saved by a manager, such as MPSequence; load it into one")
     version = state.get("version")
     try:
         lifted = LIFTS[version](state) if version in LIFTS else state
@@ -215,7 +216,8 @@ def _lifted(state: State) -> State:
         raise ValueError(f"the state of version {version} is malformed: {error!r}") from error
     if type(version) is not int or lifted.get("version") != VERSION:
         raise ValueError(
-            f"the state has version {version!r}; a DataLoader's have {min(LIFTS)} to {VERSION}"
+            f"the state has version {version!r}, but a DataLoader reads versions {min(LIFTS)} to "
+            f"{VERSION}"
         )
     for name, fits in FORM.items():
         try:
@@ -224,8 +226,8 @@ def _lifted(state: State) -> State:
             is_fine = False
         if not is_fine:
             raise ValueError(
-                f"the state is malformed, with {name}={reprlib.repr(lifted.get(name))}; pass what "
-                "state_dict() of a DataLoader returned"
+                f"the state is malformed: {name}={reprlib.repr(lifted.get(name))}; pass the dict "
+                "that a DataLoader's state_dict() returned"
             )
     return lifted
 
@@ -285,14 +287,14 @@ def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[
     for name in (*ORDER, *(() if is_shared else BATCHES)) if strict else ():
         saved, value = state.get(name), batching[name]
         if saved is not None and value is not None and saved != value:
-            way = "make it with the same"
+            way = "create the loader with the same value"
             if name == "samples":
-                way += (
-                    ", or call load_state_dict(state, strict=False) to continue at the same "
-                    "position of this one"
+                way = (
+                    "use the same data, call load_state_dict(state, strict=False) to continue at "
+                    "the same position in this data"
                 )
             raise ValueError(
-                f"the state is of an epoch with {name}={saved!r}, and this loader has "
+                f"the state was saved in an epoch with {name}={saved!r}, but this loader has "
                 f"{name}={value!r}, so its batches differ; {way}, or do not load this state"
             )
     start: list[int] = list(state["start"])

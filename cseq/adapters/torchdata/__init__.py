@@ -182,8 +182,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             if dispatched is not None:
                 if self.max_restarts:
                     raise ValueError(
-                        f"max_restarts={self.max_restarts} with a sharding_round_robin_dispatch: "
-                        "what was dispatched to a worker that dies is gone; pass 0"
+                        f"max_restarts={self.max_restarts} cannot be combined with "
+                        "sharding_round_robin_dispatch, because items that were dispatched to a "
+                        "dead worker are lost; pass 0"
                     )
                 datapipe = replaced(datapipe, dispatched, _DummyIterDataPipe())
                 make = partial(Dispatcher, dispatched)
@@ -219,7 +220,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
             the graph.
         """
         if self._outlet is None:
-            raise RuntimeError("initialize_iteration() comes after initialize()")
+            raise RuntimeError("initialize_iteration() was called before initialize()")
         _stop(self._outlet, self._streams, self._relay)
         seeds, skip = seed_generator, 0
         state, self._restored = self._restored, None
@@ -324,7 +325,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
     def stats(self) -> Stats:
         """Return the statistics of the workers so far; see `cseq.Stats`."""
-        return self._needs_workers("count").stats()
+        return self._needs_workers("count items").stats()
 
     @property
     def _run(self) -> Run[Items] | None:
@@ -352,11 +353,13 @@ def _close(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) 
 
 def _check_state(state: dict[str, Any], num_workers: int) -> None:
     if state["version"] != STATE_VERSION:
-        raise ValueError(f"this state is of version {state['version']}, not {STATE_VERSION}")
+        raise ValueError(
+            f"this state has version {state['version']}, but cseq reads version {STATE_VERSION}"
+        )
     if state["position"] is not None and state["num_workers"] != num_workers:
         raise ValueError(
-            f"this state is within an epoch of num_workers={state['num_workers']}, not "
-            f"{num_workers}, and the order of items depends on it; pass the same number"
+            f"this state was saved in an epoch with num_workers={state['num_workers']}, but here "
+            f"num_workers={num_workers}, and the order of items depends on it; pass the same number"
         )
 
 

@@ -71,9 +71,9 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         skipped = sum(1 for _ in itertools.islice(items, skip))
         if skipped < skip:
             raise RuntimeError(
-                f"the state was taken after {skip} items of the epoch, which now has only "
-                f"{skipped}: this graph gives other items for the same seeds, or its data has "
-                "changed"
+                f"the state was saved after {skip} items of the epoch, but the epoch now has only "
+                f"{skipped}: the data has changed, or the graph yields different items for the "
+                "same seeds"
             )
         for position, item in enumerate(items, skip + 1):
             self.position = position

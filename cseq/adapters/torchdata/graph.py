@@ -41,7 +41,7 @@ def shard(pipe: DataPipe, info: Any) -> None:
 def as_pipe(value: Any, origin: str) -> DataPipe:
     """Return `value` if it is a datapipe. `origin` names the user function that returned it."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
-        raise TypeError(f"{origin} returned {value!r}, not a datapipe; return its argument")
+        raise TypeError(f"{origin} returned {value!r}, not a datapipe; return the datapipe")
     return value
 
 

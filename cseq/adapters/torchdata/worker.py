@@ -89,7 +89,7 @@ class _Pipeline:
 
     def _apply(self, function: GraphFn | None) -> None:
         if function is not None:
-            self._running = as_pipe(function(self._running), "the function")
+            self._running = as_pipe(function(self._running), "the pause or resume function")
 
     def close(self) -> None:
         """Stop the epoch. Closing the iterator also stops the threads of the graph."""
@@ -150,7 +150,9 @@ class Dispatcher(_Pipeline):
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
         _seed_globals(epoch.seeds.generate_shared_seed)
         set_datapipes_seed(list_dps(traverse_dps(self._pipe)), epoch.seeds, distributed_shared=True)
-        return self._pipe if epoch.reset_fn is None else as_pipe(epoch.reset_fn(self._pipe), "…")
+        if epoch.reset_fn is None:
+            return self._pipe
+        return as_pipe(epoch.reset_fn(self._pipe), "iter_reset_fn")
 
 
 def _seed_globals(draw: Callable[[], int]) -> None:

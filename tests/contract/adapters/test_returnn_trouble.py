@@ -165,7 +165,7 @@ def test_ctrl_c_anywhere_in_loading(make, buffer_size, start, known, share):
             said = str(error)
         if said:
             assert struck.is_set()
-            assert "begin one with init_seq_order" in said
+            assert "call init_seq_order first" in said
         else:
             assert [seq.seq_idx for seq in dataset.added_data] == list(range(start, 7))
             assert [seq.seq_tag for seq in dataset.added_data] == expected[start:]

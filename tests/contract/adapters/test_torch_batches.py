@@ -245,12 +245,12 @@ def test_a_state_of_another_order():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch_sampler": cseq.Shuffled(9)}, "single samples; pass sampler="),
-        ({"sampler": Pairs(9)}, "batches of its own; pass batch_sampler="),
-        ({"sampler": cseq.Shuffled(), "shuffle": True}, "shuffle=True beside sampler="),
-        ({"sampler": cseq.Shuffled(), "batch_sampler": [[0]]}, r"batch_sampler=\[\[0\]\] beside"),
-        ({"batch_sampler": Pairs(9), "sampler": [0]}, r"sampler=\[0\] beside batch_sampler="),
-        ({"sampler": cseq.Shuffled(), "batch_size": None}, "batch_size=None beside"),
+        ({"batch_sampler": cseq.Shuffled(9)}, "yields single samples; pass it as sampler="),
+        ({"sampler": Pairs(9)}, "makes whole batches; pass it as batch_sampler="),
+        ({"sampler": cseq.Shuffled(), "shuffle": True}, "shuffle=True cannot be .* sampler="),
+        ({"sampler": cseq.Shuffled(), "batch_sampler": [[0]]}, r"batch_sampler=\[\[0\]\] cannot"),
+        ({"batch_sampler": Pairs(9), "sampler": [0]}, r"sampler=\[0\] .* with batch_sampler="),
+        ({"sampler": cseq.Shuffled(), "batch_size": None}, "batch_size=None cannot"),
         ({"sampler": cseq.Shuffled(8)}, "covers 8 samples, the data has 9"),
         ({"batch_sampler": Pairs(9), "batch_size": 4}, "mutually exclusive"),
     ],
@@ -271,9 +271,9 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 def test_an_order_of_no_data_set(name):
     """The error names what is missing, even for a data set without indices."""
     options = {name: cseq.Sequential(4)}
-    with pytest.raises(TypeError, match=f"{name}=.* beside no data set: an order needs"):
+    with pytest.raises(TypeError, match=f"{name}=.* is an order, .* dataset= is missing"):
         DataLoader(**options)
-    with pytest.raises(TypeError, match=f"{name}=.* beside dataset=.*, an IterableDataset: an"):
+    with pytest.raises(TypeError, match=f"{name}=.* but dataset= is .*, an IterableDataset"):
         DataLoader(Stream(), **options)
 
 
@@ -301,7 +301,7 @@ def test_a_state_with_another_seed():
 def test_what_a_batch_sampler_refuses():
     with pytest.raises(TypeError, match=r"order=\[1\] is not a cseq.Order"):
         BatchSampler([1])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="over no number of samples"):
+    with pytest.raises(ValueError, match="created without a number of samples"):
         BatchSampler(cseq.Shuffled())
-    with pytest.raises(ValueError, match=r"batch_size=4: the units of order=.* are batches"):
+    with pytest.raises(ValueError, match=r"batch_size=4 .* order=.*, whose units are batches"):
         BatchSampler(cseq.Buckets([2, 3, 4], 8), 4)

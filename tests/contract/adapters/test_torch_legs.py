@@ -316,7 +316,7 @@ def test_a_sampler_with_another_seed_is_refused():
         cseq.DataLoader(Plain(9), sampler=sampler_of(9, 1, 0, seed=seed)) for seed in (3, 4)
     )
     next(iter(made))
-    with pytest.raises(ValueError, match="seed=3, and this loader has seed=4"):
+    with pytest.raises(ValueError, match="seed=3, but this loader has seed=4"):
         other.load_state_dict(made.state_dict())
 
 

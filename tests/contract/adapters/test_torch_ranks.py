@@ -190,7 +190,7 @@ def test_ranks_agree_on_the_seed_of_an_order(run_ranks):
     assert zero[0][0] == order.batches(4, seed=5)[::2]
     assert resumed == again == order.batches(4, seed=5)
     assert silent == []
-    assert any("has rank 0's seed here, too, not torch.initial_seed()=6" in line for line in lines)
+    assert any("instead of this rank's torch.initial_seed()=6" in line for line in lines)
 
 
 ALONE = """
@@ -208,7 +208,8 @@ def test_a_rank_that_iterates_alone(run_ranks):
     """Rank 0 does not wait; another rank waits for its seed until the group's timeout."""
     assert samples_of(run_ranks(ALONE, "0")[0]) == list(range(8))
     answer = run_ranks(ALONE, "1")[1]
-    assert re.match(r"rank 1 has waited \d+ s for rank 0 to begin order=<Shuffled: 8 ", answer)
+    assert re.match("rank 1 needs rank 0's seed for order=<Shuffled: 8 ", answer)
+    assert re.search(r"and has waited \d+ s for rank 0", answer)
     assert "generator=torch.Generator().manual_seed(seed)" in answer
 
 
@@ -236,9 +237,9 @@ def test_what_accelerate_divides(run_ranks):
     assert silent == []
     assert [len(epoch) for epoch in halves] == [2, 2]
     [line] = lines
-    assert line.startswith("the batches are divided among ranks twice, by 2 and by 2: an epoch")
+    assert line.startswith("the batches are divided among ranks twice, by 2 and by 2, so an epoch")
     assert [len(epoch) for epoch in given] == [4, 4]
-    assert re.match("seed=1 of order=<.*> is 0 on rank 0, so ranks .* give all of", one[2][0])
+    assert re.match("order=<.*> has seed=1 on this rank but seed=0 on rank 0, .* pass", one[2][0])
 
 
 DRAWS = """

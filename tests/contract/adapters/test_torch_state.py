@@ -46,7 +46,7 @@ def test_a_state_of_another_rng(taken, caplog):
     loader(Plain(2), 0, rng=taken).load_state_dict(state)
     assert caplog.messages == []
     loader(Plain(2), 0, rng=other).load_state_dict(state)
-    assert f"taken with rng={taken!r}, and this loader has rng={other!r}" in caplog.text
+    assert f"saved with rng={taken!r}, but this loader has rng={other!r}" in caplog.text
 
 
 class Shuffler(data.Sampler[Any]):
@@ -114,7 +114,7 @@ def test_a_sampler_that_draws_key_by_key_is_told(num_workers, caplog):
     iterator = iter(made)
     assert num_workers or not caplog.records
     taken(iterator, 1)
-    assert "Shuffler draws from a global generator (numpy) with later keys" in caplog.text
+    assert "Shuffler draws from a global generator (numpy) even after its first key" in caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -188,7 +188,7 @@ def test_a_state_without_the_generator_that_a_sampler_has():
         Plain(12), 0, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1)
     )
     again.load_state_dict(made.state_dict())
-    with pytest.raises(ValueError, match="the state is of a sampler without a generator"):
+    with pytest.raises(ValueError, match="the state was saved without a generator"):
         iter(again)
 
 
@@ -248,7 +248,7 @@ def test_states_that_do_not_fit():
     iterable = loader(Sharded(9, 4), batch_size=2)
     taken(iter(iterable), 2)
     state = iterable.state_dict()
-    with pytest.raises(ValueError, match=r"num_workers=2 .* num_workers=1"):
+    with pytest.raises(ValueError, match=r"num_workers=2, .* num_workers=1"):
         loader(Sharded(9), 1, batch_size=2).load_state_dict(state)
     with pytest.raises(ValueError, match="iterable-style"):
         loader(Plain()).load_state_dict(state)
@@ -257,9 +257,9 @@ def test_states_that_do_not_fit():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"shuffle": True}, "sampler_type='SequentialSampler', and .*'RandomSampler'"),
+        ({"shuffle": True}, "sampler_type='SequentialSampler', but .*'RandomSampler'"),
         ({"sampler": data.DistributedSampler(range(19), 1, 0)}, "SequentialSampler"),
-        ({"dataset": Plain(20)}, r"samples=19, and .* samples=20, .* strict=False"),
+        ({"dataset": Plain(20)}, r"samples=19, but .* samples=20, .* strict=False"),
     ],
     ids=["shuffled", "shared", "grown"],
 )
@@ -283,12 +283,12 @@ def test_states_of_another_order(options, text):
     ("state", "error", "text"),
     [
         *((state, TypeError, "pass the dict that state_dict") for state in (None, 3, [1])),
-        ({"_snapshot": {}}, ValueError, "torchdata's StatefulDataLoader, .* finish its epoch"),
+        ({"_snapshot": {}}, ValueError, "torchdata's StatefulDataLoader, .* finish the epoch"),
         ({"fetcher_state": None}, ValueError, "torchdata's StatefulDataLoader, "),
         (
             cseq.MTSequence(np.arange(9), 3, seed=1).state_dict(),
             ValueError,
-            "the state is of a manager",
+            "the state was saved by a manager",
         ),
         ({"epoch": 3}, ValueError, "version None"),
         ({"version": 9}, ValueError, "version 9"),
@@ -405,7 +405,7 @@ def test_a_sampler_with_a_state_that_draws_on_is_told(num_workers, caplog):
     made = loader(Plain(30), num_workers, sampler=Drawn(30, 3), batch_size=None)
     made.load_state_dict(state)
     assert len(list(made)) == 20
-    assert "Drawn draws from a global generator (torch) with later keys" in caplog.text
+    assert "Drawn draws from a global generator (torch) even after its first key" in caplog.text
 
 
 class Shuffling(data.IterableDataset[int]):

@@ -53,7 +53,7 @@ def test_map_style_data_with_a_state(num_workers, every):
     made.load_state_dict(first)
     assert same(list(made), batches)
     assert len(batches) == 12
-    with pytest.raises(ValueError, match=rf"num_workers={num_workers} .* num_workers=3"):
+    with pytest.raises(ValueError, match=rf"num_workers={num_workers}, .* num_workers=3"):
         loader(Drawing(12), 3, shuffle=True).load_state_dict(state)
 
 
@@ -176,7 +176,7 @@ def test_a_data_loader_asks_no_data_set_for_a_state(num_workers, persistent, tmp
     states = [made.state_dict() for _ in range(2)]
     assert states[0]["workers"] == (None,)
     [told] = caplog.messages
-    assert told.startswith("dataset=Asked has state_dict(), which a DataLoader does not call: a ")
+    assert told.startswith("dataset=Asked has a state_dict(), which a DataLoader does")
     assert "StatefulDataLoader" in told
     rest = [batch.tolist() for batch in iterator]
     assert len(rest) == 7
@@ -241,7 +241,7 @@ def test_a_malformed_state(kind):
 def test_a_malformed_state_of_a_sampler(sampler):
     made = loader(Plain(8), 0, shuffle=True)
     taken(iter(made), 2)
-    with pytest.raises(ValueError, match="the state is malformed, with sampler="):
+    with pytest.raises(ValueError, match="the state is malformed: sampler="):
         made.load_state_dict({**made.state_dict(), "sampler": (sampler,)})
 
 

@@ -289,7 +289,7 @@ def test_arguments_that_cannot_be():
         ValueError, match=r"worker_method='fibre' is .* 'multiprocessing', 'thread'"
     ):
         cseq.DataLoader(Plain(3), worker_method="fibre")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="multiprocessing_context says how processes are started"):
+    with pytest.raises(ValueError, match="multiprocessing_context= cannot be combined with"):
         threads(Plain(3), multiprocessing_context="spawn")
 
 

@@ -354,5 +354,5 @@ def test_a_forked_process_has_workers_of_its_own(run_prepared, method, persisten
     """New iterators work; an inherited one raises, and the parent's goes on."""
     done = run_prepared(INHERITED, method, persistent)
     batches = 24 if persistent else 12
-    said = ["call iter() of the DataLoader again", f"True {batches}", "True"]
+    said = ["call iter() on the DataLoader again", f"True {batches}", "True"]
     assert done.stdout.splitlines() == said, done.stderr

@@ -149,12 +149,12 @@ def test_what_is_wrong_is_named(config, contract, make_rows):
         with pytest.raises((TypeError, ValueError), match=match):
             titan.build(config(**options), contract, ROW, 2)
 
-    wrong(r"rows=None is not callable; pass a function that takes the length", rows=None)
-    wrong(r"dataloader.dataset='c4': .* leave it out", dataset="c4")
-    wrong(r"dataloader.dataset_path='c4': .* leave it out", dataset_path="c4")
+    wrong(r"rows=None is not callable; pass a function that takes the row length", rows=None)
+    wrong(r"dataloader.dataset='c4' is not supported: .* omit it", dataset="c4")
+    wrong(r"dataloader.dataset_path='c4' is not supported: .* omit it", dataset_path="c4")
     wrong(r"seed=-1", seed=-1)
     said = (
-        "returned .*; return a cseq.tokens.Rows of the length that it is given, 16, without flat="
+        "returned .*; return a cseq.tokens.Rows with the requested row length, 16, and without flat"
     )
     others = (lambda _: None, lambda _: make_rows(ROW + 1), partial(make_rows, flat=True))
     for rows in others:
@@ -174,7 +174,7 @@ def test_keys_of_rows_do_not_matter(config, contract, make_rows):
 @pytest.mark.parametrize("contract", ["newer"])
 def test_a_batch_is_whole_rows(config, contract):
     """A number of tokens that is not a multiple of a row's is refused."""
-    with pytest.raises(ValueError, match=r"num_tokens_per_batch=40 is no multiple of .*=16; pass"):
+    with pytest.raises(ValueError, match=r"num_tokens_per_batch=40 is not a multiple of .*=16"):
         config().build(dp_rank=0, dp_world_size=1, max_context_length=16, num_tokens_per_batch=40)
     with pytest.raises(TypeError, match="max_context_length=None"):
         config().build(dp_rank=0, dp_world_size=1)
@@ -185,4 +185,4 @@ def test_without_torchtitan_the_import_says_what_to_install():
     code = "import sys; sys.modules['{}'] = None; import cseq.adapters.torchtitan"
     lack = [sys.executable, "-c", code.format("torchtitan")]
     done = subprocess.run(lack, capture_output=True, text=True, check=False)
-    assert "ImportError: this needs torchtitan: pip install torchtitan" in done.stderr
+    assert "ImportError: this adapter needs torchtitan; install it with: pip" in done.stderr

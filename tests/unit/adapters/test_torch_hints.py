@@ -40,7 +40,7 @@ def test_a_stream_that_comes_once_per_worker(caplog, size):
     loader = DataLoader(Stream(12), size, num_workers=2)
     assert [sum(1 for _ in loader) for _ in range(2)] == [2 * len(range(0, 12, size or 1))] * 2
     [line] = caplog.messages
-    assert line.startswith("each of 2 workers has read all 12 samples of dataset=Stream, so the")
+    assert line.startswith("each of 2 workers read all 12 samples of dataset=Stream, so the")
     assert "get_worker_info().id" in line
 
 
@@ -70,6 +70,6 @@ def test_an_epoch_without_batches(caplog, kind):
     loader = DataLoader(data, 16, drop_last=True, num_workers=workers, **options)
     assert [sum(1 for _ in loader) for _ in range(2)] == [0, 0]
     [line] = caplog.messages
-    assert re.match("an epoch .*has no batch: .*; pass a smaller batch_size, or drop_last=F", line)
+    assert re.search("epoch has no batch.*; pass a smaller batch_size, or drop_last=F", line)
     assert [*DataLoader([])] == []
     assert len(caplog.messages) == 1

@@ -92,15 +92,15 @@ class Own(cseq.DataLoader[int, str]): pass
         ("del data._utils.pin_memory.pin_memory", "pin_memory"),
         ("del torch.autograd._profiler_enabled", "_profiler_enabled"),
         ("d._Other = d._BaseDataLoaderIter; del d._BaseDataLoaderIter", "_BaseDataLoaderIter"),
-        ("torch.autograd._profiler_enabled = lambda kind: None", "differs from those that cseq"),
+        ("torch.autograd._profiler_enabled = lambda kind: None", "differs from the versions"),
     ],
 )
 def test_a_name_that_torch_lacks(run_prepared, change, reason):
     """The loader uses torch's own iterator, and the log says so once."""
     told, *lines = loads(run_prepared, change)
-    assert "torch's own iterator is used, since this torch, " in told
+    assert "falls back to torch's own iterator because torch " in told
     assert reason in told
-    assert lines.pop(4).startswith("the state of a DataLoader is empty: torch's own iterator")
+    assert lines.pop(4).startswith("the state of this DataLoader is empty: the loader falls")
     assert lines == [f"{BATCHES} torch.utils.data.dataloader"] * 4 + [BATCHES, "True"]
 
 
