@@ -165,7 +165,7 @@ def tiles(stats: Stats) -> str:
     rates, count = stats.as_dict(""), stats.num_workers
     shown = [
         (number(rates["batches_per_s"]), "batches a second"),
-        (f"{stats.loop_waiting:.0%}", "waiting of the loop"),
+        (f"{stats.loop_waiting:.0%}", "loop waiting"),
         (f"{rates['worker_busy']:.0%}", f"busy, {count} worker{'s' * (count != 1)}"),
         (duration(stats.start_waited), "wait for the first batch"),
         (f"{stats.restarts} / {stats.copies} / {stats.skips}", "restarts / copies / skips"),
@@ -222,9 +222,9 @@ def drawn(stats: Stats) -> Iterator[Drawn]:
         yield batch_times(stats)
     if over is not None:
         of = f" At most {stats.buffer:,} batches are ahead of the loop." if stats.buffer else ""
-        caption = f"Waiting for the loop. If there are none, it starves.{of}"
+        caption = f"Batches that wait for the loop. If there are none, the loop waits.{of}"
         yield over.area("Batches ready", over.ready[:-1], "cold", caption)
-        yield over.area("Batches a second", over.rate, "second", "Taken by the loop.")
+        yield over.area("Batches a second", over.rate, "second", "The rate of the loop.")
         if len(over.busy):
             yield workers(over)
 
@@ -286,7 +286,7 @@ def workers(over: Over) -> Drawn:
     if len(names) > MOST_ROWS:
         means = over.busy.mean(axis=1)
         names = np.sort(np.argsort(-abs(means - np.median(means)), kind="stable")[:MOST_ROWS])
-        about = f" Of {len(over.busy)} workers, the {MOST_ROWS} that differ most."
+        about = f" Of {len(over.busy)} workers, these are the {MOST_ROWS} that differ most."
     chart = over.chart("Part of the time that each worker works", len(names), None)
     every = math.ceil(len(names) / 8)
     for k, name in enumerate(names.tolist()):
@@ -294,7 +294,7 @@ def workers(over: Over) -> Drawn:
         chart.steps(over.edges.tolist(), (0.9 * over.busy[name]).tolist(), "first", floor)
         if not k % every:
             chart.text(chart.x.start - 8, chart.y.coordinate(floor), str(name), "faint end")
-    caption = f"A row for each worker: the higher the area, the busier.{about}"
+    caption = f"One row per worker: the higher the area, the busier the worker.{about}"
     return "Workers over time", chart, caption
 
 
@@ -311,7 +311,7 @@ def batch_times(stats: Stats) -> Drawn:
     chart.bars(buckets, "first")
     half, rare = times.quantile(0.5), times.quantile(0.99)
     chart.marks((half, f"p50 {duration(half)}", "ink"), (rare, f"p99 {duration(rare)}", "ink"))
-    return title, chart, f"{times.count:,} batches. The scale of times is logarithmic."
+    return title, chart, f"{times.count:,} batches. The time axis is logarithmic."
 
 
 def enough(stats: Stats) -> Drawn:
@@ -333,7 +333,7 @@ def enough(stats: Stats) -> Drawn:
         marks.append((window.room, f"{window.room} have cores", "faint"))
     chart.marks(*marks)
     caption = (
-        f"A batch takes a worker {duration(window.index)}, the loop {duration(window.step)}. The "
-        "line shows the batches a second of workers that never wait, the dot the measured rate."
+        f"A worker needs {duration(window.index)} per batch, and the loop {duration(window.step)}. "
+        "The line shows the rate with workers that never wait. The dot shows the measured rate."
     )
     return title, chart, caption
