@@ -11,14 +11,14 @@ cdef enum:
     CHUNK = 1024
     PAGE = 4096
 
-# The `owner` of a slot is FREE, the number of a worker, or TRAINER. The owner writes `nbytes`, the
-# number of committed bytes. The trainer writes `uses` (LEASED and PINNED).
+# A slot belongs to FREE, a worker's number or TRAINER. The owner writes `nbytes`, the committed
+# bytes. The trainer writes `uses` (LEASED and PINNED).
 cdef struct slot_chunk:
     uint32_t owner[CHUNK]
     uint32_t uses[CHUNK]
     uint64_t nbytes[CHUNK]
 
-# The number of slots, and a slot below which there are no known free slots.
+# The number of slots, and a slot below which none are known to be free.
 cdef struct slot_table:
     uint64_t made
     uint64_t hint
@@ -29,9 +29,9 @@ cdef struct slot_table:
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
-    # `most` is the maximum number of slots. If `depth` differs from the fork depth of this process, this
-    # object is a copy, which must not change anything. `held` leases are alive, and their slots have
-    # `held_bytes`. `peak` resets the peaks. `leases` maps slots to leases of tickets in the ring.
+    # If `depth` differs from the fork depth, this is a copy in a forked process, which must not
+    # change anything. `held` leases with `held_bytes` are alive. `leases` maps slots to leases of
+    # tickets in the ring.
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd
@@ -54,7 +54,7 @@ cdef class SlotTable:
         # SYNC: entries of slots are there
         return 0 if self.table == NULL else <Py_ssize_t>cseq_load_acq_u64(&self.table.made)
     cdef inline uint64_t committed(self, Py_ssize_t slot) noexcept nogil:
-        """Return the number of committed bytes in a slot, which is exact only for the owner."""
+        """Return the committed bytes of a slot. This is exact only for the owner."""
         return cseq_load_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK])
     cdef inline void set_committed(self, Py_ssize_t slot, uint64_t nbytes) noexcept nogil:
         cseq_store_rlx_u64(&self.chunk(slot).nbytes[slot % CHUNK], nbytes)

@@ -13,8 +13,8 @@ from cseq._memory cimport Mapping, Memory, forks_here
 import os
 from weakref import ref as weak_reference
 
-# A search over more than FAR slots raises the hint. If the loop drops its batches, there are fewer than
-# HARDLY_ANY leases. The uses of a slot are LEASED and PINNED.
+# A search over more than FAR slots raises the hint. A loop that drops its batches has fewer than
+# HARDLY_ANY leases. LEASED and PINNED are uses of a slot.
 cdef enum:
     FREE = 0
     FAR = 64
@@ -24,8 +24,8 @@ cdef enum:
 
 TRAINER = 0xFFFFFFFF
 
-# Weak references to the `SlotTable`s of the trainer. They are protected by the critical section of the
-# guard, because methods of a list enter the critical section of the list.
+# Weak references to the trainer's `SlotTable`s, protected by the critical section of the guard,
+# because methods of a list enter another one.
 cdef list tables = []
 cdef object tables_guard = object()
 
@@ -33,30 +33,29 @@ cdef object tables_guard = object()
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
-    """The table of slots, which contains a word with the owner of each slot in shared memory.
+    """The owners of slots, in shared memory.
 
-    The table is in the first slot of the file. A process must take a slot before it writes to it::
+    The table is in the first slot of the file. A process must take a slot before writing to it::
 
         FREE ──► worker k ──► TRAINER ──► FREE
         FREE ──► TRAINER ──► FREE                     used by the trainer: requests, `give_back`
                  worker k ──► FREE                    a slot that was kept, or whose worker is gone
 
-    `take` replaces FREE with a compare-and-swap. Worker k may replace k until it has published the slot in
-    a cell. After that, the trainer replaces k (`free_from`) while the slot is still in the cell. Only the
-    trainer replaces TRAINER. When worker k is gone, its tickets have been reposted, and the slots of its
-    published tickets are known, the supervisor replaces k in all other slots (`reclaim`), also with a
-    compare-and-swap.
+    `take` replaces FREE with a compare-and-swap. Worker k may replace k until it has published the
+    slot. Then the trainer replaces k (`free_from`) while the slot is in its cell. Only the trainer
+    replaces TRAINER. After the death of worker k, its tickets are reposted, and the supervisor
+    replaces k in all slots of unpublished tickets (`reclaim`), also with a compare-and-swap.
 
-    A slot of the trainer is leased if its `uses` are not 0. `free_from` adds LEASED for the `Lease`,
-    which may be dropped in any thread, even during garbage collection. When the process is forked, PINNED
-    is added to leased slots until the next epoch, because the child process may read them. The slot is
-    freed when `uses` becomes 0. In a forked process, a copy of this object does not change anything.
+    A slot of the trainer is freed when its `uses` become 0. `free_from` adds LEASED for the
+    `Lease`, which may be dropped in any thread, even during garbage collection. A fork adds PINNED
+    to leased slots until the next epoch, because the child may read them. The child's copy of this
+    object changes nothing.
 
-    The search for the lowest free slot starts at `hint`. When a lower slot is freed, the hint is lowered.
-    A long search raises the hint, and then checks the skipped slots again. A wrong hint only costs memory.
+    The search for the lowest free slot starts at `hint`. A lower free slot lowers it. A long search
+    raises it and checks the skipped slots again. A wrong hint only costs memory.
 
     The file `fd` belongs to the caller. `width` is the distance between slots in bytes. `owner` is
-    TRAINER, which creates the table, or the number of a worker, starting with 1.
+    TRAINER, which creates the table, or a worker's number, from 1.
     """
 
     def __cinit__(self, int fd, uint64_t width, Py_ssize_t slots, uint32_t owner=TRAINER):
@@ -69,7 +68,7 @@ cdef class SlotTable:
         self.depth = forks_here[0]
         self.leases = {}
         if owner == TRAINER:
-            # Without this, the table of another thread might be lost, and forks would not pin its leases.
+            # Otherwise, another thread's table might be lost, and forks would not pin its leases.
             with cython.critical_section(tables_guard):
                 tables[:] = [ref for ref in tables if ref() is not None]
                 tables.append(weak_reference(self))
@@ -91,8 +90,7 @@ cdef class SlotTable:
         return 0
 
     def close(self):
-        """Unmap the table. If there are live leases, it is unmapped with this object instead. No slots may
-        be taken after this."""
+        """Unmap the table, or keep it with this object as long as there are leases."""
         if not self.leased:
             self.table = NULL
             self.mapping = None
@@ -110,17 +108,16 @@ cdef class SlotTable:
         return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Set the number of committed bytes in a slot, which must belong to the caller."""
+        """Set the committed bytes of a slot of the caller."""
         self.check(slot)
         self.set_committed(slot, nbytes)
 
     def owners(self):
-        """Return a list of the owners of all slots: 0 if free, the number of a worker, or TRAINER."""
+        """Return the owner of each slot."""
         return [cseq_load_acq_u32(self.word(slot)) for slot in range(self.count())]
 
     def spare(self):
-        """Return (slot, bytes) for free slots with committed memory, lowest first, and the number of slots
-        in use."""
+        """Return (slot, bytes) for free slots with memory, and the number of slots in use."""
         cdef list free = []
         cdef Py_ssize_t slot
         cdef Py_ssize_t used = 0
@@ -132,12 +129,12 @@ cdef class SlotTable:
         return free, used
 
     def is_leased(self, Py_ssize_t slot):
-        """Return True if a slot is leased or pinned for a forked process."""
+        """Return True if a slot is leased or pinned."""
         self.check(slot)
         return cseq_load_acq_u32(self.uses(slot)) != 0
 
     cdef int extend(self) except -1:
-        """Add free slots. Several processes may do this at the same time."""
+        """Add free slots. Other processes may do the same."""
         cdef uint64_t made = cseq_load_acq_u64(&self.table.made)
         cdef uint64_t upto = min(<uint64_t>self.most, made + CHUNK)
         if made == upto:
@@ -147,7 +144,7 @@ cdef class SlotTable:
         return 0
 
     cdef Py_ssize_t search(self, Py_ssize_t first) noexcept nogil:
-        """Take the lowest free slot that is not below `first`. Return the slot, or -1 if there is none."""
+        """Take and return the lowest free slot from `first`, or return -1."""
         cdef Py_ssize_t upto = self.count()
         cdef Py_ssize_t slot, below
         for slot in range(first, upto):
@@ -163,7 +160,7 @@ cdef class SlotTable:
         return -1
 
     cpdef Py_ssize_t take(self) except -1:
-        """Take the lowest free slot and return it. If there is none, add slots."""
+        """Take and return the lowest free slot, or add slots."""
         cdef Py_ssize_t slot
         if self.table == NULL:
             raise RuntimeError("the slots are closed")
@@ -176,7 +173,6 @@ cdef class SlotTable:
             self.extend()
 
     cdef void lower(self, Py_ssize_t slot) noexcept nogil:
-        """Lower the hint if a slot below it is free."""
         cdef uint64_t hint = cseq_load_acq_u64(&self.table.hint)
         while <uint64_t>slot < hint:
             if cseq_cas_sc_u64(&self.table.hint, hint, <uint64_t>slot):
@@ -184,21 +180,22 @@ cdef class SlotTable:
             hint = cseq_load_acq_u64(&self.table.hint)
 
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
-        """Free a slot that belongs to the caller, in any thread, even during garbage collection."""
+        """Free a slot of the caller, in any thread, even during garbage collection."""
         if forks_here[0] == self.depth and self.table != NULL:
             cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
             self.lower(slot)
 
     def free(self, Py_ssize_t slot):
-        """Free a slot that belongs to this process."""
+        """Free a slot of this process."""
         self.check(slot)
         if cseq_load_acq_u32(self.word(slot)) != self.owner:
             raise RuntimeError(f"slot {slot} is not taken")
         self.set_free(slot)
 
     def give_back(self, Py_ssize_t slot, uint32_t owner=FREE):
-        """Return the pages of a slot to the system and free the slot. `owner` is FREE or a worker that is
-        gone. Return False if the slot belongs to another process, or if the system does not support this.
+        """Return the memory of a slot to the system and free the slot.
+
+        `owner` is FREE or a worker that is gone. Return False if this fails.
         """
         cdef int error
         self.check(slot)
@@ -214,7 +211,7 @@ cdef class SlotTable:
     def lease(self, Py_ssize_t slot, Mapping mapping not None):
         """Lease the slot of a ticket to the batch that is being decoded.
 
-        All calls before `free_from` return the same `Lease`, in case decoding is interrupted and repeated.
+        All calls before `free_from` return the same `Lease`, in case decoding is repeated.
         """
         cdef Lease lease = self.leases.get(slot)
         self.check(slot)
@@ -232,8 +229,7 @@ cdef class SlotTable:
         return lease
 
     cdef int free_from(self, cseq_cell* c) except -1:
-        """Free the slot of a ticket that was committed or cancelled, if it has one. A leased slot is freed
-        when the last view of its `Lease` is dropped."""
+        """Free the slot of a ticket, or let its `Lease` free it."""
         cdef Py_ssize_t slot = cseq_load_acq_u32(&c.slot)
         cdef uint64_t* f = c.converted if c.stage else c.record
         cdef Lease lease
@@ -256,25 +252,25 @@ cdef class SlotTable:
         return 0
 
     def free_cell(self, Ring ring not None, uint32_t cell):
-        """Call `free_from` for a cell that does not belong to a `Feed`."""
+        """Call `free_from` for a cell outside a `Feed`."""
         self.free_from(ring.at(cell))
 
     def peak(self):
-        """Return the maximum bytes of a ticket, and the maximum number of leases, since the last call."""
+        """Return the most bytes of a ticket and the most leases since the last call."""
         peak = cseq_load_rlx_u64(&self.peak_bytes), cseq_load_rlx_u64(&self.peak_held)
         cseq_store_rlx_u64(&self.peak_bytes, 0)
         cseq_store_rlx_u64(&self.peak_held, cseq_load_acq_u64(&self.held))
         return peak
 
     def pin(self):
-        """Keep leased slots until `unpin`, because a forked child process may read them."""
+        """Keep leased slots until `unpin`, because a forked child may read them."""
         cdef Py_ssize_t slot
         for slot in range(1, self.count() if forks_here[0] == self.depth else 0):
             if cseq_cas_sc_u32(self.uses(slot), LEASED, LEASED + PINNED):
                 self.pinned = True
 
     def unpin(self):
-        """Free pinned slots that are no longer leased."""
+        """Free pinned slots without leases."""
         cdef Py_ssize_t slot
         if self.pinned:
             self.pinned = False
@@ -283,8 +279,7 @@ cdef class SlotTable:
                     self.set_free(slot)
 
     cdef bint end_use(self, Py_ssize_t slot, uint32_t use) noexcept nogil:
-        """End a use of a slot. Return True if this was the last use, and the caller must free the slot. In
-        a forked process, do nothing, because the uses belong to the parent."""
+        """End a use of a slot. Return True if the caller must free the slot."""
         if (forks_here[0] != self.depth or self.table == NULL
                 or cseq_add_sc_u32(self.uses(slot), -use) != use):
             return False
@@ -293,7 +288,7 @@ cdef class SlotTable:
 
 
 def pin_leased():
-    """Pin all leased slots before a fork. This is C code, in which no signal handler can run."""
+    """Pin all leased slots before a fork. No signal handler can run in C code."""
     with cython.critical_section(tables_guard):
         refs = tables[:]
     for ref in refs:
@@ -309,10 +304,10 @@ if hasattr(os, "register_at_fork"):
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot. The lease ends when this object is deallocated, in any thread.
+    """A leased slot, which ends with this object in any thread.
 
-    A lease is `early` if there were hardly any other leases when it started. `slots` is None as long as
-    the slot belongs to its ticket.
+    It is `early` if there were hardly any other leases. `slots` is None as long as the slot belongs
+    to its ticket.
     """
 
     cdef readonly bint early

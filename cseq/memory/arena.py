@@ -1,23 +1,17 @@
 """The memory that a trainer and its workers share: rings, slots and leases.
 
-The memory consists of two anonymous files. A worker process maps these files, given their
-descriptors and the numbers from `Arena.setup_of`. The file of slots is sparse. Slot ``s`` starts at
-byte ``s * width``, and only the committed part of a slot uses memory.
+The memory is two anonymous files, which workers map. The file of slots is sparse. Slot ``s`` starts
+at byte ``s * width``, and only the committed part of a slot uses memory.
 
-A process maps the committed part of a slot, and maps the slot again when this part grows. Pages are
-committed before they are written, so that a lack of memory raises an exception instead of a signal.
-The lowest free slots are used first, because writing to warm pages is many times faster than
-writing to new pages.
+Pages are committed before they are written, so that a lack of memory raises an exception instead of
+a signal. The lowest free slots are used first, because warm pages are many times faster.
 
-A slot is guaranteed not to be overwritten as long as there is a live array, view or tensor in it,
-in the trainer or in the worker that filled it, even after the arena has been closed. The memory of
-the slot is freed with the last of these objects.
+A slot is never overwritten while an array, view or tensor in it is alive, in the trainer or in the
+worker that filled it, even after the arena has been closed.
 
                    take, place … publish                  lease, free
     worker   free ──────────────────────► its ticket's ──┬──────────► leased ──► free
                                                          └─ copied ────────────► free
-
-At the start of an epoch, `tidy` releases the free slots that the previous epoch did not need.
 """
 
 from __future__ import annotations
@@ -40,8 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cseq")
 
-# Pairs of the width of slots in bytes and the number of slots. If a file cannot be that large, the
-# next pair is tried.
+# Pairs of the width in bytes and the number of slots, tried in this order.
 SIZES = (
     (1 << 40, 1 << 22),
     (1 << 36, 1 << 16),
@@ -49,49 +42,49 @@ SIZES = (
     (1 << 30, 1 << 9),
     (1 << 28, 1 << 7),
 )
-# How many bytes to reserve on Windows for at least FEWEST slots, in the order in which sizes are
-# tried. Windows uses about 8 bytes for each reserved page of 4 KiB.
+# Bytes to reserve on Windows for at least FEWEST slots, in this order. Windows uses about 8 bytes
+# for each reserved page of 4 KiB.
 RESERVED = (1 << 37, 1 << 36)
 FEWEST = 1 << 8
-# How many bytes to commit before a slot is first used. This is enough for the text of an error.
+# Bytes to commit before a slot is first used. Enough for the text of an error.
 FIRST = SMALL
-# On any system, mappings can start at multiples of this number of bytes.
+# On any system, mappings can start at multiples of this number.
 GRAIN = 1 << 16
-# Slots double in size up to this number of bytes, and then grow in multiples of this size.
+# Slots double in size up to this number of bytes, then grow in multiples of this size.
 LARGE = 2 * MIB
-# Every leased slot has a mapping, and a process can have 65530 mappings.
+# Every leased slot has a mapping, and a process can have 65530.
 MAX_LEASED = 16384
 
 
 class Arena:
     """The trainer's side of shared memory: maps, leases and frees slots, and owns the rings.
 
-    Methods may be called by any thread, and leases may end in any thread.
+    Any thread may call methods or end leases.
 
     Parameters
     ----------
     memory_limit : int, str or None
-        The maximum number of bytes in leased or pinned slots. When the limit is reached, large
-        leaves of batches are copied instead. See `memory_limit_of`.
+        The most bytes in leased or pinned slots. Then large leaves are copied instead. See
+        `memory_limit_of`.
     locks : PageLocks, optional
-        Registers every mapping, until it is replaced by a larger one.
+        Registers every mapping.
     tickets : int
-        The maximum number of posted tickets. Free slots for this many tickets remain committed.
+        The most posted tickets. Free slots for this many stay committed.
 
     Attributes
     ----------
     fd, width, most : int
-        The file of slots, the distance between slots in bytes, and the maximum number of slots.
+        The file of slots, the distance between slots in bytes, and the most slots.
     rings : list of Ring
         The rings.
     owners : int
-        The number of processes that use the rings, which are numbered from 1.
+        The processes that use the rings, numbered from 1.
     memory_limit : int
         The limit in bytes.
     copies : int
-        How many batches had large leaves that were copied because too many slots were leased.
+        Batches whose large leaves were copied because too many slots were leased.
     mapped : list of Mapping or None
-        The current mapping of each slot, or None if it is not mapped.
+        The mapping of each slot, or None.
     slots : SlotTable
         The table of slots.
     """
@@ -104,8 +97,7 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        # Protects everything except for the end of a lease. A signal handler may fetch batches or
-        # finish the run while this lock is held.
+        # Not needed to end a lease. A signal handler may fetch batches while this is held.
         self._lock = Lock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
@@ -128,10 +120,10 @@ class Arena:
         limit: int = 0,
         name: str = "cseq",
     ) -> None:
-        """Create rings with `capacity` cells for `room` indices; see `Ring`.
+        """Create `rings` rings with `capacity` cells for `room` indices; see `Ring`.
 
-        `rings` is 1 if all workers share a ring, or else the number of workers, each of which has a
-        queue. `name` is shown in ``/proc``.
+        `rings` is 1 if all workers share a ring, or else the number of workers. `name` is shown in
+        ``/proc``.
         """
         self.owners = owners
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
@@ -147,7 +139,7 @@ class Arena:
 
     @property
     def fd(self) -> int:
-        """The descriptor of the file of slots, or -1 if it is closed."""
+        """The file of slots, or -1 if it is closed."""
         return self._files[-1].fd
 
     @property
@@ -156,14 +148,14 @@ class Arena:
         return [file.fd for file in self._files]
 
     def _locate(self, runner_number: int) -> tuple[int, int]:
-        """Return the number of a runner's ring, and the number of the runner in this ring."""
+        """Return a runner's ring and its number in this ring."""
         above, ring_number = divmod(runner_number - 1, len(self.rings))
         return ring_number, above + 1
 
     def setup_of(
         self, runner_number: int, *, has_slots: bool
     ) -> tuple[int, tuple[int, int], int, int]:
-        """Return where a worker finds its ring and slots, as fields of `worker.Setup`."""
+        """Return a worker's ring and slots, as fields of `worker.Setup`."""
         ring_number, owner = self._locate(runner_number)
         location = ring_number * self._ring_width, self._ring_bytes
         return owner, location, self.width, self.most if has_slots else 0
@@ -175,12 +167,12 @@ class Arena:
         return [(cell, ring.holder(cell)[1]) for cell in ring.held(owner)]
 
     def notify_all(self) -> None:
-        """Wake up the trainer, which may be waiting for any ring."""
+        """Wake up the trainer."""
         for ring in self.rings:
             ring.notify_all()
 
     def end(self) -> None:
-        """Close the rings. The workers then exit, and the trainer wakes up."""
+        """Close the rings, so that the workers exit and the trainer wakes up."""
         for ring in self.rings:
             ring.close()
 
@@ -190,7 +182,7 @@ class Arena:
         return self.rings[-1].closed == 1
 
     def request(self, slot: int) -> int:
-        """Commit the first pages of a slot of the trainer. Return the number of committed bytes."""
+        """Commit the first pages of a slot of the trainer and return their bytes."""
         nbytes = self.slots.nbytes(slot)
         if nbytes < FIRST:
             commit(self.fd, slot * self.width, FIRST)
@@ -201,9 +193,8 @@ class Arena:
     def reclaim(self, runner_number: int, status: int = 0) -> None:
         """Repost the tickets of a worker that has exited, and free its slots.
 
-        With a `status`, the tickets are published with this status instead. The slots of published
-        tickets are kept. They are found because the trainer becomes the owner of such a slot before
-        the slot is removed from its cell.
+        With a `status`, the tickets are published with it instead. Slots of published tickets are
+        kept: the trainer owns them before they leave their cells.
         """
         ring_number, number_there = self._locate(runner_number)
         self.rings[ring_number].repost(number_there, status)
@@ -213,18 +204,15 @@ class Arena:
                 self.slots.give_back(slot, runner_number)
 
     def lend(self, slot: int, used: int, capacity: int) -> Memory:
-        """Return the first `used` bytes of a slot in use, as a lease or a copy; see `lease`."""
+        """Return the first `used` bytes of a slot, as a lease or a copy."""
         lease = self.lease(slot, capacity) if used > SMALL else None
         return copy_of(self.mapping_of(slot, capacity), used) if lease is None else lease
 
     def lease(self, slot: int, capacity: int) -> Memory | None:
-        """Return the memory of a slot in use, which remains valid as long as it is referenced.
+        """Return the memory of a slot, which stays valid as long as it is referenced.
 
-        The lease starts when the ticket is committed. The slot is freed when the last view of the
-        memory is dropped. If too many slots are leased, return None, and the caller must copy.
-
-        `capacity` is the number of committed bytes that the worker has reported. If the slot cannot
-        be mapped, raise MemoryError.
+        If too many slots are leased, return None, and the caller must copy. `capacity` comes from
+        the worker. Raises MemoryError if the slot cannot be mapped.
         """
         with self._lock.hold():
             mapping = self.mapping_of(slot, capacity)
@@ -235,9 +223,9 @@ class Arena:
         return None
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
-        """Return the memory of a slot in use, which remains valid as long as the slot is in use.
+        """Return the memory of a slot, which is valid while the slot is in use.
 
-        If a worker or a converter has enlarged the slot, it is mapped again.
+        A slot that has grown is mapped again.
         """
         with self._lock.hold():
             mapping = self.mapped[slot] if slot < len(self.mapped) else None
@@ -252,14 +240,14 @@ class Arena:
             return mapping
 
     def close(self) -> None:
-        """Close the files. The memory of leased slots remains valid."""
+        """Close the files. Leased slots stay valid."""
         self.mapped[:] = [None] * len(self.mapped)
         self.slots.close()
         for file in self._files:
             file.close()
 
     def _unmap(self, slot: int) -> None:
-        """Drop a mapping that no lease uses, because the slot is free or belongs to a ticket."""
+        """Drop the mapping of a slot without leases."""
         if slot >= len(self.mapped):
             return
         before, self.mapped[slot] = self.mapped[slot], None
@@ -269,8 +257,8 @@ class Arena:
     def tidy(self) -> None:
         """Free pinned slots and release free slots that the previous epoch did not need.
 
-        This is called at the start of an epoch. The previous epoch did not need slots larger than
-        twice the largest batch, or more slots than its tickets and the maximum number of leases.
+        It did not need slots larger than twice the largest batch, or more than its tickets and
+        leases.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -288,7 +276,7 @@ class Arena:
         return min(MAX_LEASED, self.most // 2)
 
     def _count_copy(self, nbytes: int) -> None:
-        """Count a copy of a batch in a slot of `nbytes` bytes. Log the first copy."""
+        """Count a copy of a batch, and log the first one."""
         self.copies += 1
         if self.copies == 1 and nbytes > self.memory_limit:
             logger.warning(
@@ -313,10 +301,10 @@ class Arena:
 
 
 def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
-    """Create a file with the largest width and number of slots that the file system supports.
+    """Create the largest file that the file system supports.
 
-    Return the file, the width and the number of slots. `tickets` is the maximum number of posted
-    tickets. If the process has too many open descriptors, raise OSError without other attempts.
+    Return the file, the width and the number of slots. With too many open descriptors, raise
+    OSError at once.
     """
     for width, slots in reserved(tickets) if os.name == "nt" else SIZES:
         try:
@@ -331,15 +319,14 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
     """Return the sizes to try on Windows, as (width in bytes, number of slots).
 
-    There are enough slots for the tickets, for the tickets of a cancelled epoch, and for as many
-    leases. The more slots there are, the narrower each slot is.
+    There are enough slots for the tickets, a cancelled epoch's tickets, and as many leases.
     """
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)
 
 
 def room_for(needed: int, capacity: int, width: int) -> int:
-    """Return the new size of a slot of `capacity` bytes that must contain `needed` bytes."""
+    """Return the new size of a slot that must contain `needed` bytes."""
     if needed > width:
         raise MemoryError(
             f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "

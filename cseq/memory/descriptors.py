@@ -1,11 +1,10 @@
 """Opens, sends and receives descriptors of files that processes share.
 
-All descriptors are opened as close-on-exec, because another thread may execute a program at any
-time. On Windows, descriptors are section handles, which `send` duplicates into the other process.
+All of them are close-on-exec, because another thread may execute a program at any time. On Windows,
+they are section handles, which `send` duplicates into the other process.
 
-The numbers of descriptors are above 2, even if a process has closed its standard streams, as
-daemons do. Otherwise, output of a C library could end up in shared memory or in a message.
-`Descriptor`, `receive` and `lifted` ensure this.
+They are above 2, even if a process has closed its standard streams, as daemons do. Otherwise, a C
+library might print into shared memory. `Descriptor`, `receive` and `lifted` ensure this.
 """
 
 from __future__ import annotations
@@ -28,15 +27,9 @@ __all__ = ["anonymous_file", "lifted", "own_offsets", "receive", "send", "sparse
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
-    """Open an empty file without a name, which disappears when its last descriptor is closed.
+    """Open an empty file without a name, and return whether it can be sealed.
 
-    Return the descriptor, and whether the file can be sealed (`fcntl.F_ADD_SEALS`). ``/proc`` shows
-    `name`. A memfd may be rejected by a sandbox, or by a kernel with vm.memfd_noexec=2.
-
-    Raises
-    ------
-    OSError
-        If the file cannot be opened, for example because there are too many descriptors.
+    ``/proc`` shows `name`. A sandbox may reject a memfd, as does a kernel with vm.memfd_noexec=2.
     """
     if hasattr(os, "memfd_create"):
         try:
@@ -45,7 +38,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
             if error.errno == errno.EMFILE:
                 text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
                 raise OSError(error.errno, text) from error
-    # This import is slow and seldom needed.
+    # Slow and seldom needed.
     import tempfile
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:
@@ -53,15 +46,11 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
 
 
 def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
-    """Open a sparse file of `nbytes` zeros, which do not use memory yet. ``/proc`` shows `name`.
+    """Open a sparse file of `nbytes` zeros, which use no memory yet.
 
-    The size of the file is sealed, because truncating a mapped file would cause a SIGBUS. A sandbox
-    may reject the seals, but cseq never truncates files.
-
-    Raises
-    ------
-    OSError
-        If the file system does not support a file of this size.
+    The size is sealed, because truncating a mapped file would cause a SIGBUS. A sandbox may reject
+    the seals, but cseq never truncates files. Raises OSError if the file system does not support
+    this size.
     """
     if os.name == "nt":
         return Descriptor(section, nbytes)
@@ -81,18 +70,17 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
 
 
 def lifted(sock: socket.socket) -> socket.socket:
-    """Return `sock` if its descriptor is above 2. Otherwise, replace it by a copy above 2."""
+    """Return `sock`, or a copy with a descriptor above 2."""
     if os.name == "nt" or sock.fileno() > 2:
         return sock
     return socket.socket(fileno=lift(sock.detach()))
 
 
 def own_offsets() -> None:
-    """Reopen all read-only files of a forked process, so that it has its own file offsets.
+    """Give a forked process its own file offsets by reopening its read-only files.
 
-    Forked processes share file offsets, so a seek in one process would affect reads in another. On
-    Linux, a file can be reopened with the same number, even if it has no name. Writable files keep
-    the shared offset, so that logs are not damaged, as do files that cannot be reopened.
+    Otherwise, a seek in one process would affect reads in another. Writable files keep the shared
+    offset, so that logs are not damaged.
     """
     if not os.path.isdir("/proc/self/fd"):
         return
@@ -115,8 +103,7 @@ def own_offsets() -> None:
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
     """Send bytes and descriptors to the other end of a socket, which calls `receive`.
 
-    On Windows, `process` is the handle of the process at the other end, into which the descriptors
-    are duplicated. Raise ConnectionError if this process no longer exists.
+    On Windows, `process` is the handle of the process there. Raises ConnectionError if it is gone.
     """
     if process is None:
         socket.send_fds(sock, [data], fds)
@@ -133,21 +120,21 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """Receive up to `size` bytes with up to `most` descriptors.
 
-    If there are no bytes in the result, the other end was closed.
+    No bytes mean that the other end was closed.
     """
     # Windows has no recvmsg.
     if not hasattr(sock, "recvmsg"):
         data = receive_exactly(sock, size)
         [count] = array("i", receive_exactly(sock, 4)) or [0]
         return data, array("i", receive_exactly(sock, 4 * count)).tolist()
-    # Do not use `socket.recv_fds`, which ignores the flags in CPython 3.11.
+    # `socket.recv_fds` ignores the flags in CPython 3.11.
     flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
     fds = array("i")
     data, parts, _, _ = sock.recvmsg(size, socket.CMSG_LEN(most * fds.itemsize), flags)
     for level, kind, content in parts:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    # macOS does not have this flag, so set close-on-exec as early as possible.
+    # macOS lacks this flag, so set close-on-exec as early as possible.
     if not hasattr(socket, "MSG_CMSG_CLOEXEC"):
         for fd in fds:
             os.set_inheritable(fd, False)  # noqa: FBT003 - its signature
@@ -155,7 +142,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes, or return no bytes if the other end is closed before that."""
+    """Receive exactly `size` bytes, or none if the other end closes before that."""
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))

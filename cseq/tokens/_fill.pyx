@@ -28,9 +28,9 @@ ctypedef fused Out:
 
 cdef struct Piece:
     const char* tokens
-    # The loss mask, or NULL if the loss uses all labels.
+    # NULL if the loss uses all labels.
     const uint8_t* mask
-    # The size of a token in bytes, which is negative for unsigned types.
+    # The bytes of a token, negative for unsigned types.
     int kind
 
 cdef enum:
@@ -44,7 +44,7 @@ cdef void convert(const Token* tokens, Out* out, Py_ssize_t count) noexcept nogi
 
 
 cdef void copy(const Piece* piece, Py_ssize_t first, Out* out, Py_ssize_t count) noexcept nogil:
-    """Copy `count` tokens of a piece, starting at token `first`."""
+    """Copy `count` tokens of a piece, from token `first`."""
     cdef const char* tokens = piece.tokens + first * (piece.kind if piece.kind > 0 else -piece.kind)
     if piece.kind == -2:
         convert(<const uint16_t*>tokens, out, count)
@@ -65,7 +65,7 @@ cdef void copy(const Piece* piece, Py_ssize_t first, Out* out, Py_ssize_t count)
 cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
                  const int64_t* numbers, Out pad, Out* ids, Out* labels, Out* positions,
                  int32_t* documents) noexcept nogil:
-    """Fill all arrays that are not NULL. Return the number of labels that the loss uses."""
+    """Fill all arrays that are not NULL. Return the number of valid labels."""
     cdef Py_ssize_t k, i, n, labeled
     cdef int64_t valid = 0
     for k in range(count):
@@ -106,9 +106,9 @@ cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, co
 def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint by_row):
     """Cut pieces at the end of their row and pad rows that are not full.
 
-    `left` is the number of tokens from each piece to the end of its document, and is replaced by the
-    piece's length. `sizes` is the number of pieces per row. For each piece and each padding, return the
-    length, 1 if the document continues or 0, and the index in the row (`by_row`) or batch (padding: -1).
+    `left` is the number of tokens up to the end of the document, and becomes the piece's length.
+    `sizes` is the number of pieces per row. For each piece and each padding, return the length,
+    whether the document continues, and the index in the row (`by_row`) or batch (padding: -1).
     """
     cdef int64_t* there = <int64_t*>int64s(left)
     cdef const int64_t* pieces = int64s(sizes)
@@ -142,7 +142,7 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
 
 
 cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
-    """Return a pointer to the memory of an array, or NULL if the array is None."""
+    """Return a pointer to the memory of an array, or NULL for None."""
     if array is None:
         return NULL
     if array.descr.itemsize != kind or array.size != size or not cnp.PyArray_ISCARRAY(array):
@@ -153,7 +153,7 @@ cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
 cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners, cnp.ndarray starts,
                      Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
                      const int64_t* numbers, list kept, int most) except -1:
-    """Find the memory of each piece. Data that cannot be read directly is copied and added to `kept`."""
+    """Find the memory of each piece. Copies of other data are added to `kept`."""
     cdef Py_ssize_t k, stop, n = 0, there = len(owners)
     cdef const int64_t* owner = int64s(owners)
     cdef const int64_t* start = int64s(starts)
@@ -192,10 +192,10 @@ cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners,
 def fill(list arrays not None, list masks not None, cnp.ndarray owners not None, cnp.ndarray starts not None,
          cnp.ndarray cuts not None, int64_t pad, cnp.ndarray ids not None, cnp.ndarray labels,
          cnp.ndarray positions, cnp.ndarray documents):
-    """Fill all arrays of a batch that are not None. Return the number of labels that the loss uses.
+    """Fill all arrays of a batch that are not None. Return the number of valid labels.
 
-    `arrays` contains tokens, and `masks` contains a mask or None for each array. `owners` and `starts`
-    contain the array number and the position in the array of each piece. `cuts` is the result of `cut`.
+    `arrays` and `masks` are parallel. `owners` and `starts` contain the array and the position of
+    each piece. `cuts` is the result of `cut`.
     """
     cdef Py_ssize_t count = cuts.shape[1], size = ids.size
     cdef int kind = ids.descr.itemsize

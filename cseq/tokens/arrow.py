@@ -1,4 +1,4 @@
-"""Documents stored in a list column of a table, Parquet files or a data set."""
+"""Documents in a list column of a table, Parquet files or a data set."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 class Arrow(Corpus):
     """Documents in a list column, with one document per row.
 
-    Tokens in a table, or in the memory-mapped files of a Hugging Face data set, are not copied.
-    Parquet files are decoded in each worker process, but only once for all worker threads.
+    Tokens in a table or in the files of a Hugging Face data set are not copied. Each worker process
+    decodes Parquet files.
 
     Parameters
     ----------
     data : pyarrow.Table, datasets.Dataset, str, path, or list of these paths
-        A table (of which every worker process gets a copy), a data set, or Parquet files.
+        A table, which is copied to worker processes, a data set, or Parquet files.
     column : str
-        The name of a column of lists of integers.
+        A column of lists of integers.
     mask : str, optional
-        The name of a column with a value for each token. The loss ignores tokens with a value of 0.
+        A column with a value for each token. The loss ignores tokens with a value of 0.
     name : str, optional
         Defaults to the name of the first file without its extension, or to the name of the column.
 
@@ -35,8 +35,8 @@ class Arrow(Corpus):
     ImportError
         If pyarrow is not installed.
     TypeError, ValueError
-        If a column is missing, has nulls or does not contain lists of integers, or if the lists in
-        the `mask` column have other lengths or only zeros. The message names the row, if any.
+        If a column is missing, has nulls or does not contain lists of integers, or if the `mask`
+        has other lengths or only zeros.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Arrow(Corpus):
 
 
 def read_all(paths: list[str], columns: list[str]) -> Any:
-    """Read columns from several Parquet files, in which the columns must have the same types."""
+    """Read columns of the same types from several Parquet files."""
     import pyarrow as pa
 
     tables = [read(path, columns) for path in paths]
@@ -101,7 +101,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
 
 
 def read(path: str, columns: list[str]) -> Any:
-    """Read columns from a Parquet file. Columns that are not in the file are ignored."""
+    """Read columns from a Parquet file, except those that it lacks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -109,7 +109,7 @@ def read(path: str, columns: list[str]) -> Any:
         there = pq.read_schema(path).names
         return pq.read_table(path, columns=[name for name in columns if name in there])
     except (pa.ArrowInvalid, OSError) as error:
-        # Errors from the operating system have an errno, and already name the file.
+        # Errors from the operating system already name the file.
         if getattr(error, "errno", None) is not None:
             raise
         remedy = "pass a Parquet file, or write this one again"
@@ -117,13 +117,13 @@ def read(path: str, columns: list[str]) -> Any:
 
 
 def columns_of(table: Any) -> str:
-    """Describe the columns of a table and their types."""
+    """Describe the columns of a table."""
     named = [f"{field.name!r} of {field.type}" for field in table.schema]
     return " and ".join(named) or "no such column"
 
 
 def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
-    """Return the lengths of the lists in a column, and the values as one array per chunk."""
+    """Return the lengths of the lists in a column, and one array of values per chunk."""
     import pyarrow as pa
 
     if column not in table.column_names:

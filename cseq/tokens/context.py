@@ -1,4 +1,4 @@
-"""Splits the tokens of each row among ranks, for context parallelism."""
+"""Splits the tokens of each row among ranks (context parallelism)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ def split_context(
     Parameters
     ----------
     batch : dict
-        Arrays, or tensors on any device. Parts do not overlap, because labels are already shifted.
+        Arrays, or tensors on any device.
     shard : (rank, world_size), process group, or one-dimensional DeviceMesh
         This rank among the ranks that share the batch, such as ``mesh["cp"]``.
     balanced : bool
-        If False, each rank gets consecutive tokens. If True, each row is split into 2n equal parts,
-        and rank r of n gets parts r and 2n - 1 - r, so that all ranks have the same amount of work
-        with a causal mask.
+        If True, each row is split into 2n parts, and rank r of n gets parts r and 2n - 1 - r. All
+        ranks then have the same work with a causal mask. By default, each rank gets consecutive
+        tokens.
 
     Returns
     -------
     dict
-        The batch with all per-token arrays split. Other values, such as `cu_seqlens` and
-        `valid_tokens`, still describe the whole batch.
+        The batch with all per-token arrays split. Other values still describe the whole batch.
 
     Raises
     ------

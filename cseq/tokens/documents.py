@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# The number of tokens that a fingerprint samples.
+# How many tokens are part of a fingerprint.
 PROBES = 64
 
 
 class Documents(Protocol):
-    """The protocol for sources of `Rows`, which custom classes can implement.
+    """The protocol for sources of `Rows`.
 
-    Worker processes get pickled copies of a source, and worker threads share one object. There may
-    be a method ``mask(document, start, stop)``, which returns 0 for tokens that the loss ignores.
+    Worker processes get pickled copies of a source, and worker threads share it. An optional method
+    ``mask(document, start, stop)`` returns 0 for tokens that the loss ignores.
 
     Attributes
     ----------
     name : str
         The name of the source in error messages.
     lengths : array of int
-        The number of tokens in each document, which may be 0. The array may be a memory map.
+        The number of tokens in each document (at least 0). May be a memory map.
     fingerprint : int
-        A number that identifies the tokens, and must change if they change.
+        A number that changes if the tokens change.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Documents(Protocol):
 
 
 class Corpus:
-    """Documents that are stored one after another in the arrays `parts`, each within one array.
+    """Documents stored one after another, each within one of the arrays `parts`.
 
     In subclasses, `__init__` sets `given`, the arguments for `again`, and calls `lay`.
     """
 
-    # Whether another process has already checked the files.
+    # Another process has checked the files of a copy.
     is_copy = False
     given: dict[str, Any]
     name: str
@@ -63,7 +63,7 @@ class Corpus:
     def lay(
         self, name: str, lengths: Any, parts: Sequence[Any], masks: Sequence[Any] | None = None
     ) -> None:
-        """Set the lengths of documents, the arrays of tokens, and the masks if there are any."""
+        """Set the lengths of documents, the arrays of tokens, and any masks."""
         self.name, self.lengths = name, lengths
         self.parts, self.masks = [*parts], [*masks] if masks else [None] * len(parts)
         *firsts, self.tokens = np.cumsum([0, *map(len, parts)]).tolist()
@@ -80,7 +80,7 @@ class Corpus:
         return f"<{kind} {self.name}: {self.tokens:,} tokens in {len(self):,} documents>"
 
     def __reduce__(self) -> Any:
-        """Pickle only the arguments that `again` needs to open the files."""
+        """Pickle the arguments that `again` needs to open the files."""
         return again, (type(self), self.given, self.fingerprint)
 
     @cached_property
@@ -90,7 +90,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of some tokens, the number of tokens and the number of documents."""
+        """A hash of some tokens, and of the numbers of tokens and documents."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
         owners = self.firsts.searchsorted(at, "right") - 1
         places = zip(owners.tolist(), (at - self.firsts[owners]).tolist(), strict=True)
@@ -110,7 +110,7 @@ class Corpus:
 
 
 def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
-    """Open a corpus in another process. Raise ValueError if its tokens have changed."""
+    """Open a corpus in another process. Raises ValueError if its tokens have changed."""
     corpus = kind.__new__(kind)
     corpus.is_copy = True
     corpus.__init__(**given)  # type: ignore[misc]
@@ -141,7 +141,7 @@ class Given(Corpus):
     def read(
         self, document: int, start: int, stop: int, method: str = "read"
     ) -> NDArray[np.integer[Any]]:
-        """Read a piece by calling a method of the user's object."""
+        """Read a piece with a method of the user's object."""
         found = np.asarray(getattr(self.documents, method)(document, start, stop))
         if found.shape != (stop - start,):
             raise ValueError(
@@ -151,14 +151,14 @@ class Given(Corpus):
         return found
 
     def mask(self, document: int, start: int, stop: int) -> NDArray[Any] | None:
-        """Return the loss mask of a piece, or None if the source has no masks."""
+        """Return the loss mask of a piece, if the source has masks."""
         if not hasattr(self.documents, "mask"):
             return None
         return self.read(document, start, stop, "mask")
 
 
 def corpus_of(source: Any) -> Corpus:
-    """Return a source as a `Corpus`, which wraps it if necessary."""
+    """Return a source as a `Corpus`."""
     if isinstance(source, Corpus):
         return source
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):
@@ -171,7 +171,7 @@ def corpus_of(source: Any) -> Corpus:
 
 
 def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int | None:
-    """Return the index of the first wrong value, or None. `is_wrong` checks a range of values."""
+    """Return the index of the first wrong value. `is_wrong` checks a range."""
     for start in range(0, number, CHUNK):
         wrong = is_wrong(start, min(start + CHUNK, number))
         if wrong.any():
@@ -180,7 +180,7 @@ def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int
 
 
 def data_type(dtype: Any) -> np.dtype[Any]:
-    """Convert the argument `dtype` to a NumPy data type."""
+    """Convert a `dtype` argument."""
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
@@ -189,6 +189,6 @@ def data_type(dtype: Any) -> np.dtype[Any]:
 
 
 def damaged(path: str, offset: int | None, what: str, remedy: str) -> ValueError:
-    """Create an error for a damaged file, with the offset of the damage if it is known."""
+    """Create an error for a damaged file."""
     at = "" if offset is None else f" at byte {offset}"
     return ValueError(f"{path}{at}: {what}; {remedy}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Flat(Corpus):
-    """Documents in a flat array of tokens, which is a memory-mapped ``.npy`` file or raw file.
+    """Documents in a flat array of tokens, in a memory-mapped ``.npy`` or raw file.
 
     Parameters
     ----------
@@ -30,14 +30,14 @@ class Flat(Corpus):
     dtype : data type, optional
         The integer type of the tokens in a raw file.
     offsets : str, path or array of int, optional
-        The start of each document, followed by the total number of tokens. This is an array of
-        shape (documents + 1,), or an ``.npy`` file that contains such an array.
+        The start of each document, followed by the total number of tokens, as an array or an
+        ``.npy`` file.
     end : int, optional
-        The last token of every document. Pass this instead of `offsets` to search the file for
-        documents once. Their lengths are stored in a file.
+        The last token of every document. The file is searched once, and lengths are stored in a
+        file.
     cache : str or path, optional
-        The folder for the file of lengths. With `end`, it defaults to the folder that contains
-        `path`. If `offsets` is a path, each process computes the lengths unless `cache` is set.
+        The folder for the file of lengths. With `end`, it defaults to the folder of `path`.
+        Otherwise, each process computes the lengths unless this is set.
     name : str, optional
         Defaults to the name of the file without its extension.
 
@@ -96,7 +96,7 @@ class Flat(Corpus):
 
 
 def raw(path: str, kind: np.dtype[Any] | None) -> NDArray[Any]:
-    """Map a raw file, which has no header."""
+    """Map a raw file without a header."""
     if kind is None:
         raise TypeError(f"{path}: pass dtype, the type of its tokens, such as dtype='uint16'")
     size, item = os.path.getsize(path), kind.itemsize
@@ -107,7 +107,7 @@ def raw(path: str, kind: np.dtype[Any] | None) -> NDArray[Any]:
 
 
 def npy(path: str) -> NDArray[Any]:
-    """Map a one-dimensional .npy file as a plain array."""
+    """Map a one-dimensional .npy file."""
     try:
         array = np.asarray(np.load(path, mmap_mode="r"))
     except (EOFError, ValueError) as error:
@@ -137,7 +137,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
 def kept(
     path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return the lengths of documents from a file in a folder, which is created if necessary."""
+    """Return the lengths of documents from a file, which is created if necessary."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 
@@ -153,7 +153,7 @@ def kept(
 
 
 def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
-    """Find the boundaries of all documents. The last document may have no end token."""
+    """Find the boundaries of documents. The last one may have no end token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
@@ -164,6 +164,6 @@ def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
 
 
 def lengths_between(bounds: NDArray[Any]) -> NDArray[Any]:
-    """Return the lengths of documents, as uint32 if all of them are below 2**32."""
+    """Return the lengths of documents, as uint32 if possible."""
     lengths = np.diff(bounds)
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)

@@ -1,4 +1,4 @@
-"""Documents in the format of Megatron-LM, in pairs of an `.idx` and a `.bin` file."""
+"""Documents in the format of Megatron-LM: an `.idx` and a `.bin` file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAGIC = b"MMIDIDX\0\0"
-# The magic bytes, version, type code, number of sequences, and number of document boundaries.
+# Magic bytes, version, type code, number of sequences, number of document boundaries.
 HEAD = struct.Struct("<9sQBQQ")
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 FLOATS = {6: "float64", 7: "float32"}
@@ -23,7 +23,7 @@ REMEDY = "write the pair again with Megatron's preprocess_data.py, or copy both 
 
 
 class Megatron(Corpus):
-    """Documents in the memory-mapped files ``PREFIX.idx`` and ``PREFIX.bin`` of Megatron-LM.
+    """Documents in Megatron-LM's files ``PREFIX.idx`` and ``PREFIX.bin``.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Megatron(Corpus):
             kind = FLOATS.get(code, "unknown")
             raise damaged(path, 17, f"type code {code} ({kind}) is no integer's", REMEDY)
         size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
-        # There may be another byte per sequence, which contains the mode of the sequence.
+        # There may be another byte per sequence for its mode.
         if size not in (whole, whole + number):
             said = f"{number} sequences and {bounds} bounds need {whole} bytes"
             raise damaged(path, size, said, REMEDY)
@@ -81,7 +81,7 @@ class Megatron(Corpus):
 def check(
     path: str, lengths: NDArray[Any], starts: NDArray[Any], documents: NDArray[Any], size: int
 ) -> None:
-    """Check that sequences are contiguous, and that the boundaries of documents are in order."""
+    """Check that sequences are contiguous and document boundaries are in order."""
 
     def is_apart(a: int, b: int) -> NDArray[np.bool_]:
         due = starts[a + 1 : b + 1]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.tokens.documents import Corpus, Documents
 
-# The maximum length of a row, because `cu_seqlens` is int32.
+# Because `cu_seqlens` is int32.
 MOST_ROW = 2**30
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
@@ -55,9 +55,9 @@ class Piece(NamedTuple):
 class Rows:
     """An indexer that makes rows of tokens and has an order. Pass it to `MPSequence`.
 
-    A row is a sequence of *pieces*, each of which comes from one document. Documents are split only
-    if they are longer than a row or, with 'concatenate', at the end of a row. Without `weights`,
-    every token occurs once per epoch, but 'concatenate' drops a last row that is not full.
+    A row is a sequence of *pieces* of documents. Documents are split if they are longer than a row
+    or, with 'concatenate', at the end of a row. Without `weights`, every token occurs once per
+    epoch, but 'concatenate' drops a last row that is not full.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ class Rows:
         Whether to use `Packed` or `Concatenated`.
     step : int, optional
         The number of rows in an optimizer step, over all ranks and microbatches. If set, `Balanced`
-        gives all ranks nearly equal work. The order depends on this number, so do not change it
-        when you change the number of ranks.
+        gives all ranks nearly equal work. Do not change it with the number of ranks, because the
+        order depends on it.
     balance : 'step', 'window' or 'epoch'
         Whether `Balanced` exchanges rows within a step, among 16 steps, or in the whole epoch.
     cache : str or path, optional
-        A local folder for the tables of the order, which all processes on a machine then share.
+        A local folder for tables that all processes on a machine share.
     epoch_size : int, optional
         The number of rows in an epoch. Requires `weights`.
     flat : bool
@@ -106,7 +106,7 @@ class Rows:
     names : list of str
         The names of the sources.
     fingerprints : dict of str to int
-        The fingerprints of the sources. States contain them to detect that tokens have changed.
+        The fingerprints of the sources, which states contain.
 
     Raises
     ------
@@ -175,7 +175,7 @@ class Rows:
 
     @cached_property
     def order(self) -> Order:
-        """The order that ``MPSequence(rows)`` uses. Samples are tokens, and units are rows."""
+        """The order that ``MPSequence(rows)`` uses. Samples are tokens, units are rows."""
         over: Callable[[Any], Order] = partial(Concatenated, row=self.row, cache=self._cache)
         if self._packs:
             over = partial(Packed, budget=self.row, too_long="split", cache=self._cache)
@@ -190,7 +190,7 @@ class Rows:
         return order if step is None else Balanced(order, step, over=balance, cache=self._cache)
 
     def _check(self, corpora: list[Corpus]) -> None:
-        """Check that tokens fit into the data type, and that at least one can be predicted."""
+        """Check that tokens fit the data type, and that one can be predicted."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
             raise TypeError(
                 f"dtype={self._dtype} with pad={self._pad}; pass 'int64' or 'int32', and a token "
@@ -218,7 +218,7 @@ class Rows:
         return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without cached properties, which include arrays in files."""
+        """Return the state without cached properties, such as arrays in files."""
         made = ("order", "_ends", "_arrays")
         return {name: value for name, value in vars(self).items() if name not in made}
 
@@ -254,7 +254,7 @@ class Rows:
         return [Piece(self.names[s], k, start, start + n) for s, k, start, n in columns]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that counts the tokens per source in the given units of an epoch."""
+        """Return a function that counts the tokens per source in units of an epoch."""
         known, reader = order.token_sums(seed), order.reader(seed)
 
         def sums(epoch: int, units: Ints) -> dict[str, int]:
@@ -268,18 +268,17 @@ class Rows:
         return sums
 
     def _by_source(self, pieces: Ints) -> Ints:
-        """Count the tokens of each source."""
         sources, *_, counts = pieces
         return np.bincount(sources, counts, len(self.names)).astype(np.int64)
 
     def only(self, keys: Sequence[str]) -> Rows:
-        """Return a copy of this indexer with other keys."""
+        """Return a copy with other keys."""
         rows = object.__new__(type(self))
         vars(rows).update(vars(self), keys=tuple(keys))
         return rows
 
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
-        """Make a batch of the pieces at these positions. `cseq.parts` divides them into rows."""
+        """Make a batch of the pieces at these positions; see `cseq.parts`."""
         sizes = parts()
         pieces, cuts = self._locate(indices, sizes)
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
@@ -310,7 +309,7 @@ class Rows:
         return parts, [mask for corpus in self._corpora for mask in corpus.masks]
 
     def _locate(self, indices: Ints, sizes: Ints) -> tuple[Ints, Ints]:
-        """Find the pieces that start at the given positions.
+        """Find the pieces at the given positions.
 
         Return the source, document, start and length of each piece, and the result of `cut`.
         """
@@ -320,9 +319,9 @@ class Rows:
     def _find(
         self, indices: Ints, pieces: Ints, cuts: Ints
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
-        """Return the arrays of tokens, the masks, and the array number and position of each piece.
+        """Return the arrays of tokens, the masks, and each piece's array and position.
 
-        If a piece of a user's source is cut, the next token is also read, because it is a label.
+        For a cut piece of a user's source, the next token is also read as a label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)
