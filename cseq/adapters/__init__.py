@@ -1,17 +1,15 @@
 """Adapters for other libraries, with one package or module per library.
 
-``torch``          `DataLoader`: torch's loader with cseq's workers
-``returnn``        `MultiProcDataset`: a RETURNN dataset that loads sequences in worker processes
-``torchdata``      `MultiProcessingReadingService`: runs DataLoader2's data pipes in workers
+``torch`` `DataLoader`: torch's loader with cseq's workers ``returnn`` `MultiProcDataset`: a RETURNN
+dataset that loads sequences in worker processes ``torchdata`` `MultiProcessingReadingService`: runs
+DataLoader2's data pipes in workers
 
-``lightning``      `DataModule`, `SaveState`; `Monitor`, which sends metrics to Lightning's loggers
-``transformers``   `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor`
-``keras``          `Batches`, `SaveState`
-``torchtitan``     `TokenDataLoader`, which feeds `cseq.tokens` rows to torchtitan's trainer
+``lightning`` `DataModule`, `SaveState`; `Monitor`, which sends metrics to Lightning's loggers
+``transformers`` `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor` ``keras`` `Batches`,
+`SaveState` ``torchtitan`` `TokenDataLoader`, which feeds `cseq.tokens` rows to torchtitan's trainer
 
-cseq does not import adapters on its own. If the library of an adapter is missing, importing the
-adapter raises an ImportError with install instructions. Inside an adapter, ``import NAME`` imports
-the library, not the adapter.
+cseq does not import adapters on its own. Importing one raises an ImportError with install
+instructions if its library is missing.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ __all__ = ["needs"]
 
 @contextlib.contextmanager
 def needs(library: str, package: str) -> Iterator[None]:
-    """Raise an ImportError with install instructions if the block cannot import `library`."""
+    """Raise an ImportError with install instructions if `library` is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

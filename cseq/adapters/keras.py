@@ -49,9 +49,8 @@ class Batches(DataAdapter):  # type: ignore[misc]
 class SaveState(Callback):  # type: ignore[misc]
     """A callback that saves and restores the model and the state of a manager.
 
-    If the folder contains a checkpoint, `fit` resumes with the next batch. The callback also sets
-    the manager's epoch. Checkpoints are replaced atomically, so the previous checkpoint survives a
-    crash during a save.
+    If the folder contains a checkpoint, `fit` resumes with the next batch. Checkpoints are replaced
+    atomically.
 
     Parameters
     ----------
@@ -66,7 +65,7 @@ class SaveState(Callback):  # type: ignore[misc]
     def __init__(self, manager: MSequence[Any], folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, integer("every", every)
-        # The weights file that the saved state refers to, once it is complete.
+        # The weights that the saved state refers to.
         self._weights: str | None = None
 
     def on_train_begin(self, logs: object = None) -> None:
@@ -81,7 +80,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self.model._initial_epoch = self._manager.epoch
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        # Keras has consumed a batch to build the model. This call also restores that batch.
+        # Also restores the batch that Keras has consumed to build the model.
         self._manager.set_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
@@ -92,7 +91,7 @@ class SaveState(Callback):  # type: ignore[misc]
         """Save a checkpoint and replace the previous one."""
         state = self._manager.state_dict()
         os.makedirs(self._folder, exist_ok=True)
-        # In case saving fails, keep the previous weights until the state refers to the new file.
+        # Keep the previous weights until the state refers to the new file.
         weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
         self.model.save_weights(os.path.join(self._folder, weights))
         path = os.path.join(self._folder, "batches.json")

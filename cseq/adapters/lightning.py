@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.sequence import MSequence
 
     class Loop(Protocol):
-        """The part of Lightning's loop interface that is used here."""
+        """The part of Lightning's loops that is used here."""
 
         total_batch_idx: int
         restarted_on_last: bool
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
         def setup_data(self) -> object: ...
 
     class Strategy(Protocol):
-        """The part of Lightning's strategy interface that is used here."""
+        """The part of Lightning's strategies that is used here."""
 
         def broadcast(self, number: int) -> int: ...
 
     class Logger(Protocol):
-        """The part of Lightning's logger interface that is used here."""
+        """The part of Lightning's loggers that is used here."""
 
         def log_metrics(self, metrics: dict[str, float], step: int) -> object: ...
 
@@ -68,11 +68,10 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     Parameters
     ----------
     train : callable
-        A function that takes no arguments and returns a manager that has not been started. It is
-        called in every process of the group when training starts, and should create the manager
-        with ``shard="auto"``.
+        Returns a manager that has not been started, with ``shard="auto"``. It is called in every
+        process when training starts.
     val, test, predict : callable, optional
-        Functions that return the managers for validation, test and prediction.
+        The same for validation, test and prediction.
 
     Examples
     --------
@@ -109,7 +108,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Start a new manager after finishing a running one. Return [] if there is no function."""
+        """Start a new manager and finish a running one. Return [] without a function."""
         make = self._makers[name]
         if make is None:
             return []
@@ -125,11 +124,10 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """A callback for exact resumes, which saves what Lightning does not save for a cseq DataLoader.
+    """A callback for exact resumes of a cseq DataLoader.
 
-    Validation loaders are seeded from the number of training batches so far and a seed that is
-    stored in the checkpoint. If a checkpoint was saved at the last batch of an epoch, training
-    loaders resume at the start of the next epoch.
+    Validation loaders are seeded from the number of training batches so far and a seed in the
+    checkpoint. A checkpoint of the last batch of an epoch resumes with the next epoch.
 
     Examples
     --------
@@ -141,7 +139,6 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed, self._train = trainer.strategy.broadcast(torch.initial_seed()), list[State]()
 
     def state_dict(self) -> State:
-        """Return the callback's state for a checkpoint."""
         trainer = self._trainer
         is_over = trainer.is_last_batch and not trainer.reload_dataloaders_every_n_epochs
         loaders = loaders_in(trainer.train_dataloader) if is_over else []
@@ -160,7 +157,7 @@ class SaveState(Callback):  # type: ignore[misc]
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(trainer.current_epoch)
-        # Lightning has already called `iter`, and calls it again if it restarted on the last batch.
+        # Lightning has called `iter`, and calls it again if it restarted on the last batch.
         if states and not loop.epoch_loop.restarted_on_last:
             iter(loop._data_fetcher)
         if trainer.val_dataloaders is None:
@@ -171,7 +168,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed_validation(trainer)
 
     def _seed_validation(self, trainer: Trainer) -> None:
-        """Seed the next validation now, because Lightning draws numbers before it calls hooks."""
+        """Seed the next validation, because Lightning draws numbers before it calls hooks."""
         for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
             if loader.generator is None:
                 loader.generator = torch.Generator()
@@ -188,8 +185,8 @@ def loaders_in(collection: object) -> list[DataLoader[Any]]:
 class Monitor(Callback):  # type: ignore[misc]
     """A callback that sends the metrics of a manager to the trainer's loggers.
 
-    The metrics come from `Stats.as_dict` and cover the batches since the previous log entry. Each
-    rank measures its own manager, but Lightning's loggers write only the metrics of rank 0.
+    The metrics come from `Stats.as_dict` and cover the batches since the previous log entry.
+    Lightning's loggers write only those on rank 0.
 
     Parameters
     ----------
@@ -211,5 +208,5 @@ class Monitor(Callback):  # type: ignore[misc]
         loop = trainer.fit_loop.epoch_loop
         figures = self._every.at(loop.total_batch_idx + 1)
         for logger in trainer.loggers if figures else ():
-            # Use the same step as Lightning's callbacks, so that metrics line up with the loss.
+            # Use the step of Lightning's callbacks, so that metrics line up with the loss.
             logger.log_metrics(figures, step=loop._batches_that_stepped)

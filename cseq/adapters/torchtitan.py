@@ -1,7 +1,6 @@
-"""torchtitan support: a dataloader that feeds `cseq.tokens` rows to its trainer.
+"""torchtitan support: a dataloader for `cseq.tokens` rows.
 
-torchtitan 0.3.0 and the development versions since August 2026 have different dataloader
-interfaces. `TokenDataLoader` supports both.
+It supports torchtitan 0.3.0 and the development versions since August 2026.
 """
 
 from __future__ import annotations
@@ -37,16 +36,15 @@ KEYS = ("input_ids", "position_ids", "labels")
 class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
     """A dataloader that feeds batches of rows to torchtitan's trainer and validator.
 
-    Batches are made by worker processes. A batch is ``({"input", "positions"}, labels)``. All
-    tensors are int64, and their shape is ``(local_batch_size, seq_len)`` in torchtitan 0.3.0 and
-    ``(num_tokens_per_batch,)`` in newer versions. An incomplete last global batch is dropped, so
-    that all ranks finish at the same step. Runs resume exactly from torchtitan's checkpoints, even
-    with a different batch size or number of data-parallel ranks.
+    A batch is ``({"input", "positions"}, labels)``. Tensors are int64, of shape
+    ``(local_batch_size, seq_len)`` in torchtitan 0.3.0 and ``(num_tokens_per_batch,)`` in newer
+    versions. An incomplete last global batch is dropped. Runs resume exactly from torchtitan's
+    checkpoints, even with another batch size or number of data-parallel ranks.
 
     Attributes
     ----------
     manager : MPSequence
-        The manager that makes the batches. It provides `stats` and `advice`.
+        The manager that makes the batches, for `stats` and `advice`.
 
     Examples
     --------
@@ -62,16 +60,16 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         Attributes
         ----------
         rows : callable
-            A function that accepts the row length in tokens (torchtitan's ``seq_len`` or
-            ``max_context_length``) and returns a `cseq.tokens.Rows`.
+            A function of the row length (torchtitan's ``seq_len`` or ``max_context_length``) that
+            returns a `cseq.tokens.Rows`.
         seed : int
             The seed for the order of rows.
         num_workers : int
-            The number of worker processes per rank. If this is 0, the trainer makes the batches.
+            The number of worker processes per rank, or 0 to make batches in the trainer.
         repeat : bool
             If False, training stops after one epoch.
         infinite : bool, optional
-            Overrides `repeat`. The validator of torchtitan 0.3.0 sets this.
+            Overrides `repeat`, for the validator of torchtitan 0.3.0.
         """
 
         rows: Annotated[Callable[[int], Any] | None, tyro.conf.Suppress] = None
@@ -139,8 +137,8 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Start new workers and iterate from the current position.
 
-        The end of the data is signaled by StopIteration. The trainer converts this exception to a
-        DataloaderExhaustedError, and it is the only exception that the validator handles.
+        StopIteration ends the data. The validator handles no other exception, and the trainer
+        converts it to a DataloaderExhaustedError.
         """
         manager, state = self.manager, self.state_dict()
         if state["epoch"] and not self._is_endless:
@@ -156,7 +154,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             manager.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as a small dict of JSON values, which is the same on all ranks."""
+        """Return the position as JSON values, the same on all ranks."""
         return self.manager.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer support: managers as data sets, exact resumes, a monitor."""
+"""Hugging Face Trainer support: data sets, exact resumes, a monitor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
         return self.train_dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        # If there are several data sets, a string selects one.
+        # A string selects one of several data sets.
         if isinstance(eval_dataset, str):
             return self.eval_dataset[eval_dataset]
         return self.eval_dataset if eval_dataset is None else eval_dataset
@@ -70,7 +70,7 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
 
 
 class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """A callback that saves the state of the training loader in every checkpoint.
+    """A callback that saves the training loader in every checkpoint.
 
     ``trainer.train(resume_from_checkpoint=…)`` then continues with the next batch. The state is
     stored in `trainer_state.json`.
@@ -80,7 +80,6 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
     saved: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the callback's state for a checkpoint."""
         state = None if self.batches is None else self.batches.state_dict()
         return {"args": {}, "attributes": {"saved": state}}
 
@@ -104,12 +103,11 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class SeedEpochs(TrainerCallback):  # type: ignore[misc]
-    """A callback for exact resumes in the middle of an epoch with any sampler.
+    """A callback for exact resumes within an epoch with any sampler.
 
-    When the Trainer resumes an epoch, it draws the keys of all batches again and skips those that
-    were used. It draws the same keys only for its default sampler. This callback makes it draw the
-    same keys for other samplers, by seeding the generators of the loader and the sampler in each
-    epoch. Seeds are derived from the epoch number and the `data_seed` or `seed` of the run.
+    A resumed Trainer draws the keys of the epoch again, but the same ones only for its default
+    sampler. This callback seeds the generators of the loader and the sampler in each epoch, from
+    the epoch number and the `data_seed` or `seed` of the run.
     """
 
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
@@ -125,7 +123,7 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
             if hasattr(drawing, "generator"):
                 generator = torch.Generator()
                 drawing.generator = generator.manual_seed(seed_from(seed, self._epoch, number))
-        # When batches are skipped, accelerate's dispatcher does not pass the epoch to the sampler.
+        # When accelerate skips batches, it does not pass the epoch to the sampler.
         set_epoch: Callable[[int], object] | None = getattr(prepared, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self._epoch)
@@ -135,9 +133,8 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
 class Monitor(TrainerCallback):  # type: ignore[misc]
     """A callback that logs the metrics of a manager with `Trainer.log`.
 
-    The Trainer sends them to all integrations in `report_to`. The metrics come from `Stats.as_dict`
-    and cover the batches since the previous log entry. Each rank measures its own manager, but the
-    integrations write only the metrics of rank 0.
+    The metrics come from `Stats.as_dict` and cover the batches since the previous log entry. They
+    are sent to all integrations in `report_to`, which write only those on rank 0.
 
     Parameters
     ----------
@@ -146,7 +143,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     every : int
         How often to log metrics, in Trainer steps.
     trainer : Trainer, optional
-        The Trainer whose `log` is called. `BatchTrainer` sets this attribute of its monitors.
+        The Trainer to log with. `BatchTrainer` sets this.
     """
 
     def __init__(
@@ -168,7 +165,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
-            # `log` cancels a pending request to log the loss of this step. Restore the request.
+            # `log` cancels a pending request to log the loss of this step.
             wanted = control.should_log
             self.trainer.log(figures)
             control.should_log = wanted

@@ -1,8 +1,8 @@
 """A replacement for RETURNN's `MultiProcDataset` with cseq's worker processes.
 
-The class wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset configuration. Each
-worker process creates its own copy of the dataset. At the start of an epoch, worker 0 returns the
-order of the sequences. Each worker prefetches its share, and the sequences are delivered in order.
+It wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset. Each worker process creates
+its own copy. Worker 0 returns the order of an epoch, each worker prefetches its share, and the
+sequences are delivered in order.
 
 ::
 
@@ -14,8 +14,8 @@ order of the sequences. Each worker prefetches its share, and the sequences are 
         ⋮                         │
     worker N-1: …               ──┘
 
-With ``sharding_method='dedicated'``, the order is not requested. Instead, the dataset of each
-worker is one of N shards, and the round robin skips workers that are exhausted.
+With ``sharding_method='dedicated'``, each worker's dataset is one of N shards, and the round robin
+skips exhausted workers.
 """
 
 from __future__ import annotations
@@ -58,22 +58,20 @@ __all__ = ["MultiProcDataset", "install"]
 
 SHARDING_METHODS = ("seq_order", "dedicated")
 
-# The function `install` after it has been called, so that workers call it as well.
+# Set by `install`, so that workers call it as well.
 _installed: Callable[[], None] | None = None
 
 
 def install() -> None:
     """Register this class as RETURNN's ``"MultiProcDataset"``.
 
-    Call this before the first dataset is created. The registration applies to this process and to
-    the workers of datasets of this class. Other processes that RETURNN starts do not need it,
-    because pickled datasets keep their class.
+    Call this before the first dataset is created. It applies to this process and its workers.
     """
     global _installed
     from returnn.datasets import multi_proc
 
     multi_proc.MultiProcDataset = MultiProcDataset
-    # RETURNN fills this cache on the first lookup. Until then, the line above is enough.
+    # RETURNN fills this cache on the first lookup.
     if basic._dataset_classes:
         basic._dataset_classes["MultiProcDataset"] = MultiProcDataset
     _installed = install
@@ -82,8 +80,8 @@ def install() -> None:
 class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     """A dataset whose sequences are loaded by worker processes.
 
-    This class replaces ``returnn.datasets.multi_proc.MultiProcDataset``. It accepts the same
-    arguments and returns the same sequences in the same order.
+    It replaces ``returnn.datasets.multi_proc.MultiProcDataset``, with the same arguments, sequences
+    and order.
 
     Parameters
     ----------
@@ -94,21 +92,20 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     buffer_size : int
         The number of sequences that each worker prefetches.
     sharding_method : {'seq_order', 'dedicated'}
-        'seq_order' keeps the order of the wrapped dataset for any number of workers, and requires
-        that the dataset supports `get_current_seq_order`. With 'dedicated', the dataset of each
-        worker is one of `num_workers` shards, whose sizes may differ or be unknown. The epoch
-        contains the same sequences, but their order depends on the number of workers.
+        'seq_order' keeps the order of the wrapped dataset, which must support
+        `get_current_seq_order`. With 'dedicated', each worker's dataset is one of `num_workers`
+        shards, and the order depends on the number of workers.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start the workers. Defaults to cseq's default on this system.
     max_restarts : int
-        The maximum number of dead workers to replace per epoch before raising `cseq.WorkerDied`.
+        The most dead workers to replace per epoch before raising `cseq.WorkerDied`.
     timeout : float or None
         The time limit in seconds for loading a sequence, answering a query or creating the dataset.
     on_timeout : {'raise', 'restart'}
         Whether to raise `cseq.WorkerTimeout`, or to replace the worker and try again.
     **kwargs
-        General dataset arguments (``name``, ``seq_ordering``, ``partition_epoch``, …). They are
-        passed on to the wrapped dataset, but entries in `dataset` take precedence.
+        General dataset arguments (``name``, ``seq_ordering``, …) for the wrapped dataset. Entries
+        in `dataset` take precedence.
 
     Raises
     ------
@@ -119,16 +116,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     Notes
     -----
-    Workers start on first use. If the wrapped dataset raises an exception in a worker, the
-    exception is re-raised in this process with the same type and the traceback from the worker. If
-    a worker dies, it is replaced, and the sequences that it had prefetched are loaded again.
+    Workers start on first use. Exceptions in a worker are raised in this process, with the worker's
+    traceback. Dead workers are replaced, and their prefetched sequences are loaded again.
 
     Workers seed the global generators of Python, NumPy and torch before every sequence, based on
-    `random_seed_offset`, the epoch and the position in the epoch. Augmentation that uses these
-    generators is therefore different for every sequence and, with 'seq_order', the same for any
-    number of workers. The ``rng`` of a `PostprocessingDataset` is seeded in the same way.
+    `random_seed_offset`, the epoch and the position. With 'seq_order', augmentation is therefore
+    the same for any number of workers. The ``rng`` of a `PostprocessingDataset` is seeded in the
+    same way.
 
-    Any exception in `load_seqs` ends the epoch, even if it was raised by a signal handler.
+    Any exception in `load_seqs` ends the epoch, even one from a signal handler.
     """
 
     num_inputs: Any
@@ -174,16 +170,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
-        # The serial number and arguments of the last call to `init_seq_order`, and the order if it
-        # is known.
+        # The serial number and arguments of the last `init_seq_order`, and the order if known.
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
-        # Whether an epoch is running, its items, and the number of items consumed.
+        # Whether an epoch is running, its items, and the items consumed.
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # The largest `complete_frac` so far, and the number of frames so far for each data key.
+        # The largest `complete_frac` and the frames per data key so far.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -191,13 +186,12 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @property
     def _meta_info_cache(self) -> dict[str, Any] | None:
-        """The cached answers, which copies of this object reuse."""
+        """Copies of this object reuse the answers."""
         return dict(self._meta) if self.num_outputs else None
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy receives all arguments of `Dataset`, including defaults, and must not pass them
-        # to the wrapped dataset.
+        # The copy gets all arguments of `Dataset`, and must not pass them to the wrapped dataset.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
@@ -214,7 +208,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         )
 
     def _answer(self, question: str) -> Any:
-        """Return a constant property of the dataset. Raise NotImplementedError if it is missing."""
+        """Return a constant property of the dataset. May raise NotImplementedError."""
         if question not in self._meta:
             with self._guarded() as streams:
                 self._meta[question] = streams.ask("answer", question, worker=0)
@@ -234,8 +228,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     def get_total_num_seqs(self, *, fast: bool = False) -> int:
         """Return the total number of sequences in all parts of the epoch.
 
-        Raises NotImplementedError if the wrapped dataset does not know the number. If `fast` is
-        set, no worker is started.
+        Raises NotImplementedError if it is unknown. With `fast`, no worker is started.
         """
         if fast and "get_total_num_seqs" not in self._meta and not self._is_running():
             raise NotImplementedError(f"{self}: no worker is running to count the sequences")
@@ -259,13 +252,13 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return bool(self._answer("have_corpus_seq_idx"))
 
     def get_corpus_seq_idx(self, seq_idx: int) -> int:
-        """Return the corpus index of a sequence, given its index in the epoch."""
+        """Return the corpus index of a sequence in the epoch."""
         if self.have_corpus_seq_idx():
             return int(self.get_current_seq_order()[seq_idx])
         return int(super().get_corpus_seq_idx(seq_idx))
 
     def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
-        """Restrict this dataset to a shard, starting with the next call to `init_seq_order`."""
+        """Restrict the next epochs to a shard."""
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
@@ -276,7 +269,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._streams is not None and self._streams._run.is_ours
 
     def _workers(self) -> Streams:
-        """Return the workers. The first call in each process starts them."""
+        """Return the workers, which are started on the first call in each process."""
         if self._streams is None or not self._is_running():
             self._is_under_way = False
             plan = CONFIGURATION, self.dataset, self._sharding_method, self.name, _installed
@@ -293,30 +286,28 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Streams]:
-        """Yield the workers. If the block raises a fatal worker error, close them."""
+        """Yield the workers, and close them after a fatal worker error."""
         streams = self._workers()
         try:
             yield streams
         except (WorkerDied, WorkerTimeout):
-            # The next use starts new workers.
             self.close()
             raise
 
     def close(self) -> None:
-        """Stop the workers now rather than at garbage collection. The next use restarts them."""
+        """Stop the workers now. The next use restarts them."""
         streams, self._streams = self._streams, None
         self._is_under_way, self._items = False, iter(())
-        # In a forked process, this does nothing.
+        # Does nothing in a forked process.
         if streams is not None:
             streams.close()
 
     def stats(self) -> Stats | None:
-        """Return statistics since the workers started, or None if there are no workers."""
+        """Return statistics since the workers started, if there are any."""
         return self._streams.stats() if self._streams is not None else None
 
     @property
     def _run(self) -> Run[Items] | None:
-        """The running workers, for `cseq.testing`."""
         return self._streams._run if self._streams is not None else None
 
     # -- an epoch -------------------------------------------------------------------------------
@@ -332,13 +323,13 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         Parameters
         ----------
         epoch : int or None
-            The epoch number, starting at 1. If None and no order is passed, no epoch is started.
+            The epoch number, from 1. With None and no order, no epoch is started.
         seq_list : list of str, optional
             The tags of the sequences to load, in order.
         seq_order : sequence of int, optional
             The corpus indices of the sequences to load, in order.
         """
-        # Reset this first, so that there is no running epoch if this method is interrupted.
+        # There must be no running epoch if this method is interrupted.
         self._is_under_way = False
         self._taken, self._complete, self._frames = 0, 0.0, {}
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)
@@ -364,10 +355,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return True
 
     def get_current_seq_order(self) -> Sequence[int]:
-        """Return the sequence order of the latest epoch, even if it has ended.
-
-        Raises NotImplementedError if the wrapped dataset does not know the order.
-        """
+        """Return the order of the latest epoch. Raises NotImplementedError if it is unknown."""
         if self._asked is None:
             return []
         if self._order is None:
@@ -388,7 +376,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return [index for turn in rounds for index in turn if index is not None]
 
     def finish_epoch(self, *, free_resources: bool = False) -> None:
-        """Finish the epoch. If `free_resources` is set, workers also drop their datasets."""
+        """Finish the epoch. With `free_resources`, workers also drop their datasets."""
         super().finish_epoch(free_resources=free_resources)
         self._is_under_way = False
         if self._is_running():
@@ -399,7 +387,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- sequences ------------------------------------------------------------------------------
 
     def is_less_than_num_seqs(self, n: int) -> bool:
-        """Return True if sequence `n` exists, which may require loading sequences up to `n`."""
+        """Return True if sequence `n` exists, which may require loading up to it."""
         if n < self.expected_load_seq_start:
             return True
         if self.epoch is None:
@@ -418,7 +406,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         if start > self.expected_load_seq_start:
             self._cleanup_old_seqs(start)
             self.expected_load_seq_start = start
-        # Any exception ends the epoch, including exceptions from signal handlers.
+        # Any exception ends the epoch, even one from a signal handler.
         self._is_under_way = False
         try:
             while self._taken < (end if self._num_seqs is None else min(end, self._num_seqs)):
@@ -452,6 +440,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._num_seqs = self._taken
 
     def get_num_timesteps(self) -> Any:
-        """Return the number of frames per data key. Call this after the last sequence."""
+        """Return the frames per data key. Call this after the last sequence."""
         assert self.reached_final_seq
         return NumbersDict(self._frames)

@@ -1,4 +1,4 @@
-"""Seeds the random generators that augmentation uses, for each sequence."""
+"""Seeds random generators for each sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cseq.indexing.context import BatchContext
 
     class Dataset(Protocol):
-        """The part of RETURNN's dataset interface that is used here."""
+        """The part of RETURNN's datasets that is used here."""
 
         num_seqs: int
         added_data: list[object]
@@ -45,20 +45,20 @@ __all__ = ["SequenceSeeds"]
 
 
 class SequenceSeeds:
-    """Reseeds the random generators that augmentation uses before each sequence.
+    """Reseeds the random generators before each sequence.
 
-    RETURNN itself seeds them at most once per epoch, and uses the same seed in every worker.
+    RETURNN itself seeds them at most once per epoch, and alike in every worker.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
         self._batch_context = batch_context
         self._seeds = Seeds(batch_context)
         self._epoch = self._key = 0
-        # The generators passed to `PostprocessingDataset` functions in this epoch.
+        # From `PostprocessingDataset` functions of this epoch.
         self.passed: list[RandomState] = []
 
     def hook(self) -> None:
-        """Record the generators that `PostprocessingDataset` creates at the start of an epoch."""
+        """Record the generators that `PostprocessingDataset` creates in an epoch."""
         module: Any = sys.modules.get("returnn.datasets.postprocessing")
         if module is not None:
             module.RandomState = self._made
@@ -68,7 +68,7 @@ class SequenceSeeds:
         return self.passed[-1]
 
     def begin_epoch(self, dataset: Dataset, epoch: int | None) -> None:
-        """Forget the generators of the previous epoch and prepare the seed of the new epoch."""
+        """Forget the previous generators and prepare the seed of the epoch."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)
@@ -77,7 +77,7 @@ class SequenceSeeds:
         self._batch_context.clear_ticket()
 
     def seed(self, number: int, position: int) -> None:
-        """Seed all generators for sequence `number` of this worker, at `position` in the epoch."""
+        """Seed all generators for this worker's sequence `number`, at `position` in the epoch."""
         self._batch_context.set_ticket(Numbers(self._key, self._epoch, number, position))
         self._seeds.seed(self._key, position)
         if self.passed:

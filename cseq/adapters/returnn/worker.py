@@ -36,9 +36,9 @@ __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 class OrderRequest(NamedTuple):
-    """What a worker needs to start an epoch: the arguments of call `serial` of `init_seq_order`.
+    """The arguments of a call of `init_seq_order`, and its serial number.
 
-    The dataset is first divided into shards, and each shard is then divided among the workers.
+    The dataset is first divided into shards, and each shard among the workers.
     """
 
     serial: int
@@ -50,10 +50,10 @@ class OrderRequest(NamedTuple):
 
 
 class _Configuration:
-    """A pickle of RETURNN's global configuration that restores it in another process.
+    """A pickle of RETURNN's global configuration.
 
-    Classes and functions in the configuration belong to the module ``__returnn_config__``, which
-    has no file. A worker can import this module only after it has unpickled the configuration.
+    Its module ``__returnn_config__`` has no file, so a worker can import it only after unpickling
+    the configuration.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -61,7 +61,7 @@ class _Configuration:
 
 
 def _restore(pickled: bytes) -> None:
-    """Restore RETURNN's configuration in this process, as RETURNN does in its own workers."""
+    """Restore RETURNN's configuration in this process."""
     pickle.loads(pickled)()
 
 
@@ -69,11 +69,11 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """The producer of one of `num_workers` workers, which owns the worker's dataset."""
+    """The producer of a worker, which owns the worker's dataset."""
 
     def __init__(
         self,
-        # `CONFIGURATION` must come before the arguments that need it to be unpickled.
+        # `CONFIGURATION` must be unpickled before the arguments that need it.
         _: object,
         plan: dict[str, Any],
         sharding_method: str,
@@ -90,9 +90,9 @@ class SequenceProducer:
         self._dedicated = sharding_method == "dedicated"
         self._number = number
         self._num_workers = num_workers
-        # The dataset, which is created on first use and again after `finish` has dropped it.
+        # Created on first use, and again after `finish` has dropped it.
         self._dataset: Any = None
-        # The serial number of the prepared request, and the data keys in this epoch.
+        # The serial number of the prepared request, and this epoch's data keys.
         self._serial: int | None = None
         self._keys: list[str] | None = None
         batch_context = context.BatchContext(number, num_workers)
@@ -101,7 +101,7 @@ class SequenceProducer:
         self._shards = self._shards_of(plan["_num_shards"], plan["_shard_index"])
 
     def _shards_of(self, num_shards: int, shard_index: int) -> tuple[int, int]:
-        """Return the number of shards and this worker's shard index."""
+        """Return the number of shards and this worker's index."""
         if not self._dedicated:
             return num_shards, shard_index
         return num_shards * self._num_workers, shard_index * self._num_workers + self._number
@@ -132,7 +132,7 @@ class SequenceProducer:
     # -- requests from the trainer --------------------------------------------------------------
 
     def answer(self, question: str) -> object:
-        """Return a dataset property, or a NotImplementedError if the property is missing."""
+        """Return a dataset property, or a NotImplementedError."""
         dataset = self._made()
         try:
             if question == "data_dtypes":
@@ -144,7 +144,7 @@ class SequenceProducer:
         return answer if answer is None or isinstance(answer, (int, float, dict)) else list(answer)
 
     def order(self, request: OrderRequest) -> Sequence[int] | NotImplementedError:
-        """Return the sequence order of an epoch, or of this worker's shard with 'dedicated'."""
+        """Return the order of an epoch, or of this worker's shard with 'dedicated'."""
         prepared = self._dataset is not None and self._serial == request.serial
         dataset = self._made() if self._dedicated and prepared else self._prepare(request)
         try:
@@ -158,7 +158,7 @@ class SequenceProducer:
             ) from error
 
     def finish(self, free_resources: bool) -> None:  # noqa: FBT001 - `ask` passes by position
-        """Finish an epoch and drop the dataset if `free_resources` is set."""
+        """Finish an epoch. With `free_resources`, drop the dataset."""
         self._serial = None
         if self._dataset is not None:
             self._dataset.finish_epoch(free_resources=free_resources)
@@ -169,22 +169,21 @@ class SequenceProducer:
     # -- an epoch -------------------------------------------------------------------------------
 
     def begin(self, request: OrderRequest) -> int | float | None:
-        """Start an epoch. Return the number of sequences for this worker, or None if unknown."""
+        """Start an epoch. Return this worker's number of sequences, if known."""
         return self._length(self._prepare(request))
 
     @staticmethod
     def _length(dataset: Dataset) -> int | float | None:
-        """Return the number of sequences in the epoch, or None if it is not known in advance."""
+        """Return the number of sequences in the epoch, if known in advance."""
         try:
             return dataset.num_seqs
         except NotImplementedError:
             return None
 
     def items(self, start: int) -> Iterator[Loaded]:
-        """Load and yield the sequences of this worker, starting with number `start`.
+        """Yield the sequences of this worker from number `start`.
 
-        If the dataset has an unknown length or is a `PostprocessingDataset`, the sequences before
-        `start` are loaded as well. Otherwise, loading starts at `start`.
+        A dataset of unknown length and a `PostprocessingDataset` load the earlier ones, too.
         """
         length = self._length(self._dataset)
         number = 0 if length is None or self._seeds.passed else start
@@ -204,10 +203,10 @@ class SequenceProducer:
         return True
 
     def _reaches(self, number: int) -> bool:
-        """Check whether sequence `number` exists in a dataset of unknown length."""
+        """Check if a sequence exists in a dataset of unknown length."""
         dataset: Dataset = self._dataset
         if number == 0 and isinstance(self._dataset, CachedDataset2):
-            # `is_less_than_num_seqs` would fail here with "Not a single seq was loaded?".
+            # `is_less_than_num_seqs` would fail with "Not a single seq was loaded?".
             dataset.load_seqs(0, 1)
             return bool(dataset.added_data)
         return bool(dataset.is_less_than_num_seqs(number))
@@ -215,8 +214,7 @@ class SequenceProducer:
     def _position(self, number: int, *, known: bool) -> int:
         """Return a number that identifies a sequence in the epoch, regardless of the worker.
 
-        This is the position in the epoch if the position does not depend on the number of workers.
-        Otherwise, it is the corpus index, if there is one.
+        This is the corpus index if the position depends on the number of workers.
         """
         num_shards, shard_index = self._shards
         if not self._dedicated:
@@ -228,7 +226,7 @@ class SequenceProducer:
     def _loaded(self, number: int) -> Loaded:
         dataset: Dataset = self._dataset
         fraction = dataset.get_complete_frac(number, allow_only_lr_suitable=True)
-        # Some datasets can list their keys only after loading a sequence.
+        # Some datasets list their keys only after loading a sequence.
         if self._keys is None:
             self._keys = list(dataset.get_data_keys())
         data = {key: dataset.get_data(number, key) for key in self._keys}
@@ -236,5 +234,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return a copy of an error with only its text, which can be sent to the trainer."""
+    """Return a copy with only the text, for the trainer."""
     return type(error)(*map(str, error.args))

@@ -1,8 +1,7 @@
 """torch's DataLoader on cseq's engine.
 
-``cseq.DataLoader`` is a `torch.utils.data.DataLoader` whose workers are managed by
-`cseq.stream.Streams`. `install` makes torch's own class use the same workers. Both are described
-in docs/how-to/from-dataloader.md and dataloader-differences.md.
+``cseq.DataLoader`` is a `torch.utils.data.DataLoader` with cseq's workers. `install` makes torch's
+own class use them. See docs/how-to/from-dataloader.md and dataloader-differences.md.
 
 ::
 
@@ -13,7 +12,7 @@ in docs/how-to/from-dataloader.md and dataloader-differences.md.
         order.py   sampler keys         ── Streams.begin ─►   collate.py   stacks into the slot
         state.py   epoch position       ◄── slots ─────────
 
-Importing this package does not import torch, and a worker imports only the modules it needs.
+Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -32,26 +32,25 @@ class BatchSampler:
     """A batch sampler over a `cseq.Order`, for `cseq.DataLoader` and torch's DataLoader.
 
     ``DataLoader(…, batch_sampler=order)`` creates a batch sampler. Each ``iter()`` starts the next
-    epoch, even if the previous epoch is unfinished. Frameworks that divide batches among ranks,
-    such as accelerate, can divide these batches as well.
+    epoch, even if the previous one is unfinished. Frameworks such as accelerate can divide the
+    batches among ranks.
 
     Parameters
     ----------
     order : Order
-        The order, which must cover exactly the number of samples in the data set.
+        The order, with as many samples as the data set.
     batch_size : int
         The number of units per batch on each rank.
     seed : int, optional
-        A seed in [0, 2**64), which must be the same on all ranks. Defaults to the seed of a loaded
-        state, or to torch's initial seed on rank 0.
+        A seed in [0, 2**64), the same on all ranks. Defaults to the seed of a loaded state, or to
+        torch's initial seed on rank 0.
     drop_last : bool
         Whether to drop an incomplete last batch.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
         Which part of every global batch to read; see `cseq.MSequence`. By default, every rank reads
         whole batches, because some frameworks divide the batches themselves.
     pad : bool
-        If False, no units are repeated, and the last batch may have different sizes on different
-        ranks.
+        If False, no units are repeated, and the last batch may differ in size between ranks.
 
     Examples
     --------
@@ -76,9 +75,8 @@ class BatchSampler:
             raise ValueError(
                 f"order={order!r} was created without a number of samples; create it with one"
             )
-        # `_takes_any` is True if a loaded state may replace the seed. `_is_drawn` is None if the
-        # seed will be drawn, and True once it has been drawn. `_is_agreed` is True if the seed is
-        # known to be the same as on rank 0.
+        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: True once the seed has
+        # been drawn, None before that. `_is_agreed`: the seed is the same as on rank 0.
         self._takes_any = seed is None
         self._is_drawn = None if seed is None else False
         self._is_agreed = False
@@ -95,8 +93,8 @@ class BatchSampler:
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        # Positions are (epoch, number of consumed units). The next `iter` starts at `_next`. `_now`
-        # is the position after the latest batch, or None if the epoch of that batch is over.
+        # (epoch, consumed units), where the next `iter` starts, and after the latest batch. `_now`
+        # is None if that batch's epoch is over.
         self._next = 0, 0
         self._now: tuple[int, int] | None = None
 
@@ -107,7 +105,7 @@ class BatchSampler:
 
     @property
     def batch_size(self) -> int | None:
-        """The number of samples per batch, or None if it varies. Frameworks read this."""
+        """The samples per batch, or None if it varies. Frameworks read this."""
         order = self._sampler.order
         return None if order.is_batch or order.room > 1 else self._sampler.batch_size
 
@@ -117,7 +115,7 @@ class BatchSampler:
         return self._sampler.drop_last
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch for the next ``iter()``. Existing iterators are not affected."""
+        """Set the epoch for the next ``iter()``."""
         if integer("epoch", epoch, least=0) != self._next[0]:
             self._next = epoch, 0
 
@@ -131,10 +129,10 @@ class BatchSampler:
         return self._keys(self._next, self._sampler.source(*self._next, own=True))
 
     def _keys(self, begun: tuple[int, int], source: OrderSource) -> Iterator[list[int]]:
-        """Yield the batches and track the position for `state_dict`."""
+        """Yield the batches and track the position."""
         sampler, epoch, consumed = self._sampler, begun[0], source.consumed
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
-        # Advance the epoch here, because torch may call `__iter__` more than once per epoch.
+        # torch may call `__iter__` more than once per epoch, so advance the epoch here.
         if self._next == begun:
             self._next = epoch + 1, 0
         for batch in range(len(source)):
@@ -143,14 +141,14 @@ class BatchSampler:
         self._now = None
 
     def _settle(self) -> shards.Shard:
-        """Resolve shard='auto' on the first call and return the shard."""
+        """Resolve shard='auto' once."""
         if self._shard is None:
             self._shard = shard = shards.resolve()
             self._sampler = self._sampler.changed(rank=shard.rank, world_size=shard.world_size)
         return self._shard
 
     def _agree(self) -> None:
-        """Use the seed that rank 0 draws, or check a given seed if ranks divide the batches."""
+        """Use the seed that rank 0 draws, or check a given seed."""
         divider = ranks.divider(self)
         is_drawn, is_divided = self._is_drawn is None, divider not in (None, self)
         if self._is_agreed or not (is_drawn or is_divided):
@@ -185,7 +183,7 @@ class BatchSampler:
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the state `batches` batches after `state`, in the same epoch."""
+        """Return the state `batches` batches later in the same epoch."""
         sampler, consumed = self._sampler, state["consumed"]
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
         consumed = min(consumed + batches * stride, end)
@@ -202,7 +200,7 @@ class BatchSampler:
 
 
 def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Wrap an order that was passed to a DataLoader. Return all arguments by name."""
+    """Wrap an order given to a DataLoader. Return all arguments by name."""
     positions = inspect.signature(DataLoader).parameters
     given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
     name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))

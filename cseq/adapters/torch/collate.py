@@ -1,9 +1,8 @@
-"""Collates tensors and arrays directly into the slot of a batch.
+"""Collates tensors and arrays into the slot of a batch.
 
 In a worker, torch's default_collate allocates a new shared-memory file for each stacked tensor.
-This module makes it stack into the slot instead, by patching default_collate's map from types to
-functions. Custom collate functions that call default_collate benefit as well. `collating` handles
-custom functions that call `torch.stack` or `torch.cat`.
+This module patches its map from types to functions to stack into the slot. `collating` does the
+same for custom functions that call `torch.stack` or `torch.cat`.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# For results of at least WATCHED bytes, a copy costs more than intercepting torch's functions. As
-# long as intercepting them does not save a copy, it is done for only one in EVERY batches.
+# From WATCHED bytes, a copy costs more than intercepting torch's functions. If this saves no
+# copies, it is tried for one in EVERY batches.
 WATCHED, EVERY = 1 << 20, 32
 
 
 def stack_in_slots(*, tensors: bool = True) -> None:
-    """Make default_collate stack into the slot. Keep entries of its map that the user replaced."""
+    """Make default_collate stack into the slot, except for types that the user handles."""
     entries = names.collate_map
     if tensors and entries.get(torch.Tensor) is names.tensor_entry:
         entries[torch.Tensor] = collate_tensors
@@ -42,12 +41,12 @@ def stack_in_slots(*, tensors: bool = True) -> None:
 
 
 def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack tensors and fall back to torch's function for special cases and errors."""
+    """Stack tensors, or call torch's function for special cases and errors."""
     first = batch[0]
     plain = type(first) is torch.Tensor and is_plain(first)
     if plain and first.nbytes * len(batch) >= IN_PLACE:
         return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
-    # In a worker, torch's function would reject quantized tensors.
+    # In a worker, torch's function rejects quantized tensors.
     if plain or first.is_quantized:
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
@@ -56,7 +55,7 @@ def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None)
 
 
 def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack arrays of equal type and shape in a worker, or fall back to torch's function."""
+    """Stack arrays of equal type and shape, or call torch's function."""
     first = batch[0]
     dtype, shape = first.dtype, first.shape
     is_ours = context.here.batch_context is not None and dtype.kind in "biufc" and dtype.isnative
@@ -73,16 +72,15 @@ def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> 
 
 
 def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Wrap a collate function so that the results of `torch.stack` and `torch.cat` use the slot."""
+    """Make the results of `torch.stack` and `torch.cat` use the slot."""
     return function if function in (default_collate, default_convert) else _Collating(function)
 
 
 class _Collating:
-    """A wrapper around a user's collate function that intercepts torch functions.
+    """A wrapper that intercepts a collate function's calls to torch.
 
-    This is necessary because torch's allocator, unlike numpy's, cannot be replaced. It costs a few
-    microseconds per call to a torch function. As long as this does not place any tensors in the
-    slot, only one in `EVERY` batches is intercepted.
+    torch's allocator cannot be replaced. A call costs a few microseconds, so only one in `EVERY`
+    batches is intercepted as long as no tensors end up in the slot.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:
@@ -102,7 +100,7 @@ class _Collating:
 
 
 class _Watch(TorchFunctionMode):
-    """Makes large `stack` and `cat` calls along dimension 0 write their results to the slot."""
+    """Makes large `stack` and `cat` calls along dimension 0 write to the slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +125,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
-    """Return the shape of the result, or None if the tensors do not match or are too small."""
+    """Return the shape of the result, or None for tensors that do not match or are small."""
     if type(tensors) not in (list, tuple) or not tensors:
         return None
     if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):

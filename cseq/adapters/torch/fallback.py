@@ -1,4 +1,4 @@
-"""Chooses between cseq's iterator and torch's own iterator, which is the fallback."""
+"""Chooses between cseq's iterator and torch's own."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ UNUSABLE = (
     "load_state_dict({}) to drop the state. This loader falls back to torch's iterator because %s"
 )
 
-# The number of iterators by loader class and reason for the fallback (None if there was none).
+# Iterators by loader class and reason for torch's own, if any.
 made: Counter[tuple[str, str | None]] = Counter()
 
 
 def note(loader: DataLoader[Any], reason: str | None) -> None:
-    """Count an iterator, for the summary that ``cseq run`` prints at exit."""
+    """Count an iterator for the summary of ``cseq run``."""
     kind = type(loader)
     made[f"{kind.__module__}.{kind.__qualname__}", reason] += 1
 
@@ -51,11 +51,11 @@ def lines() -> Iterator[str]:
 
 
 def _can_torch(loader: data.DataLoader[Any]) -> bool:
-    """Return True if multiprocessing's pickler can pickle a loader that cseq's pickler cannot.
+    """Return True if multiprocessing can pickle a loader that cseq cannot.
 
-    This is possible if a library has registered reducers with multiprocessing.
+    Some libraries register reducers with multiprocessing.
     """
-    # On Windows, multiprocessing's pickler requires a child process.
+    # On Windows, this requires a child process.
     if os.name == "nt":
         return True
     from cseq.processes.spawning import spawning
@@ -69,9 +69,9 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 
 
 def method_of(loader: data.DataLoader[Any], default: str) -> str:
-    """Return the worker method of a loader, which is `default` unless the loader specifies one.
+    """Return the worker method of a loader.
 
-    IterableDatasets do not use threads by default, because threads share the data set.
+    IterableDatasets use no threads by default, because threads share the data set.
     """
     first = VALUES["worker_method"][0]
     given: str = getattr(loader, "worker_method", None) or first
@@ -81,7 +81,7 @@ def method_of(loader: data.DataLoader[Any], default: str) -> str:
 
 
 def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str | None:
-    """Return the reason why a loader cannot use cseq's iterator, or None if it can."""
+    """Return why a loader cannot use cseq's iterator, or None if it can."""
     if names.REASON is not None:
         return names.REASON
     for name, default in names.UNKNOWN.items():
@@ -94,7 +94,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
     if loader.num_workers == 0 or worker_method == "thread":
         return None
     chosen = loader.multiprocessing_context
-    # A custom context may start processes in a different way.
+    # It may start processes in another way.
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
         return f"its multiprocessing_context={chosen!r} is not one of Python's own contexts"
     method = start_method_of(loader)
@@ -104,7 +104,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
 
 
 def tell_lost(loader: DataLoader[Any]) -> None:
-    """Warn once if a framework rebuilds a loader as torch's DataLoader, which loses options."""
+    """Warn once if a framework rebuilds a loader and loses its options."""
     is_installed = data.DataLoader._get_iterator.__module__ != data.DataLoader.__module__
     lost = [] if is_installed else ["cseq's workers"]
     remedy = [] if is_installed else ["call cseq.adapters.torch.install()"]
@@ -138,22 +138,17 @@ def make_iterator(
     options: Options,
     resume: dict[str, Any] | None = None,
 ) -> object:
-    """Create cseq's iterator, or call `otherwise` to create torch's own iterator.
+    """Create cseq's iterator, or call `otherwise` to create torch's own.
 
-    The loader stores the `LoaderProgress` of the iterator, and the reason if torch's iterator is
-    used. This reason is logged once per loader, along with the options that torch does not have.
-
-    Raises
-    ------
-    ValueError
-        If a state was loaded but torch's iterator must be used, which cannot resume from a state.
+    The reason for torch's own is logged once per loader, and a loaded state raises ValueError,
+    because torch cannot resume from it.
     """
     iterator: Any = None
     options = options._replace(worker_method=method_of(loader, options.worker_method))
     has_processes = loader.num_workers > 0 and options.worker_method != "thread"
     reason = reason_against(loader, options.worker_method)
     if reason is None:
-        # Import this only if necessary, because it loads the engine.
+        # Imported here because it loads the engine.
         from cseq.adapters.torch.iterator import LoaderIterator
 
         if has_processes:
@@ -168,13 +163,13 @@ def make_iterator(
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise
-            # The failed attempt may have drawn numbers from these generators.
+            # The failed attempt may have drawn numbers.
             set_sources(before[0])
             chosen.set_state(before[1])
     if reason is not None:
         if resume is not None:
             raise ValueError(UNUSABLE % reason)
-        # If the reason is the version of torch, all loaders are affected, so warn only once.
+        # The version of torch affects all loaders, so warn once.
         warned = data.DataLoader if reason is names.REASON else loader
         if warned not in _warned:
             _warned.add(warned)

@@ -9,21 +9,20 @@ from typing import Any
 __all__ = ["look_at"]
 
 log = logging.getLogger("cseq")
-# Each distinct message is logged only once.
+# Log each message once.
 warn = functools.cache(log.warning)
 
 
 def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     """Check a finished epoch for likely mistakes.
 
-    `sampler` is the index sampler. `counts` contains the number of batches per worker for an
-    IterableDataset, and otherwise the total number of batches.
+    `counts` contains the batches per worker of an IterableDataset, or else their total.
     """
-    # For cseq orders, the order's sampler warns about this.
+    # The samplers of cseq orders warn about this.
     size = getattr(sampler, "batch_size", None)
     drops = bool(getattr(sampler, "drop_last", False))
     name = type(dataset).__name__
-    # cseq orders issue their own warning about this.
+    # cseq orders warn about this.
     if drops and not any(counts) and not hasattr(sampler, "state_after"):
         warn(
             f"dataset={name} has fewer samples than batch_size={size}, so with drop_last=True an "

@@ -41,7 +41,7 @@ INTERRUPTED = (
     "this iterator has ended: its workers were closed, or they belong to the process that forked "
     "this one; call iter() on the DataLoader again"
 )
-# A placeholder for the exception of a skipped batch.
+# Marks the exception of a skipped batch.
 LEFT_OUT = Exception()
 
 
@@ -55,8 +55,7 @@ class LoaderTimeout(WorkerTimeout, RuntimeError):
 class LoaderIterator(names.Workers):
     """An iterator over the batches of a DataLoader.
 
-    The class inherits from torch's multiprocessing iterator and provides the attributes and methods
-    that other libraries use. Batches are transported by cseq.
+    It has the attributes and methods of torch's multiprocessing iterator that libraries use.
 
     Parameters
     ----------
@@ -68,13 +67,13 @@ class LoaderIterator(names.Workers):
     Attributes
     ----------
     progress : LoaderProgress
-        The position in the epoch. With persistent workers, all epochs share this object.
+        The position in the epoch. Epochs with persistent workers share it.
     """
 
     _num_yielded: int
     _base_seed: Any
     _sampler_iter: Any
-    # The ID of the thread that is executing `__next__`, or 0.
+    # The thread that executes `__next__`, or 0.
     _taker = 0
     _shutdown = True
 
@@ -86,7 +85,7 @@ class LoaderIterator(names.Workers):
         self._is_seeded, self._skips_errors = options.rng == "batch", options.on_error == "skip"
         self._is_iterable = loader._dataset_kind == names.ITERABLE
         if resume is not None and resume["base_seed"] is None and loader.num_workers == 0:
-            # Restore the state of the data set before the next epoch draws any numbers.
+            # Restore the data set before the next epoch draws any numbers.
             dataset: Any = loader.dataset
             for state in filter(None, resume["workers"]):
                 if state["dataset"] is not None:
@@ -98,8 +97,7 @@ class LoaderIterator(names.Workers):
             self._check_threads(type(loader.dataset).__name__)
         keys = Keys(loader, keeps_state=self._keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, keys, rng=options.rng)
-        # torch draws a seed here, but the seed of a resumed epoch was drawn in the previous run.
-        # Restore the trainer's generator afterwards.
+        # torch draws a seed here, but a resumed epoch has one, so restore the generator afterwards.
         goes_on = resume is not None and resume["base_seed"] is not None
         trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
@@ -108,11 +106,10 @@ class LoaderIterator(names.Workers):
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
-        # For map-style data sets, a resume does not make batches again, so the state must be saved
-        # after every batch.
+        # A resume makes no batches of a map-style data set again, so save every state.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        # The worker that made the latest batch (only for an IterableDataset or a batch with a
-        # state), the state after that batch, and the exception to raise instead of a batch.
+        # The worker of the latest batch (if it matters), the state after it, and the exception to
+        # raise instead.
         self._maker = 0
         self._after: bytes | None = None
         self._error: BaseException | None = None
@@ -127,7 +124,7 @@ class LoaderIterator(names.Workers):
             raise
 
     def _check_threads(self, dataset: str) -> None:
-        """Reject data sets that several threads cannot share."""
+        """Reject data sets that threads cannot share."""
         if self._in_threads and self._is_iterable:
             raise ValueError(
                 f"dataset={dataset} is an IterableDataset, which several threads cannot divide, "
@@ -198,10 +195,9 @@ class LoaderIterator(names.Workers):
         first_iter: bool = False,  # noqa: FBT001, FBT002 - as torch has it
         resume: dict[str, Any] | None = None,
     ) -> None:
-        """Start an epoch and drop unread batches from the previous epoch.
+        """Start an epoch and drop unread batches of the previous one.
 
-        A forked process starts new workers, because it cannot share the parent's persistent
-        workers.
+        A forked process cannot share the parent's workers, so it starts new ones.
         """
         if not first_iter and self._num_workers and not self._run.is_ours:
             LoaderIterator.__init__(self, loader, self._options)
@@ -215,12 +211,12 @@ class LoaderIterator(names.Workers):
                 keys.look_again(resume if self._persistent_workers else None)
                 names.Base._reset(self, loader, first_iter)
         else:
-            # As in torch, finish the requested batches first, because they draw random numbers.
+            # As in torch, the requested batches are made first, because they draw random numbers.
             if not is_seeded and not self._ended:
                 self._streams.ask("get_ready", behind=True)
             keys = Keys(loader, keeps_state=self._keeps_state)
             names.Base._reset(self, loader, first_iter)
-            # Draw a base seed like a new iterator.
+            # A new iterator draws a base seed.
             if is_seeded:
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
                 self._base_seed = drawn.item()
@@ -237,7 +233,7 @@ class LoaderIterator(names.Workers):
     def _begin_epoch(self, resume: dict[str, Any] | None) -> None:
         progress, keys, index = self.progress, None, None
         if self._is_iterable:
-            # For an IterableDataset, all batches have the same index.
+            # All batches of an IterableDataset have the same index.
             index = next(iter(self._index_sampler))
         else:
             state = resume["sampler"] if resume else {}
@@ -256,7 +252,7 @@ class LoaderIterator(names.Workers):
             )
             for number in range(len(progress.counts))
         ]
-        # The data set is still in the state that the previous epoch left behind.
+        # Restore the data set, which the previous epoch has changed.
         if self._shares_state and resume is None:
             dataset: Any = self._dataset
             progress.states = [dumps({"dataset": dataset.state_dict(), "made": 0})]
@@ -270,7 +266,7 @@ class LoaderIterator(names.Workers):
                 assign="free" if self._is_seeded and not is_stateful(self._dataset) else "turn",
                 first=progress.turn,
             )
-        # Restore the state of the data set even if no batches remain.
+        # Restore the data set even if no batches remain.
         if self._shares_state and resume:
             self._streams.ask("get_ready")
         self._items = iter(self._streams)
@@ -281,8 +277,8 @@ class LoaderIterator(names.Workers):
         """Return the next batch, or raise the exception that arrived instead.
 
         The batch is counted at the very end, where no signal handler can run. If a handler raises
-        earlier (Ctrl-C), saved states do not include the batch, but the iterator may lose it, which
-        is also true for torch. This method is not thread-safe.
+        earlier (Ctrl-C), the iterator may lose the batch, as in torch, but saved states do not
+        count it. This method is not thread-safe.
         """
         me = get_ident()
         if self._taker not in (0, me):
@@ -291,7 +287,7 @@ class LoaderIterator(names.Workers):
         try:
             while True:
                 count = self._num_yielded
-                # torch's method warns if there are too many batches, and labels them in profiles.
+                # torch's method warns about too many batches, and labels them in profiles.
                 if self._IterableDataset_len_called is not None or names.profiler_enabled():
                     batch = names.Base.__next__(self)
                 else:
@@ -310,11 +306,11 @@ class LoaderIterator(names.Workers):
                     raise failed
         finally:
             self._taker = 0
-            # Break the reference cycle through the traceback, which would keep the workers alive.
+            # The traceback refers to this frame and would keep the workers alive.
             failed = None
 
     def _next_data(self) -> Any:
-        """Return the next batch, or set `_error` and return None. `__next__` counts the batch."""
+        """Return the next batch, or set `_error`. `__next__` counts the batch."""
         self._error = None
         if self._ended:
             raise StopIteration
@@ -331,8 +327,7 @@ class LoaderIterator(names.Workers):
                 f"DataLoader timed out after {self._timeout} seconds: {late}"
             ) from None
         except WorkerDied as died:
-            # Stop, as a generator would. The message starts like torch's message, because users
-            # search for that.
+            # Stop, as a generator would. Users search for torch's message.
             self._ended = True
             text = f"DataLoader worker (pid(s) {died.pid}) exited unexpectedly: {died}"
             died.args = (text,)
@@ -378,9 +373,9 @@ class LoaderIterator(names.Workers):
         return failure.show_traceback(failure.named(error, item.name))
 
     def _fail(self, error: BaseException, name: str | None = None, indices: Any = ()) -> None:
-        """Record an exception that `__next__` raises. With on_error='skip', skip a named batch.
+        """Record an exception for `__next__`, or skip a named batch with on_error='skip'.
 
-        `_num_yielded` is decremented, because torch's `__next__` increments it.
+        torch's `__next__` increments `_num_yielded`, so it is decremented here.
         """
         self._num_yielded -= 1
         self._error = error
@@ -392,7 +387,7 @@ class LoaderIterator(names.Workers):
     def _pin_next(self) -> None:
         """Start pinning the next batch in the background if it is ready.
 
-        The batch remains in the engine, and is fetched by the next call as usual.
+        It stays in the engine, and the next call fetches it as usual.
         """
         following = self._streams.glance()
         batch = following.batch if type(following) is worker.Item else following
@@ -416,7 +411,7 @@ class LoaderIterator(names.Workers):
 
     @property
     def _workers(self) -> list[_WorkerHandle]:  # type: ignore[override]
-        """The current worker processes, including replacements but not threads."""
+        """The current worker processes, but not threads."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
         return [_WorkerHandle(processes[number]) for number in sorted(processes)]
 
@@ -434,9 +429,9 @@ class LoaderIterator(names.Workers):
         # Set this last, so that an interrupted `close` runs again.
         self._shutdown = True
 
-    # Bind `sys` here, because module globals may be gone when the interpreter exits.
+    # Module globals may be gone when the interpreter exits.
     def __del__(self, sys: Any = sys) -> None:
-        """Save the statistics for the loader. The `Streams` object stops without blocking."""
+        """Save the statistics. The `Streams` object stops without blocking."""
         if self._shutdown or not self._num_workers or sys.is_finalizing():
             return
         if self._run.is_ours:
@@ -456,7 +451,7 @@ class LoaderIterator(names.Workers):
 class _WorkerHandle:
     """A worker process with the interface of `multiprocessing.Process`.
 
-    `terminate` kills the worker, because workers ignore SIGTERM.
+    `terminate` kills it, because workers ignore SIGTERM.
     """
 
     def __init__(self, child: Child) -> None:

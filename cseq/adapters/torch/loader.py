@@ -46,7 +46,7 @@ log = logging.getLogger("cseq")
 
 NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
-# Arguments of cseq's managers that have a different name in a DataLoader.
+# Arguments with another name in a DataLoader.
 ELSEWHERE = {
     "buffer": "use prefetch_factor=, the number of batches per worker",
     "collate": "use collate_fn=",
@@ -63,7 +63,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 if TYPE_CHECKING:
     Torchs = data.DataLoader
-# In some versions, torch's class has a second type parameter.
+# Some versions of torch have a second type parameter.
 else:
     Torchs = {T_co: names.as_generic(data.DataLoader)}
 
@@ -73,8 +73,8 @@ class DataLoader(Torchs[T_co]):
 
     All arguments, attributes and methods of `torch.utils.data.DataLoader` are supported. With the
     same seeds and number of workers, batches are bit-identical to torch's. Dead workers are
-    replaced, and `state_dict` and `load_state_dict` can resume in the middle of an epoch. The
-    documentation lists all differences under "What differs from torch's DataLoader".
+    replaced, and `load_state_dict` can resume in the middle of an epoch. See "What differs from
+    torch's DataLoader" in the documentation.
 
     Parameters
     ----------
@@ -83,25 +83,23 @@ class DataLoader(Torchs[T_co]):
     rng : {None, 'worker', 'batch'}
         When to seed the global generators of `random`, `numpy.random` and torch. 'worker' seeds
         them once in each worker, as torch does. 'batch' seeds them before each batch, so that
-        batches do not depend on the number of workers, and are not affected if workers die or a run
-        is resumed. Defaults to `defaults.rng`, which is initially 'worker'.
+        batches do not depend on the number of workers, deaths or resumes. Defaults to
+        `defaults.rng`, which is initially 'worker'.
     worker_method : {None, 'multiprocessing', 'thread'}
-        The kind of workers. With 'thread', workers are threads in this process, which requires a
-        map-style data set. Threads share the data set without copying or pickling it, but only one
-        thread at a time can run code that holds the GIL. In threads, `get_worker_info()` returns
-        None, while `cseq.worker_info` and `cseq.rng` work as usual. Defaults to
+        The kind of workers. 'thread' requires a map-style data set. Threads share the data set
+        without copies, but only one at a time can hold the GIL. In threads, `get_worker_info()`
+        returns None, but `cseq.worker_info` and `cseq.rng` work. Defaults to
         `defaults.worker_method`, which is initially 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
-        How to handle exceptions in the data set or in `collate_fn`. 'raise' re-raises them in the
-        loop. 'skip' logs them and skips the sample, or the whole batch if the exception does not
-        belong to a single sample. See `skipped`. Defaults to `defaults.on_error`, which is
-        initially 'raise'.
+        Whether to raise exceptions of the data set or `collate_fn` in the loop, or to log them and
+        skip the sample (or the batch if no single sample raised). See `skipped`. Defaults to
+        `defaults.on_error`, which is initially 'raise'.
     snapshot_every_n_steps : int, optional
-        How often to save the state of the data set. For an IterableDataset, each worker saves the
-        state whenever it has made this many batches. For a map-style data set, the state is saved
-        after every batch. None and 0 disable saving. `StatefulDataLoader` defaults to 1.
+        How many batches of a worker to make between saves of an IterableDataset's state. A
+        map-style data set is saved after every batch. None and 0 disable saving.
+        `StatefulDataLoader` defaults to 1.
     max_restarts : int
-        The maximum number of workers to replace per epoch. The next death raises `WorkerDied`.
+        The most workers to replace per epoch. The next death raises `WorkerDied`.
 
     See Also
     --------
@@ -117,22 +115,22 @@ class DataLoader(Torchs[T_co]):
     tensor([4, 5])
     """
 
-    # Class attributes, because some loaders are built from another loader's `__dict__`.
+    # Some loaders are built from another loader's `__dict__`, so these are class attributes.
     rng: str | None = None
     on_error: str | None = None
     worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    # The epoch and progress of the latest `iter`, and the reason if it used torch's iterator.
+    # The epoch and progress of the latest `iter`, and the reason for torch's iterator.
     _begun: int | None = None
     _progress: LoaderProgress | None = None
     _reason: str | None = None
-    # The state that the next `iter` resumes from.
+    # Where the next `iter` resumes.
     _loaded: dict[str, Any] | None = None
     _is_strict = True
     _has_warned = False
 
-    # The signature for type checkers, with the arguments of both torch and cseq.
+    # For type checkers, with the arguments of torch and cseq.
     if TYPE_CHECKING:
 
         def __init__(
@@ -201,12 +199,12 @@ class DataLoader(Torchs[T_co]):
                 every = integer("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = integer("max_restarts", max_restarts, least=0)
-            # Import this module now to avoid a delay in the first loop.
+            # Import this now to avoid a delay in the first loop.
             import cseq.adapters.torch.iterator  # noqa: F401
 
         @data.DataLoader.multiprocessing_context.getter
         def multiprocessing_context(self) -> Any:
-            """Return the attribute and warn if accelerate reads it to rebuild this loader."""
+            """Warn if accelerate reads this to rebuild the loader."""
             if sys._getframe(1).f_globals.get("__name__") == "accelerate.data_loader":
                 tell_lost(self)
             return super().multiprocessing_context
@@ -214,7 +212,7 @@ class DataLoader(Torchs[T_co]):
     def __iter__(self) -> Any:
         """Start the next epoch, or resume from a loaded state."""
         epoch = self.epoch
-        # Start the next epoch even if the current epoch is unfinished.
+        # Start the next epoch even if the current one is unfinished.
         if not self._loaded and epoch == self._begun:
             epoch += 1
         iterator = super().__iter__()
@@ -223,10 +221,10 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The number of the current epoch, or of the next epoch if the current one is over.
+        """The number of the current epoch, or of the next one if it is over.
 
-        Epochs are numbered from 0. The number is saved in states, so loops can start with ``for
-        epoch in range(loader.epoch, epochs)``.
+        Epochs are numbered from 0. States contain the number, so loops can start with ``for epoch
+        in range(loader.epoch, epochs)``.
         """
         number, is_over = self._begun or 0, False
         if self._loaded and self._loaded.get("epoch") is not None:
@@ -266,7 +264,7 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return the values that determine the batches of an epoch. Unknown values are None."""
+        """Return the values that determine the batches of an epoch, None if unknown."""
         dataset: Any = self.dataset
         layers = Layers(self._index_sampler)
         kind, shares = type(layers.inner), layers.shares
@@ -285,26 +283,26 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The items that ``on_error='skip'`` skipped in the latest epoch, at most the last 1000."""
+        """The items that ``on_error='skip'`` skipped in the latest epoch, at most 1000."""
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
     def _run(self) -> Run[Any] | None:
-        """The run of the latest iterator, for `cseq.testing`."""
+        """For `cseq.testing`."""
         iterator = None if self._progress is None else self._progress.iterator()
         return None if iterator is None else iterator._run
 
     def stats(self) -> Stats:
         """Return statistics about the workers of the latest iterator; see `cseq.Stats`.
 
-        Each batch of an IterableDataset is counted as one sample.
+        A batch of an IterableDataset counts as one sample.
 
         Raises
         ------
         RuntimeError
             If no epoch has started, or the loader has no workers.
         """
-        # `install` adds this method to torch's class, whose loaders may not have `_progress`.
+        # `install` adds this method to torch's class.
         progress = vars(self).get("_progress")
         iterator = None if progress is None else progress.iterator()
         stats: Stats | None = getattr(progress, "stats", None)
@@ -334,7 +332,7 @@ class DataLoader(Torchs[T_co]):
         write(path, [Part(type(self).__name__, facts, self.stats())], title)
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks that shows why the loop waits for batches."""
+        """Return HTML for notebooks."""
         from cseq.measure.stats import Stats, read_stats
         from cseq.report.page import in_notebook
 
@@ -350,14 +348,14 @@ class DataLoader(Torchs[T_co]):
         Parameters
         ----------
         next_epoch : bool
-            If True, return the start of the next epoch, which is useful if the loop leaves an epoch
-            early. A loaded state is returned unchanged until ``iter()`` has resumed from it.
+            If True, return the start of the next epoch, for loops that leave an epoch early. A
+            loaded state is returned unchanged until ``iter()`` has resumed from it.
 
         Returns
         -------
         dict
-            The state. The keys may change in future versions. If torch's own iterator is used, the
-            dict is empty and a warning is logged.
+            The state. Its keys may change in future versions. It is empty if torch's own iterator
+            is used.
         """
         if self._loaded:
             return copy.deepcopy(self._loaded)
@@ -394,7 +392,7 @@ class DataLoader(Torchs[T_co]):
         return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
-        """Warn once about something that is not included in the states of this loader."""
+        """Warn once about something that states of this loader lack."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(text, *values)
@@ -402,21 +400,20 @@ class DataLoader(Torchs[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
         """Make the next `iter` resume from a saved position.
 
-        If the epoch of the state is over or the state is empty, the next `iter` starts a new epoch.
-        With ``rng='batch'``, the data set draws the same random numbers as in an uninterrupted run.
-        With ``rng='worker'``, which is the default, workers start from their seeds again.
+        If the state is empty or its epoch is over, a new epoch starts. With ``rng='batch'``, the
+        data set draws the same random numbers as in an uninterrupted run. With ``rng='worker'``,
+        workers start from their seeds again.
 
         Parameters
         ----------
         state_dict : dict
-            A dict that was returned by `state_dict` of a loader with the same data and sampler. For
-            a map-style data set, the number of workers may be different. If the sampler is one of
-            torch's own, even if accelerate shards it, the batch size and the number of ranks may
-            also be different, and the state of one rank can be loaded on all ranks. The dict is
-            copied.
+            The `state_dict` of a loader with the same data and sampler. For a map-style data set,
+            the number of workers may differ. With torch's own samplers, even if accelerate shards
+            them, the batch size and the number of ranks may differ, and all ranks can load the
+            state of one rank.
         strict : bool
-            If False, the data and the sampler may have changed. The epoch then continues at the
-            same position in the current order, so samples may be repeated or missed.
+            If False, the data and the sampler may have changed, so samples may be repeated or
+            missed.
 
         Raises
         ------
@@ -440,7 +437,7 @@ class DataLoader(Torchs[T_co]):
         resume = self._resume(loaded, strict=flag("strict", strict))
         own: Any = None if resume is None else resume["sampler"].get("sampler")
         order: Any = self.batch_sampler
-        # Check the state with a copy of cseq's BatchSampler first.
+        # Check the state with a copy of the sampler first.
         if own is not None and hasattr(order, "state_after"):
             copy.copy(order).load_state_dict(own, strict=strict)
         self._loaded, self._is_strict, self._iterator = loaded, strict, None
@@ -474,7 +471,6 @@ class StatefulDataLoader(Ours[T_co]):
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of torch's DataLoader, extended with cseq's arguments."""
     theirs = inspect.signature(data.DataLoader.__init__).parameters
     ours = inspect.signature(DataLoader.__init__).parameters
     added = [
@@ -485,6 +481,6 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*theirs.values(), *added])
 
 
-# Frameworks use the signature to rebuild a loader from attributes that are named like arguments.
+# Frameworks use the signature to rebuild a loader from attributes named like arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 KNOWN = {name: known for name, known in _signature().parameters.items() if name != "self"}

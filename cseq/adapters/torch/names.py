@@ -1,12 +1,11 @@
 """Private torch functions and classes that the loader uses.
 
-`_use` uses each name once to check that this version of torch provides it. If a name is missing,
-this module can still be imported, `REASON` describes the problem, and all loaders fall back to
-torch's own iterator.
+`_use` uses each of them once. If this version of torch lacks one, `REASON` says so, and all loaders
+fall back to torch's own iterator.
 
-Other modules also use private methods and attributes of torch's loader and iterators
-(`_get_iterator`, `_index_sampler`, `_base_seed`, …). `cseq.processes.launcher.child` and
-`cseq.processes.spawning` use private names of multiprocessing, which test_torch_names.py checks.
+Other modules also use private attributes of torch's loader and iterators.
+`cseq.processes.launcher.child` and `cseq.processes.spawning` use private names of multiprocessing,
+which test_torch_names.py checks.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import data
 
-# These names are imported under an alias for use in other modules.
+# Other modules use these aliases.
 __all__ = ["Base", "Inline", "Workers"]
 
-# Datapipes are deprecated and may be removed in a future version of torch.
+# Datapipes are deprecated, and may be gone in a future version of torch.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
 if TYPE_CHECKING:
@@ -47,18 +46,18 @@ if TYPE_CHECKING:
 else:
     Base = Inline = Workers = object
     function_modes = list
-# The value of `DataLoader._dataset_kind` for an IterableDataset.
+# `DataLoader._dataset_kind` of an IterableDataset.
 ITERABLE = 1
-# The reason why cseq's iterator does not work with this version of torch, or None if it works.
+# Why cseq's iterator does not work with this version of torch, if so.
 REASON: str | None = None
 
 
 def settle_pinning(device: str | None) -> Any:
-    """Return a function that a pinning thread must call first, like torch's own pinning thread."""
+    """Return a function that a pinning thread must call first, as in torch."""
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Read the index here, because it would be the first device in the pinning thread.
+    # In the pinning thread, this would be the first device.
     index = module.current_device()
 
     def settle() -> None:
@@ -75,7 +74,7 @@ _KNOWN = {
     "pin_memory_device", "in_order", "worker_method",
 }  # fmt: skip
 
-# DataLoader arguments that cseq does not know, with their defaults.
+# Arguments of newer DataLoaders, with their defaults.
 UNKNOWN: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items()
@@ -90,13 +89,13 @@ def as_generic(kind: Any) -> Any:
 
 
 def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
-    """Set the value that `torch.utils.data.get_worker_info` returns in this process."""
+    """Set what `torch.utils.data.get_worker_info` returns in this process."""
     info = worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=dataset)
     worker._worker_info = info
 
 
 def forget_worker_info() -> None:
-    """Make `get_worker_info` return None again, for code that runs when a worker exits."""
+    """Make `get_worker_info` return None again for exit handlers."""
     worker._worker_info = None
 
 
@@ -108,7 +107,7 @@ _OF_ITERATORS = attrgetter(
 
 
 def _use() -> None:
-    """Use each name once, without starting a process or using the caller's random generators.
+    """Use each name once, without processes or the caller's random generators.
 
     The caller sets the default device to the CPU, where the generator is.
     """
@@ -156,7 +155,7 @@ try:
     push_mode = torch.overrides._push_mode
     with torch.device("cpu"):
         _use()
-# Any type of exception is possible, because a name may have changed its meaning.
+# A renamed or changed function may raise anything.
 except Exception as error:  # noqa: BLE001
     _what = f"{type(error).__name__}: {error}"
     REASON = f"torch {torch.__version__} differs from the versions that cseq supports ({_what})"

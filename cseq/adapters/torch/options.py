@@ -1,7 +1,6 @@
 """Options that torch's DataLoader does not have, and their process-wide defaults.
 
-If a framework rebuilds a loader from another loader's attributes, it passes only torch's arguments.
-For this reason, there are process-wide defaults, which can be set by environment variables.
+Frameworks that rebuild a loader pass only torch's arguments, so there are process-wide defaults.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ VALUES = {
 
 
 class Options(NamedTuple):
-    """The options of an iterator besides torch's arguments; see `DataLoader`."""
+    """The options besides torch's arguments; see `DataLoader`."""
 
     rng: str
     on_error: str
     worker_method: str
-    # This is None if the loader does not support states.
+    # None if the loader does not support states.
     snapshot_every: int | None = None
     max_restarts: int = MAX_RESTARTS
 
@@ -61,5 +60,5 @@ for _name, _values in VALUES.items():
 
 
 def start_method_of(loader: DataLoader[Any]) -> str:
-    """Return the start method for a loader's worker processes."""
+    """Return the start method for a loader's workers."""
     return str((loader.multiprocessing_context or multiprocessing).get_start_method())

@@ -1,17 +1,15 @@
-"""Reproduces the order of an epoch, which is a sequence of keys.
+"""Reproduces the order of an epoch: a sequence of keys.
 
-Keys come from the index sampler, which is the batch sampler, or the sampler if the loader does not
-batch. To resume an epoch, its keys are drawn again, and the consumed keys are discarded (`Keys`).
-With `shuffle=True`, and with torch's subset and distributed samplers, keys are slices of a
-permutation. Iteration can then start at any position (`drawn_keys`).
+Keys come from the batch sampler, or from the sampler without batches. To resume an epoch, its keys
+are drawn again, and the consumed ones are dropped (`Keys`). torch's own shuffled samplers yield
+slices of a permutation, which can start anywhere (`drawn_keys`).
 
-When an epoch has ended, states contain the state of the sampler or its generator, which determines
-the next epoch. The trainer is responsible for the global generators.
+After an epoch, states contain the state of the sampler or its generator. The global generators
+belong to the trainer.
 
 With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, all
-ranks together have consumed the first k * step samples. It is therefore sufficient to save the
-state of one rank, and the remaining samples can be divided with a different number of ranks or
-batch size.
+ranks have consumed the first k * step samples. So the state of one rank is enough, and the rest can
+be divided with another number of ranks or batch size.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sized
 
-    # A getter and a setter for the state of a generator.
+    # Gets and sets the state of a generator.
     Source = tuple[Callable[[], object], Callable[[Any], object]]
 
 __all__ = ["Keys", "Layers", "read_sources", "seed_from", "set_sources", "sources_in", "text_of"]
@@ -55,7 +53,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch. One batch on each rank adds up to `step` samples."""
+    """How ranks share an epoch. A batch on each rank makes `step` samples."""
 
     step: int
     world_size: int
@@ -68,21 +66,19 @@ class Layers:
     Attributes
     ----------
     outer : iterable
-        The index sampler. If it is accelerate's SkipBatchSampler, its inner batch sampler.
+        The index sampler, inside accelerate's SkipBatchSampler, if any.
     omitted : int
-        The number of keys that SkipBatchSampler skips.
+        The keys that SkipBatchSampler skips.
     shard : BatchSamplerShard or None
         `outer` if it is accelerate's batch sampler for one rank.
     batches : iterable
         The batch sampler that `shard` divides, or `outer`.
     size, inner : int, iterable
-        The batch size and the sampler of `batches` if it is torch's BatchSampler. Otherwise, 0 and
-        `outer`.
+        The batch size and the sampler of torch's BatchSampler, or else 0 and `outer`.
     seed : int or None
         The seed, if the order depends only on the seed and the epoch.
     is_known : bool
-        Whether `inner` uses no random numbers except from its seed, its generator or torch's global
-        generator.
+        Whether `inner` draws only from its seed, its generator or torch's global generator.
     """
 
     def __init__(self, index_sampler: Iterable[object]) -> None:
@@ -107,28 +103,27 @@ class Layers:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The generator passed to `inner`, or None."""
+        """The generator passed to `inner`, if any."""
         generator = getattr(self.inner, "generator", None) if self.seed is None else None
         return generator if isinstance(generator, torch.Generator) else None
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether keys can be drawn before workers are forked without affecting the workers.
+        """Whether drawing keys before workers are forked does not affect the workers.
 
-        torch forks first. The samplers of torch change only the global generator, which every
-        worker reseeds, and a generator that was passed to them, which the data set may share. They
-        also call ``len(dataset)``, but a SequentialSampler does so only after the fork.
+        torch forks first. Its samplers change only the global generator, which every worker
+        reseeds, and a generator passed to them, which the data set may share.
         """
         return type(self.inner) in OWN and self.generator is None
 
     @property
     def is_sliced(self) -> bool:
-        """Whether keys are slices of a permutation, made by torch's BatchSampler."""
+        """Whether torch's BatchSampler yields slices of a permutation."""
         return self.batches is self.outer and self.size > 0 and type(self.inner) in PERMUTED
 
     @property
     def shares(self) -> Shares | None:
-        """How ranks share an epoch, or None if this is unknown."""
+        """How ranks share an epoch, if known."""
         inner, shard = self.inner, self.shard
         if not (self.is_known or type(inner) is SequentialSampler):
             return None
@@ -142,7 +137,7 @@ class Layers:
 
 
 def _of_accelerate(sampler: object, name: str) -> Any:
-    """Return `sampler` if its type is accelerate's class `name`, or None."""
+    """Return `sampler` if it is an instance of accelerate's class `name`."""
     known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
     return sampler if type(sampler) is known else None
 
@@ -157,7 +152,7 @@ def seed_from(*numbers: int) -> int:
 
 
 def _as_lists(value: object) -> object:
-    """Convert arrays in a numpy state to lists, which `set_state` accepts as well."""
+    """Convert arrays in a numpy state to lists, as `set_state` accepts both."""
     if isinstance(value, dict):
         return {name: _as_lists(part) for name, part in value.items()}
     if isinstance(value, tuple):
@@ -166,7 +161,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Encode the state of a torch generator as text without zero words, which are half of all."""
+    """Encode the state of a torch generator without zero words (half of all)."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -174,7 +169,7 @@ def text_of(states: torch.Tensor) -> str:
 
 
 def states_of(text: str) -> torch.Tensor:
-    """Decode a state that was encoded by `text_of`."""
+    """Decode the result of `text_of`."""
     kept = b64decode(text)
     count = int.from_bytes(kept[:4], sys.byteorder)
     start = 4 + -(-count // 8)
@@ -194,7 +189,7 @@ def _source_of(generator: torch.Generator) -> Source:
 
 
 def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
-    """Return functions that get and set the states of generators as JSON values, by name."""
+    """Return getters and setters for the states of generators, by name."""
     return {
         "random": (
             python.getstate,
@@ -220,7 +215,7 @@ def set_sources(states: State, sources: dict[str, Source] = GLOBAL) -> None:
 
 
 def sources_of(layers: Layers) -> dict[str, Source]:
-    """Return the sources of randomness that determine the keys of a sampler.
+    """Return the sources of randomness of a sampler.
 
     ==============================  ===========================================================
     the sampler's generator         if it has one (the only source for `DRAWING` samplers)
@@ -247,10 +242,10 @@ def sources_of(layers: Layers) -> dict[str, Source]:
 # -- orders
 
 
-# The approximate number of samples to convert to a list at a time.
+# Samples to convert to a list at a time.
 TOGETHER = 2048
 
-# torch's samplers that yield a permutation or the start of one, and the attribute to permute.
+# torch's samplers that yield a permutation or its start, and the attribute to permute.
 PERMUTED = {
     RandomSampler: "data_source",
     SubsetRandomSampler: "indices",
@@ -259,13 +254,11 @@ PERMUTED = {
 
 
 def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
-    """Yield all keys after the first `skip`, and draw the same random numbers as the sampler.
+    """Yield all keys after the first `skip`, drawing the sampler's random numbers.
 
-    Key 0 comes after the first `start` samples, counted over all ranks. As in a whole epoch, the
-    remaining samples for a DistributedSampler are padded with the first samples of the epoch.
-
-    torch converts all samples of an epoch to a list and passes each key through two iterators. For
-    torch's samplers, this function keeps them in a tensor instead.
+    Key 0 comes after the first `start` samples, over all ranks. For a DistributedSampler, the rest
+    is padded with the first samples of the epoch. torch would convert all samples to a list and
+    pass each key through two iterators.
     """
     outer, inner, size = layers.outer, layers.inner, layers.size
     order = order_of(inner, start) if start or layers.is_sliced else None
@@ -289,16 +282,16 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
             yield keys[k : k + size]
     n = len(inner.data_source) if type(inner) is RandomSampler else 0
     if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
-        # torch's RandomSampler draws whole permutations, and then another one for the rest.
+        # torch's RandomSampler draws whole permutations, and another one for the rest.
         torch.randperm(n, generator=inner.generator, dtype=order.dtype)
     if end < count and skip * size <= end and not outer.drop_last:
         yield listed(order[end:])
 
 
 def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
-    """Draw this rank's samples like the sampler, without the first `start` samples of the epoch.
+    """Draw this rank's samples like the sampler, from sample `start` of the epoch.
 
-    If the samples are not a permutation or the start of one, return None without drawing numbers.
+    Without drawing numbers, return None if they are not a permutation or its start.
     """
     if type(inner) not in PERMUTED:
         return None
@@ -309,7 +302,7 @@ def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
     if type(inner) is DistributedSampler:
         total, ranks, first = inner.total_size, inner.num_replicas, start + inner.rank
         if total != n and inner.drop_last != (total < n):
-            # The length of the data set has changed. Let torch raise an error.
+            # The data set has changed its length. Let torch raise an error.
             return None
         order = torch.arange(n, dtype=kind)
         if inner.shuffle:
@@ -333,7 +326,7 @@ def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
 
 
 def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]:
-    """Return an index sampler whose inner sampler is replaced by `samples`."""
+    """Replace the inner sampler of an index sampler."""
     if type(index_sampler) is BatchSampler:
         return BatchSampler(samples, index_sampler.batch_size, index_sampler.drop_last)
     shard: Any = copy.copy(_of_accelerate(index_sampler, "BatchSamplerShard"))
@@ -343,16 +336,15 @@ def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]
 
 
 class Ahead(int):
-    """An epoch number that was set by `Epochs` and not by the framework."""
+    """An epoch number set by `Epochs` and not by the framework."""
 
 
 class Epochs:
-    """Corrects the epoch numbers that a framework passes to `set_epoch` in a resumed run.
+    """Corrects the epoch numbers that a framework sets in a resumed run.
 
-    Some frameworks count epochs from 0 again after a resume. accelerate does this if the loop does
-    not call its `set_epoch`. `ahead` is then added to these numbers. If a framework continues to
-    count from the saved epoch, the numbers are left unchanged. Which case applies becomes clear in
-    the epoch after the resumed one.
+    Some frameworks count from 0 again, such as accelerate unless the loop calls its `set_epoch`.
+    `ahead` is added to their numbers, but not if they continue from the saved epoch. The next epoch
+    shows which.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
@@ -377,27 +369,25 @@ class Epochs:
             sampler.set_epoch(self._number)
 
     def after(self) -> State:
-        """Return the next epoch's number if the sampler incremented its epoch on its own."""
+        """Return the next epoch's number if the sampler incremented it."""
         number: int = self._sampler.epoch
         return {"epoch": int(number)} if number == self._number + 1 else {}
 
 
 class Keys:
-    """The keys of an epoch, and the states that are needed to draw them again in a resumed run.
+    """The keys of an epoch, and the states needed to draw them again.
 
-    Most samplers draw their whole order at once, either in `iter` or with the first key. `Keys`
-    therefore saves the states of generators before both of these points, and the state of a
-    stateful sampler before and after the first key. In a resumed run, it restores these states,
-    draws the keys again, and discards the keys of delivered batches. It then restores the global
-    generators, because they belong to the trainer. If a sampler uses a global generator for later
-    keys, these draws cannot be reproduced, because the trainer may use the generator as well.
+    Most samplers draw their order in `iter` or with the first key, so `Keys` saves the states of
+    generators before both, and a stateful sampler before and after the first key. A resumed run
+    restores them, draws the keys again, and then restores the global generators, which belong to
+    the trainer. Later draws from global generators cannot be reproduced, because the trainer may
+    use them, too.
 
-    The epoch number in a state takes precedence over the sampler's number, because Lightning sets
-    the epoch of a resumed loader only after the first keys have been drawn.
+    The epoch number in a state takes precedence, because Lightning sets the epoch of a resumed
+    loader only after the first keys.
 
-    A `Keys` object must be created before the index sampler's `iter` is called and the seed is
-    drawn. `keeps_state` is True if states may be requested. `start` contains the number of samples
-    and batches before the batch size or the number of ranks changed.
+    Create this before the seed is drawn and the index sampler's `iter` is called. `start` contains
+    the samples and batches before the batch size or the number of ranks changed.
     """
 
     def __init__(
@@ -408,10 +398,9 @@ class Keys:
         self._keeps_state = keeps_state and type(layers.inner) is not SequentialSampler
         known: tuple[object, ...] = layers.outer, layers.inner, layers.batches
         self._sampler = next(filter(is_stateful, known), None)
-        # If a sampler's keys are divided among ranks, its state does not determine the keys of a
-        # rank, so all keys are drawn again.
+        # The state of a sampler that is divided among ranks does not determine a rank's keys.
         self._is_divided = layers.shard is not None and self._sampler is known[-1]
-        # Only cseq's BatchSampler has `state_after`.
+        # Only cseq's BatchSampler has this.
         self._after: Callable[[State, int], State] | None
         self._after = getattr(layers.outer, "state_after", None)
         has_sources = self._keeps_state and self._after is None
@@ -425,41 +414,39 @@ class Keys:
         self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        # The state before the first key, the number of keys before it, and the state of the sampler
-        # after the first key.
+        # The state before the first key, the keys before it, and the sampler's state after it.
         self._state: State | None = None
         self._base = 0
         self._own: State = {}
 
     def look_again(self, resume: State | None = None) -> None:
-        """Save the states of generators before the sampler's `iter` is called again.
+        """Save the states of generators before another `iter` of the sampler.
 
-        `resume` is passed for persistent workers, because no seed is drawn for their later epochs.
+        `resume` is for persistent workers, whose later epochs draw no seed.
         """
         if resume is not None and resume["_iterator_finished"]:
             self._set_generators(resume)
-        # For torch's own samplers, `iter` does not draw numbers.
+        # `iter` of torch's own samplers draws nothing.
         draws_nothing = type(self.layers.outer) in (BatchSampler, *OWN)
         self._before: State = {} if draws_nothing else read_sources(self._sources)
 
     def _set_generators(self, resume: State) -> None:
-        """Restore the states of generators from the start of the epoch to resume or begin."""
+        """Restore the generators at the start of an epoch."""
         if self._generator is not None and resume.get("generator") is not None:
             _source_of(self._generator)[1](resume["generator"])
         generator = resume["sampler"].get("generator")
         set_sources({} if generator is None else {"generator": generator}, self._sources)
 
     def seed(self) -> int | None:
-        """Derive a seed for the epoch from accelerate's seedable sampler, or return None.
+        """Derive a seed for the epoch from accelerate's seedable sampler, if any.
 
-        A run that skips batches cannot draw the same seed again, because accelerate does not save
-        the states of generators.
+        accelerate saves no generators, so a run that skips batches cannot draw the seed again.
         """
         inner = self.layers.seedable
         return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
-        """Return the current state of the loader's generator, or the state before the epoch."""
+        """Return the state of the loader's generator now or before the epoch."""
         if now:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
@@ -467,7 +454,7 @@ class Keys:
     def draw(self, iterator: Iterator[object], yielded: int, state: State) -> Iterator[object]:
         """Return an iterator over the keys after the first `yielded`.
 
-        `iterator` is ``iter(index_sampler)``, and `state` is the state to resume from.
+        `iterator` is ``iter(index_sampler)``, and `state` the state to resume from.
         """
         layers = self.layers
         if "generators" in state and self._keeps_state:
@@ -489,7 +476,7 @@ class Keys:
                 own = self._after(begun, yielded - base)
             self._sampler.load_state_dict(copy.deepcopy(own), **self._options)
             iterator = iter(layers.outer)
-            # cseq's BatchSampler starts at the position in its state.
+            # cseq's BatchSampler starts at its own position.
             if self._after is not None:
                 self._base, yielded = yielded, 0
         # With `chain`, an exception from the first key does not end the iterator.
@@ -510,8 +497,7 @@ class Keys:
     def _first_of(self, iterator: Iterator[Any]) -> object:
         self._state = self._noted()
         key = next(iterator)
-        # Many samplers draw their order with the first key. If the first batch is short, the
-        # sampler is already exhausted.
+        # Many samplers draw their order with the first key, and a short batch exhausts them.
         size = 0 if self.layers.shard else self.layers.size
         if (not size or len(key) == size) and not self._is_divided:
             self._own = self._own_state()
@@ -526,7 +512,7 @@ class Keys:
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
-        """Draw the keys of a resumed epoch. Yield an iterable with key `skip`, then the others."""
+        """Draw the keys of a resumed epoch, in iterables from key `skip`."""
         trainers, generators = read_sources(), state["generators"]
         layers, start, is_sliced = self.layers, self.start[0], self.layers.is_sliced
         try:
@@ -545,14 +531,14 @@ class Keys:
                 self._compare(before)
         finally:
             set_sources(trainers)
-            # Draw a number, because a RandomSampler draws one for its first key.
+            # A RandomSampler draws a number for its first key.
             if not skip and not start and type(layers.inner) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()
         yield key
         yield iterator
 
     def _compare(self, before: State) -> None:
-        """Warn that resumes are not exact if later keys have changed a global generator."""
+        """Warn if later keys have changed a global generator, so that resumes are not exact."""
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
@@ -564,9 +550,9 @@ class Keys:
             )
 
     def state(self, yielded: int, *, finished: bool = False) -> State:
-        """Return the sampler's part of the state after `yielded` batches have been delivered.
+        """Return the sampler's part of the state after `yielded` batches.
 
-        `finished` is True if the loop has reached the end of the epoch.
+        `finished` is True at the end of the epoch.
         """
         if finished:
             if self._keeps_state and self._sampler is not None:
@@ -589,7 +575,7 @@ class Keys:
             when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
             for when, states in state["generators"].items()
         }
-        # Copy everything at once, because a sampler's state may refer to an object twice.
+        # A sampler's state may refer to an object twice, so copy everything at once.
         if len(state) > 1:
             state = copy.deepcopy({**state, "generators": {}})
         return {**state, "generators": generators}

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
-# torch's class, even if a program has assigned cseq's class to `torch.utils.data.DataLoader`.
+# torch's class, even if `torch.utils.data.DataLoader` is cseq's.
 _class: Any = DataLoader.__mro__[1]
 
 
 def _get_iterator(self: data.DataLoader[Any]) -> object:
     """Return cseq's iterator for a torch loader, or torch's own if cseq's would change nothing.
 
-    A `cseq.DataLoader` calls this only as a fallback, and gets torch's own iterator.
+    A `cseq.DataLoader` calls this only to get torch's own.
     """
     own, reason = _original, None
     assert own is not None
@@ -44,16 +44,15 @@ def _get_iterator(self: data.DataLoader[Any]) -> object:
 
 
 def install() -> None:
-    """Make all torch DataLoaders use cseq's worker processes, starting with their next `iter`.
+    """Make all torch DataLoaders use cseq's worker processes from their next `iter`.
 
-    This includes loaders that are created by frameworks, and subclasses that do not override
-    `_get_iterator`. Loaders also get the method `stats` of `cseq.DataLoader`. Calling this function
-    again has no effect.
+    This includes loaders created by frameworks, and subclasses that do not override
+    `_get_iterator`. Loaders also get the method `stats`. Calling this again has no effect.
 
     Raises
     ------
     RuntimeError
-        If torch's class has already been patched by something else.
+        If something else has patched torch's class.
     """
     global _original
     if is_installed():
@@ -70,7 +69,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Make torch DataLoaders use torch's workers again. Existing iterators are not affected."""
+    """Make torch DataLoaders use torch's workers again, from their next `iter`."""
     global _original
     if not is_installed():
         return
@@ -92,7 +91,7 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make all torch DataLoaders use cseq's worker processes inside a `with` statement."""
+    """Make all torch DataLoaders use cseq's workers in a `with` statement."""
     before = is_installed()
     install()
     try:

@@ -1,4 +1,4 @@
-"""Pins batches in the background while the training loop is running."""
+"""Pins batches in the background."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-# How many seconds an exit or a fork waits for a batch that is being pinned.
+# How long an exit or a fork waits for a batch that is being pinned.
 EXIT_SECONDS = 15.0
 
 
 class Pinner:
-    """Pins batches for a device, optionally in a background thread.
+    """Pins batches for a device, in a thread that `pin_ahead` starts.
 
-    The first call to `pin_ahead` starts the thread. If a signal handler raises in a method, a batch
-    may be pinned twice.
+    If a signal handler raises, a batch may be pinned twice.
     """
 
     def __init__(self, device: str | None) -> None:
@@ -37,11 +36,11 @@ class Pinner:
         _pinners.add(self)
 
     def in_threads(self) -> tuple[Any, str | None]:
-        """Return the arguments that worker threads need to pin their own batches."""
+        """Return what worker threads need to pin their own batches."""
         return names.settle_pinning(self._device), self._device
 
     def pin(self, item: Any, batch: Any) -> Any:
-        """Pin the batch of an item, unless the thread has already done so, and return it."""
+        """Pin the batch of an item, unless the thread has done so."""
         job = self._job
         if job is not None and job.item is item and self.wait() and job.is_pinned:
             return job.batch
@@ -54,7 +53,7 @@ class Pinner:
                 work = partial(_work, self._jobs, self._device, names.settle_pinning(self._device))
                 self._threads.add("cseq-pin", work)
                 self._threads.start()
-            # The thread could not be started, for example because the interpreter is shutting down.
+            # For example, the interpreter may be shutting down.
             except RuntimeError:
                 self._threads = Threads()
                 return
@@ -64,11 +63,11 @@ class Pinner:
         self._jobs.put(self._job)
 
     def forget(self) -> None:
-        """Drop the reference to the latest batch that was pinned in the background."""
+        """Drop the latest batch that was pinned in the background."""
         self._job = None
 
     def wait(self, seconds: float = -1.0) -> bool:
-        """Wait until no batch is being pinned. Return False on timeout or in a forked process."""
+        """Wait until no batch is being pinned. Return False on timeout or in a fork."""
         done = self._done
         return done is None or (self._pid == os.getpid() and done.wait(seconds))
 
@@ -89,10 +88,10 @@ class PinJob:
 
 
 def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
-    """Pin batches until there is a None. No reference to a batch is kept while waiting."""
+    """Pin batches until there is a None, and keep none while waiting."""
     settle()
     while (job := jobs.get()) is not None:
-        # If pinning fails, the trainer tries again and raises the exception.
+        # The trainer tries again and raises the exception.
         with contextlib.suppress(BaseException):
             job.batch = names.pin(job.batch, device)
             job.is_pinned = True
@@ -105,10 +104,9 @@ _pinners: weakref.WeakSet[Pinner] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_all() -> None:
-    """Delay an exit or a fork of the process while a thread is calling the device's library.
+    """Delay an exit or a fork while a thread is calling the device's library.
 
-    A forked child would inherit locks that the library holds, but not the thread that releases
-    them.
+    A forked child would inherit the library's locks without the thread that releases them.
     """
     for pinner in list(_pinners):
         pinner.wait(EXIT_SECONDS)

@@ -1,4 +1,4 @@
-"""Coordinates loaders across ranks, which share a seed and divide the data."""
+"""Coordinates loaders across ranks."""
 
 from __future__ import annotations
 
@@ -20,38 +20,36 @@ __all__ = ["agreed", "divider", "divisions", "number_of", "rank_of"]
 
 log = logging.getLogger("cseq")
 
-# How many seconds a rank waits before it logs a warning.
+# Seconds until a waiting rank logs a warning.
 PATIENCE = 10.0
-# The attributes for the rank and the world size in accelerate's samplers and DistributedSampler.
+# The rank and the world size in accelerate's samplers and DistributedSampler.
 NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
-# The maximum nesting depth of samplers.
+# The deepest nesting of samplers.
 MOST = 4
 
-# How many orders have been numbered, by name and number of samples.
+# How many orders have been numbered, by name and samples.
 _made: Counter[tuple[str, int | None]] = Counter()
 
 
 def number_of(order: Order) -> int:
-    """Number an order, so that all ranks can refer to it if they create the same orders."""
+    """Number an order. Ranks that create the same orders get the same numbers."""
     _made[order.name, order.samples] += 1
     return _made[order.name, order.samples]
 
 
 def group() -> Any:
-    """Return torch.distributed if there is a process group with several ranks, or None."""
+    """Return torch.distributed if there is a group of several ranks."""
     distributed = torch.distributed
     is_there = distributed.is_available() and distributed.is_initialized()
     return distributed if is_there and distributed.get_world_size() > 1 else None
 
 
 def agreed(seed: int, order: Order, *numbers: int) -> int:
-    """Return the seed that rank 0 passed for an order. With a single rank, return `seed`.
+    """Return rank 0's seed for an order, through the store of the process group.
 
-    Ranks exchange the seed through the store of the process group. Unlike a collective, this does
-    not send tensors, and rank 0 does not wait for other ranks and may be the only rank that
-    iterates. All ranks must pass the same `numbers`, which identify the request. Raises
-    RuntimeError if the process group has no store, or if rank 0 does not set a seed within the
-    timeout of the group.
+    Unlike a collective, this sends no tensors, and rank 0 does not wait for other ranks. `numbers`
+    identify the request on all ranks. Raises RuntimeError if the group has no store, or if rank 0
+    sets no seed within the timeout.
     """
     distributed = group()
     if distributed is None or not order.is_seeded:
@@ -89,7 +87,7 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
 
 
 def divider(sampler: Any) -> Any:
-    """Return accelerate's active batch sampler if it is or wraps `sampler`, or None."""
+    """Return accelerate's active batch sampler if it is or wraps `sampler`."""
     state: Any = sys.modules.get("accelerate.state")
     loader = None if state is None else getattr(state.GradientState(), "active_dataloader", None)
     outer = getattr(loader, "batch_sampler", None)
@@ -97,11 +95,10 @@ def divider(sampler: Any) -> Any:
 
 
 def divisions(sampler: Any) -> list[tuple[int, int]]:
-    """Return (rank, world size) for each nested sampler that divides data, outermost first."""
+    """Return (rank, world size) for each sampler that divides data, outermost first."""
     parts: list[tuple[int, int]] = []
     for _ in range(MOST):
-        # Look in `__dict__`, because a wrapper may forward attributes of the sampler it wraps.
-        # `_shard` is an attribute of cseq's BatchSampler.
+        # A wrapper may forward attributes, so look in `__dict__`. cseq's BatchSampler has `_shard`.
         own = getattr(sampler, "__dict__", {})
         shard: Any = own.get("_shard")
         if getattr(shard, "source", ""):
@@ -117,7 +114,7 @@ def divisions(sampler: Any) -> list[tuple[int, int]]:
 
 @functools.cache
 def warn_twice(*ranks: int) -> None:
-    """Warn once that the batches are divided among ranks more than once."""
+    """Warn once that batches are divided among ranks more than once."""
     log.warning(
         "the batches are divided among ranks twice, by %s, so an epoch misses samples; if a "
         "framework divides them (as accelerate's prepare does), omit DistributedSampler, or the "
@@ -127,10 +124,10 @@ def warn_twice(*ranks: int) -> None:
 
 
 def rank_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return this rank and the world size, counting only ranks that read different batches.
+    """Return this rank and the world size, counting ranks that read different batches.
 
-    `parts` is the result of `divisions`. If it is empty, ranks are assumed to read different data,
-    unless they seem to share a model.
+    `parts` comes from `divisions`. Without any, ranks are assumed to read different data, unless
+    they seem to share a model.
     """
     rank, ranks = 0, 1
     for one, of in parts:

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["LoaderProgress", "resumed"]
 
 VERSION = 4
-# Two keys with the same value, because accelerate decrements both.
+# accelerate decrements both.
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
-# Facts about epochs that are saved in states: their order, their batches, and `Shares`.
+# Facts about epochs in states: their order, their batches, and `Shares`.
 ORDER, BATCHES = ("sampler_type", "shuffle", "seed", "samples"), ("batch_size", "batches")
 SHARES = ("step", "world_size", "rank")
 
@@ -43,19 +43,19 @@ State = dict[str, Any]
 
 
 class LoaderProgress:
-    """The progress of a loader in an epoch, up to the latest batch that was delivered.
+    """The progress of a loader up to the latest delivered batch.
 
-    The progress is not included when a loader is copied or pickled. The copy starts a new epoch.
+    A copied or pickled loader starts a new epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], keys: Keys, *, rng: str) -> None:
         self.iterable = loader._dataset_kind == names.ITERABLE
         self.num_workers, self.rng = loader.num_workers, rng
-        # A weak reference to the iterator, if there are workers.
+        # A weak reference, if there are workers.
         self.iterator: Callable[[], Any] = _none
-        # The statistics of workers that have been shut down.
+        # From workers that have been shut down.
         self.stats: Stats | None = None
-        # The pickled state of the data set in each worker, which is kept across epochs.
+        # The pickled data set state of each worker, kept across epochs.
         self.states: list[bytes | None] = []
         self.begin_epoch(keys, None)
 
@@ -63,17 +63,16 @@ class LoaderProgress:
         return _none, ()
 
     def begin_epoch(self, keys: Keys, base_seed: int | None, resume: State | None = None) -> None:
-        """Start or resume an epoch. If `base_seed` is None, no epoch has started."""
+        """Start or resume an epoch, or none without a `base_seed`."""
         several = max(1, self.num_workers)
         self.keys, self.base_seed = keys, base_seed
         self.finished = False
-        # Facts about the epoch, which are determined when a state is requested for the first time.
+        # Determined when a state is requested for the first time.
         self.batching: State | None = None
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        # Only set if the trainer makes the batches.
+        # Set if the trainer makes the batches.
         self.inline: DatasetState | None = None
-        # For an IterableDataset, the number of batches from each worker, and whether the worker is
-        # exhausted.
+        # For an IterableDataset, the batches of each worker, and whether it is exhausted.
         self.counts, self.ended = [0] * several, [False] * several
         self.yielded = keys.layers.omitted
         if resume is None:
@@ -84,19 +83,18 @@ class LoaderProgress:
         self.states = [
             None if state is None else dumps(state) for state in states or [None] * several
         ]
-        # The number of the next worker. Worker k mod N makes the batch for key k of this loader.
+        # The next worker. Worker k mod N makes the batch for key k.
         self.turn = (self.yielded - keys.layers.omitted) % several
-        # With an IterableDataset, workers take turns, so the last worker with the maximum count
-        # made the latest batch.
+        # Workers take turns, so the last one with the maximum count made the latest batch.
         if self.iterable:
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
     def as_dict(self, *, next_epoch: bool) -> State:
         """Return a new dict for `state_dict`.
 
-        All states of a loader have the same keys, and the parts that vary are stored in tuples.
-        torch's distributed checkpoints require this, because they descend into dicts and lists, and
-        restore only keys that are in the state of the new loader.
+        All states of a loader have the same keys, and tuples for the parts that vary, because
+        torch's distributed checkpoints descend into dicts and lists, and restore only the keys of
+        the new loader.
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
         is_between = is_over or self.base_seed is None
@@ -123,11 +121,11 @@ class LoaderProgress:
 
 
 def _none() -> None:
-    """Return None, like a weak reference to an object that is gone."""
+    """Return None, like a dead weak reference."""
 
 
 def _from_3(state: State) -> State:
-    """Convert a state of version 3, which stores generator states as tensors."""
+    """Convert version 3, which has generator states as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):
@@ -146,11 +144,10 @@ LIFTS = {3: _from_3}
 def resumed(
     state: State, *, keeps: bool, kind: str, num_workers: int, batching: State, strict: bool
 ) -> State | None:
-    """Return the state that an iterator resumes from, or None for a new epoch.
+    """Return the state to resume from, or None for a new epoch.
 
-    If the epoch of the state is over or has not started, the result describes the start of an
-    epoch, and its ``base_seed`` is None. `keeps` is True if the data set object is the same in all
-    epochs. Raises ValueError if the state does not fit.
+    Between epochs, its ``base_seed`` is None. `keeps` is True if all epochs share a data set
+    object. Raises ValueError if the state does not fit.
     """
     state = _lifted(state)
     if state["kind"] != kind:
@@ -159,7 +156,6 @@ def resumed(
             f"data is {kind}-style"
         )
     yielded = int(min(state[name] for name in NUMBERS))
-    # Whether the epoch of the state is over or has not started.
     is_between = state["_iterator_finished"] or state["base_seed"] is None
     (sampler,), workers, start = state["sampler"], list(state["workers"]), state["start"]
     has_states = any(workers) and (keeps or not is_between)
@@ -186,7 +182,7 @@ def resumed(
     counts, ended, base_seed = state["counts"], state["ended"], state["base_seed"]
     if not is_divided:
         counts, ended = [0] * several, [False] * several
-    # The number of batches in the state was changed, for example by accelerate.
+    # accelerate, for example, changes the number of batches.
     elif sum(counts) != yielded:
         counts = [len(range(number, yielded, several)) for number in range(several)]
     workers = workers if has_states else [None] * several
@@ -201,7 +197,7 @@ def resumed(
 
 
 def _lifted(state: State) -> State:
-    """Convert a state to the current version. Raise ValueError if it is malformed."""
+    """Convert a state to the current version. Raises ValueError if it is malformed."""
     if "_snapshot" in state or "fetcher_state" in state:
         raise ValueError(
             "the state was saved by torchdata's StatefulDataLoader, whose format cseq cannot read; "
@@ -237,14 +233,14 @@ def _is_number(value: object, _: State, least: int = 0) -> bool:
 
 
 def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
-    """Return True if a list has one valid item per worker, of a type in `kinds`."""
+    """Return True if a list has one valid item per worker."""
     return len(value) == max(1, state["num_workers"]) and all(
         type(part) in kinds and (type(part) is not int or 0 <= part <= MOST) for part in value
     )
 
 
 def _is_sampler(kept: list[State]) -> bool:
-    """Check the part of a state that `Keys` has written, except for the sampler's own state."""
+    """Check what `Keys` has written, except for the sampler's own state."""
     (value,) = kept
     both: dict[str, State] = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
@@ -255,7 +251,7 @@ def _is_sampler(kept: list[State]) -> bool:
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
 
 
-# Functions that check the parts of a state. They return False or raise if a part is malformed.
+# They return False or raise if a part of a state is malformed.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
     **dict.fromkeys(("num_workers", *NUMBERS), _is_number),
@@ -277,10 +273,10 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
-    """Return the start of batches with the new batch size, and the number of the next batch.
+    """Return the start of batches with the new size, and the number of the next one.
 
-    Raises ValueError if the order of samples is different, or if the batches are different and it
-    is unknown how ranks share an epoch.
+    Raises ValueError if the samples have another order, or if the batches differ and it is unknown
+    how ranks share an epoch.
     """
     steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]
     is_shared = None not in (*steps[0], *steps[1])

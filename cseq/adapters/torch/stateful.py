@@ -36,16 +36,16 @@ def is_stateful(thing: object) -> TypeGuard[Stateful]:
 
 
 def left_by(state: State) -> State:
-    """Return the state of a data set after an epoch, without its exhausted iterator."""
+    """Return the state of a data set after an epoch, without its iterator."""
     return {"dataset": state.get("iterator" if state.get("is_own") else "dataset"), "made": 0}
 
 
 class DatasetState:
-    """Reads the states of a data set and of the iterator that torch's `fetcher` has created."""
+    """The states of a data set and of its iterator in torch's `fetcher`."""
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)
-        # If a data set is its own iterator, restore it after `iter`, which may reset it.
+        # The data set is its own iterator, which `iter` may reset, so restore it afterwards.
         self._is_own = iterator is dataset
         parts = {"dataset": None if self._is_own else dataset, "iterator": iterator}
         self._fetcher = fetcher

@@ -1,6 +1,6 @@
 """The workers of a DataLoader, which fetch and collate batches.
 
-They are set up like torch's workers. If there are no workers, the trainer uses `FetcherHere`.
+Without workers, the trainer uses `FetcherHere`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ END = object()
 
 
 class Item(NamedTuple):
-    """A batch with additional data, or the error that occurred instead of a batch.
+    """A batch with additional data, or the error instead of a batch.
 
-    `state` is the state of the data set after the batch, and `left` lists skipped samples (see
-    `Partial`). `is_over` means that the worker's data set is exhausted. `error` is an exception, or
-    its packed form if it comes from a worker, and `name` and `key` identify the batch. `is_setup`
-    means that the data set could not be set up, so all later batches will raise as well.
+    `state` is the data set after the batch, and `left` lists skipped samples. `is_over` means that
+    the worker is exhausted. `error` is packed if it comes from a worker. `name` and `key` identify
+    the batch. After an `is_setup` error, all later batches raise as well.
     """
 
     batch: object = None
@@ -71,7 +70,7 @@ def samples_of(key: Any) -> int:
         return 1
 
 
-# The contexts in this stack stay open until the process exits.
+# These stay open until the process exits.
 _entered = contextlib.ExitStack()
 
 
@@ -97,7 +96,7 @@ def _modes() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
     # A default device is also a function mode.
     yield names.function_modes, _push_all
     for device in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "privateuseone"):
-        # Older versions of torch do not support all of these devices.
+        # Older versions of torch lack some devices.
         with contextlib.suppress(RuntimeError):
             torch.is_autocast_enabled(device)
             for ask, enter in autocast:
@@ -108,16 +107,15 @@ MODES = tuple(_modes())
 
 
 def modes_here() -> list[Any]:
-    """Return the modes of this thread, for workers that are forked by another thread."""
+    """Return the modes of this thread, for workers forked by another thread."""
     return [ask() for ask, _ in MODES]
 
 
 class Fetching(NamedTuple):
-    """The attributes of a loader that workers need to create their producers.
+    """What workers need from a loader.
 
-    If `skips` is True, samples that raise are skipped. `modes` contains the trainer's modes, for
-    forked workers. `pins` contains a setup function and the device, for threads that pin their own
-    batches.
+    With `skips`, samples that raise are skipped. `modes` are the trainer's, for forked workers.
+    `pins` is a setup function and the device, for threads that pin their batches.
     """
 
     kind: int
@@ -141,11 +139,10 @@ class Fetching(NamedTuple):
 class FetcherEpoch(NamedTuple):
     """The parameters of a worker for an epoch.
 
-    `first` is the number of batches that have already been delivered. For an IterableDataset, only
-    batches from this worker are counted, `is_over` is True if the worker is exhausted, and `index`
-    is the key, which has one None per sample. A new process restores the data set from `state`.
-    Workers send a new state every `snapshot_every` batches, or never if this is 0. `rank` contains
-    the rank and the world size, which affect seeds.
+    `first` is the number of delivered batches. For an IterableDataset, it counts only this
+    worker's, `is_over` means that the worker is exhausted, and `index` is the key. A new process
+    restores the data set from `state`. Workers send a state every `snapshot_every` batches, or
+    never if this is 0. Seeds depend on `rank`.
     """
 
     base_seed: int
@@ -171,19 +168,18 @@ class Fetcher:
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
         self._key: Any = ()
-        # The packed exception that `get_ready` caught, if any.
+        # The packed exception of `get_ready`.
         self._broken: bytes | None = None
-        # `_is_open` is True once the fetcher for this epoch has been created or has failed.
+        # `_is_open` is True once there is a fetcher for this epoch, or its creation has failed.
         self._is_set_up = self._is_open = False
-        # The number of batches made in this epoch.
         self._made = 0
         self._state: DatasetState | None = None
         self._depth = fork_depth()
 
     def close(self) -> None:
-        """Drop the last references to the data set, if this version of torch does so as well.
+        """Drop the data set, if this version of torch does so as well.
 
-        In a forked process, the data set belongs to the parent and is not deleted.
+        In a forked process, it belongs to the parent.
         """
         if names.GIVES_BACK and not self._setup.is_thread:
             names.forget_worker_info()
@@ -200,7 +196,7 @@ class Fetcher:
         return self._next(key, self._epoch.first + self._context.item)
 
     def items(self, start: int) -> Iterator[object]:
-        """Yield the batches of an IterableDataset. An exception counts as a batch."""
+        """Yield the batches of an IterableDataset. Exceptions count as batches."""
         self.get_ready()
         if self._broken is not None:
             yield self._raised()
@@ -209,19 +205,19 @@ class Fetcher:
             return
         while (item := self._next_item()) is not END:
             yield item
-            # Do not keep the batch alive while the next batch is made.
+            # Do not keep the batch while the next one is made.
             del item
         if self._state:
             yield self._stated(is_over=True)
 
     def _drop(self, count: int) -> bool:
-        """Skip the first `count` batches of an IterableDataset. Return False if there are fewer."""
+        """Skip batches of an IterableDataset. Return False if there are too few."""
         return all(self._next_item() is not END for _ in range(self._made, count))
 
     # -- setup
 
     def get_ready(self) -> None:
-        """Create the fetcher for this epoch, unless it exists. Set up a new worker first."""
+        """Create the fetcher for this epoch, and set up a new worker first."""
         if self._is_open:
             return
         self._is_open = True
@@ -245,8 +241,8 @@ class Fetcher:
         base_seed = self._epoch.base_seed
         seed = base_seed + self._number
         random.seed(seed)
-        # torch records a stack trace for each unused device, for which it reads source files unless
-        # there is a limit.
+        # torch records a stack trace for each unused device, and reads source files without a
+        # limit.
         limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
         try:
             torch.manual_seed(seed)
@@ -263,7 +259,7 @@ class Fetcher:
             names.set_worker_info(self._number, self._num_workers, seed, self._setup.dataset)
 
     def _open(self, *, is_new: bool) -> None:
-        """Create the fetcher. In a new worker, restore the state of the data set first."""
+        """Create the fetcher. A new worker restores the data set first."""
         epoch = self._epoch
         # An IterableDataset may draw numbers in `iter`.
         if self._seeds is not None:
@@ -275,19 +271,19 @@ class Fetcher:
         self._state = DatasetState(self._setup.dataset, self._fetcher) if asks else None
 
     def _seed(self, number: int) -> int:
-        """Seed the global generators for a batch or for `iter`, and return torch's seed."""
+        """Seed the global generators and return torch's seed."""
         assert self._seeds is not None
         self._set_ticket(number)
         self._seeds.seed_present()
         return torch.default_generator.initial_seed()
 
     def _set_ticket(self, number: int) -> None:
-        """Set the current batch for `cseq.rng` and `cseq.worker_info`, without its samples."""
+        """Set the current batch for `cseq.rng` and `cseq.worker_info`."""
         rank, ranks = self._epoch.rank
         self._context.set_ticket(Numbers(self._epoch.base_seed, 0, number, number * ranks + rank))
 
     def _fetcher_from(self, state: dict[str, Any]) -> Any:
-        """Create a fetcher that starts from a saved state of the data set (see `DatasetState`)."""
+        """Create a fetcher from a saved state (see `DatasetState`)."""
         kind, dataset, auto_collation, function, drop_last, skips, *_ = self._setup
         if state.get("dataset") is not None:
             dataset.load_state_dict(state["dataset"])
@@ -306,7 +302,7 @@ class Fetcher:
         return fetcher
 
     def _collate_key(self, samples: Sequence[object]) -> object:
-        """Collate the samples for the current key. On failure, report the first that is None."""
+        """Collate samples. On failure, report the first that is None."""
         try:
             return self._collate(samples)
         except Exception as error:
@@ -321,9 +317,9 @@ class Fetcher:
         return self._next(self._epoch.index, self._made * self._num_workers + self._number)
 
     def _next(self, key: object, number: int) -> object:
-        """Return a batch, an `Item`, or END if there are no more batches.
+        """Return a batch, an `Item`, or END.
 
-        `number` identifies the batch for per-batch seeds.
+        `number` identifies the batch for seeds.
         """
         if self._broken is not None:
             return self._raised()
@@ -366,9 +362,8 @@ class Fetcher:
 class ThreadFetcher(Fetcher):
     """The producer of a worker thread. All threads share the data set.
 
-    Threads do not change the global generators or `get_worker_info`. With ``rng="batch"``, only
-    `cseq.rng` is seeded for each batch. Otherwise, each thread seeds its `cseq.rng` once, like
-    numpy in the torch worker with the same number.
+    Threads leave the global generators alone. `cseq.rng` is seeded for each batch with
+    ``rng="batch"``, or else once per thread, like numpy in torch's workers.
     """
 
     def _set_up(self) -> None:
@@ -387,7 +382,7 @@ class ThreadFetcher(Fetcher):
             setup.init_fn(self._number)
 
     def _set_info(self, seed: int) -> None:
-        """Do nothing, because `get_worker_info` returns the same value in all threads."""
+        """Do nothing: `get_worker_info` is the same in all threads."""
 
     def _seed(self, number: int) -> int:
         self._set_ticket(number)
@@ -395,7 +390,7 @@ class ThreadFetcher(Fetcher):
 
 
 class FetcherHere(Fetcher):
-    """A producer in the trainer, which draws keys on demand and replaces the `Streams` object."""
+    """A producer in the trainer, which replaces the `Streams`."""
 
     IN_WORKER = False
     latest = 0
@@ -405,7 +400,7 @@ class FetcherHere(Fetcher):
         self._keys: Iterator[tuple[int, object]] | None = None
 
     def begin_with(self, epoch: FetcherEpoch, keys: Iterator[object] | None) -> DatasetState | None:
-        """Start an epoch. `keys` is None for an IterableDataset. Return the `DatasetState`."""
+        """Start an epoch. `keys` is None for an IterableDataset."""
         self.begin(epoch)
         self._is_open, self._keys = True, None if keys is None else enumerate(keys)
         self._call(partial(self._open, is_new=True))
@@ -419,7 +414,7 @@ class FetcherHere(Fetcher):
         return self
 
     def __next__(self) -> object:
-        # Check this first, because an exception could exhaust the sampler below.
+        # An exception below could exhaust the sampler.
         check_depth()
         if self._keys is not None:
             self._context.item, key = next(self._keys)
@@ -430,17 +425,16 @@ class FetcherHere(Fetcher):
         return item
 
     def _call(self, function: Callable[..., object], *args: object) -> object:
-        """Call a function. If batches are seeded, restore the trainer's generators afterwards."""
+        """Call a function, and restore the trainer's generators if batches are seeded."""
         if self._seeds is None:
             return function(*args)
         return call_here(partial(function, *args), self._context, self._seeds)
 
 
 def _packed(error: BaseException) -> bytes:
-    """Pack an exception. SystemExit and KeyboardInterrupt are replaced by torch's RuntimeError.
+    """Pack an exception, or torch's RuntimeError for SystemExit and KeyboardInterrupt.
 
-    In the trainer, a SystemExit would end the program without an error, and a KeyboardInterrupt
-    would look like Ctrl-C.
+    They would end the program silently or look like Ctrl-C in the trainer.
     """
     if isinstance(error, Exception):
         return failure.pack(error)

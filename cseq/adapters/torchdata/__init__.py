@@ -8,9 +8,8 @@ The graph of datapipes is split into up to three parts::
     only with                      all replicable datapipes       0, 1, …, N-1   all other
     sharding_round_robin_dispatch                                 in turn        datapipes
 
-The worker processes belong to one `Streams` object, and the dispatching process belongs to another.
-Workers send items to the main process through slots in shared memory. They request the items of the
-dispatching process from the main process (`Relay`).
+The worker processes and the dispatching process are two `Streams` objects. Workers get the items of
+the dispatching process from the main process (`Relay`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 try:
     with warnings.catch_warnings():
-        # Otherwise, every process would print the deprecation warning.
+        # Otherwise, every process prints a deprecation warning.
         warnings.filterwarnings("ignore", r"[\s#]*WARNING!\s+The 'datapipes'", UserWarning)
         from torch.utils.data.graph import traverse_dps
         from torchdata.dataloader2.graph import set_graph_random_seed
@@ -65,8 +64,8 @@ STATE_VERSION = 1
 class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # type: ignore[misc]
     """Runs the graph of a ``DataLoader2`` in worker processes.
 
-    This class replaces ``torchdata.dataloader2.MultiProcessingReadingService``, with the same
-    arguments, sharding, order and seeds. `docs/how-to/from-torchdata.md` lists the differences.
+    It replaces ``torchdata.dataloader2.MultiProcessingReadingService``, with the same arguments,
+    sharding, order and seeds. `docs/how-to/from-torchdata.md` lists the differences.
 
     Parameters
     ----------
@@ -79,31 +78,29 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     main_prefetch_cnt : int
         The number of additional items to prefetch, over all workers.
     worker_init_fn : callable, optional
-        ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, which is called once in each worker.
+        ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, called once in each worker.
     worker_reset_fn : callable, optional
-        ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, which is called in
-        each worker at the start of every epoch, after seeding.
+        ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each worker
+        at the start of every epoch.
     max_restarts : int
-        The maximum number of dead processes to replace per epoch. A new process starts the epoch
-        from the beginning and skips the items that the dead process had delivered. The graph must
-        therefore yield the same items for the same seeds, and it must not have a dispatching
-        process. If this is 0, `cseq.WorkerDied` is raised when a process dies.
+        The most dead processes to replace per epoch before raising `cseq.WorkerDied`. A new process
+        skips the items that were already delivered, so the graph must yield the same items for the
+        same seeds, without a dispatching process.
     timeout : float, optional
         How many seconds to wait for an item before raising `cseq.WorkerTimeout`.
     repeat_epochs : bool
-        If True, all epochs after a call to ``DataLoader2.seed(s)`` have the same order and the same
-        random numbers, as in torchdata, and `checkpoint` does not save the position in an epoch.
+        If True, all epochs after ``DataLoader2.seed(s)`` have the same order and random numbers, as
+        in torchdata, and `checkpoint` does not save the position in an epoch.
 
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid. The message names the argument, its value and the remedy.
+        If an argument is invalid.
     AssertionError
         If `multiprocessing_context` is not an available start method.
     """
 
-    # The workers, the relay, the outlet, and the ID of the process that owns them. These are class
-    # attributes, because `__del__` also runs if `__init__` has raised.
+    # `__del__` also runs if `__init__` has raised, so these are class attributes.
     _streams: Streams | None = None
     _relay: Relay | None = None
     _outlet: Outlet | None = None
@@ -140,9 +137,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        # The last of the user's datapipes in this process.
+        # The last datapipe of the user in this process.
         self._end_datapipe: DataPipe = None
-        # The number of the epoch, and its state without the position.
+        # The epoch, and its state without the position.
         self._number = 0
         self._epoch: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
@@ -150,7 +147,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the interface of DataLoader2
 
     def initialize(self, datapipe: DataPipe) -> DataPipe:
-        """Split the graph, start the processes, and return the part of the graph for this process.
+        """Split the graph, start the processes, and return this process's part of the graph.
 
         Parameters
         ----------
@@ -169,7 +166,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
-        """Start the processes and return the last datapipe of the remaining graph."""
+        """Start the processes and return the rest of the graph."""
         options: dict[str, Any] = {
             "start_method": self.multiprocessing_context,
             "max_restarts": self.max_restarts,
@@ -208,16 +205,14 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     def initialize_iteration(
         self, seed_generator: SeedGenerator, iter_reset_fn: GraphFn | None = None
     ) -> GraphFn | None:
-        """Start an epoch, even if the previous epoch is unfinished.
+        """Start an epoch, even if the previous one is unfinished.
 
         Parameters
         ----------
         seed_generator : SeedGenerator
-            The source of all seeds for the epoch. Unless `repeat_epochs` is set, the generator is
-            then advanced, so that the next epoch has different seeds.
+            The source of all seeds for the epoch, which is then advanced unless `repeat_epochs`.
         iter_reset_fn : callable, optional
-            The reset function of another reading service. Every worker calls it with its part of
-            the graph.
+            The reset function of another reading service, for each worker's part of the graph.
         """
         if self._outlet is None:
             raise RuntimeError("initialize_iteration() was called before initialize()")
@@ -227,11 +222,11 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if (
             state is not None
             and state["position"] is not None
-            # The seeds are equal if `_restore_checkpoint_beginning_of_epoch` was called.
+            # Equal after `_restore_checkpoint_beginning_of_epoch`.
             and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
         ):
             seeds, skip = state["seeds"], state["position"]
-        # If `DataLoader2.seed` was not called, the seeds come from a new generator.
+        # Without `DataLoader2.seed`, the seeds come from a new generator.
         is_seeded = _peeked(seeds) != _peeked(SeedGenerator())
         self._epoch = {"seeds": clone(seeds), "seeded": is_seeded}
         set_graph_random_seed(self._end_datapipe, seeds)
@@ -251,7 +246,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop all processes in the background. Calling this again is safe."""
+        """Stop all processes in the background. May be called twice."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -262,7 +257,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the state of a DataLoader2
 
     def checkpoint(self) -> bytes:
-        """Return the position in the epoch (the number of items returned) and the seeds."""
+        """Return the position in the epoch and the seeds."""
         position = None if self._outlet is None else self._outlet.position
         if self.repeat_epochs or position is None:
             return pickle.dumps({"version": STATE_VERSION, "position": None})
@@ -275,14 +270,14 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return pickle.dumps(state)
 
     def restore(self, datapipe: DataPipe, serialized_state: bytes) -> DataPipe:
-        """Initialize the graph and make the next epoch resume at a saved position.
+        """Initialize the graph and make the next epoch resume from a saved position.
 
-        The epoch starts from its first item, and items that were already returned are skipped.
+        The epoch skips the items that were already returned.
 
         Raises
         ------
         ValueError
-            If the state has a different version or a different number of workers.
+            If the state has another version or number of workers.
         """
         state = pickle.loads(serialized_state) if serialized_state else None
         if state is not None:
@@ -294,7 +289,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- pause, resume
 
     def _pause(self, pause_fn: GraphFn | None = None) -> None:
-        """Pause the threads of the graph in all processes. Prefetched items are kept."""
+        """Pause the graph in all processes. Prefetched items are kept."""
         streams = self._needs_workers("pause")
         pause_all(self._end_datapipe)
         with telling(self._relay):
@@ -311,7 +306,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: object = None) -> None:
-        """Do nothing. DataLoader2 counts by itself, but warns if this method is missing."""
+        """Do nothing. DataLoader2 counts by itself, but warns without this method."""
 
     def _needs_workers(self, verb: str) -> Streams:
         if self._streams is None:
@@ -329,12 +324,12 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
     @property
     def _run(self) -> Run[Items] | None:
-        """The run of the workers, for `cseq.testing`."""
+        """For `cseq.testing`."""
         return self._streams._run if self._streams is not None else None
 
 
 def _stop(outlet: Outlet | None, streams: Streams | None, relay: Relay | None) -> None:
-    """Stop the epoch in all processes and wake up threads that are waiting for its items."""
+    """Stop the epoch in all processes and wake up waiting threads."""
     if relay is not None:
         relay.stop()
     if streams is not None:
@@ -364,6 +359,6 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
 
 
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
-    """Return the next numbers of a seed generator, for comparison, without advancing it."""
+    """Return the next numbers of a seed generator without advancing it."""
     copy = clone(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()

@@ -22,7 +22,7 @@ __all__ = ["Outlet", "PipeReader"]
 
 
 class _Unhooked:
-    """A mixin for datapipes that avoids the wrapper torch puts around ``__iter__``."""
+    """A mixin that avoids torch's wrapper around ``__iter__``."""
 
     def __iter__(self) -> Iterator[object]:
         return self._iterate()
@@ -32,7 +32,7 @@ class _Unhooked:
 
 
 class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The first datapipe in the main process, which yields items from the workers."""
+    """The first datapipe in the main process, with the workers' items."""
 
     def __init__(self, streams: Streams, relay: Relay | None) -> None:
         self._streams = streams
@@ -59,7 +59,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._running: Iterator[object] | None = None
 
     def begin_epoch(self, skip: int) -> None:
-        """Start an epoch, but skip the first `skip` items, which were already returned."""
+        """Start an epoch, but skip the items that were already returned."""
         self.position = self._skip = skip
 
     def _iterate(self) -> Iterator[object]:

@@ -23,7 +23,7 @@ GraphFn: TypeAlias = "Callable[[DataPipe], DataPipe]"
 
 
 def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
-    """Replace datapipe `old` with `new` and return the last datapipe of the graph."""
+    """Replace datapipe `old` with `new` and return the end of the graph."""
     if old is end:
         return new
     replace_dp(traverse_dps(end), old, new)
@@ -31,7 +31,7 @@ def replaced(end: DataPipe, old: DataPipe, new: DataPipe) -> DataPipe:
 
 
 def shard(pipe: DataPipe, info: Any) -> None:
-    """Shard a worker's copy of the graph, except for branches that follow the dispatcher."""
+    """Shard a worker's graph, except for branches that follow the dispatcher."""
     for branch in find_non_dispatching_branches(traverse_dps(pipe)):
         apply_sharding(
             branch, info.num_workers, info.worker_id, SHARDING_PRIORITIES.MULTIPROCESSING
@@ -39,7 +39,7 @@ def shard(pipe: DataPipe, info: Any) -> None:
 
 
 def as_pipe(value: Any, origin: str) -> DataPipe:
-    """Return `value` if it is a datapipe. `origin` names the user function that returned it."""
+    """Check that a user function, `origin`, has returned a datapipe."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
         raise TypeError(f"{origin} returned {value!r}, not a datapipe; return the datapipe")
     return value
@@ -62,8 +62,8 @@ def pause_all(end: DataPipe) -> None:
 def _hold(pipe: DataPipe) -> None:
     """Pause a datapipe that prefetches.
 
-    Near the end of an epoch, the datapipe's own `pause` may wait forever, because the thread is
-    about to exit. `PinMemory.pause` always waits forever.
+    Its own `pause` may wait forever near the end of an epoch, when the thread is about to exit.
+    `PinMemory.pause` always does.
     """
     thread, shared = pipe.thread, pipe.prefetch_data
     if thread is None or shared is None:

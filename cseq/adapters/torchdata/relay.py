@@ -1,7 +1,6 @@
 """Relays items from the dispatching process to the workers.
 
-Items pass through the main process, which outlives all of these processes. The dispatching process
-pickles the items. Workers request them from the main process and unpickle them.
+They go through the main process, which outlives the others, as pickles.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
 
     from cseq.stream import Streams
 
-    # The address of the relay, and the secret that authenticates callers.
+    # An address, and a secret that authenticates callers.
     Address = tuple[Any, bytes]
 
-# How many seconds to wait for the thread of the relay to exit.
+# Seconds to wait for the thread of the relay.
 ENDING = 10.0
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
-    """A source datapipe in a worker, which yields items from the dispatching process."""
+    """The items from the dispatching process in a worker."""
 
     def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
@@ -54,7 +53,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
                 return
 
     def _ask(self, epoch: int) -> tuple[list[bytes], bool]:
-        """Request the next items. Threads of a cancelled epoch may also call this method."""
+        """Request the next items. Threads of a cancelled epoch may do this, too."""
         with Client(self._address, authkey=self._secret) as relay:
             relay.send((self._worker, epoch))
             answer: tuple[list[bytes], bool] = relay.recv()
@@ -62,10 +61,10 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
 
 
 class Relay:
-    """A server in the main process that distributes items from the dispatching process.
+    """A server in the main process for items from the dispatching process.
 
-    Worker i mod N gets item i. A thread answers one request at a time. It fetches items until it
-    has an item for the worker, and queues items for other workers without limit.
+    Worker i mod N gets item i. A thread answers one request at a time, and queues items for other
+    workers without limit.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
@@ -73,23 +72,23 @@ class Relay:
         self._num_workers = num_workers
         # Protects the stream and the next four attributes.
         self._lock = Lock()
-        # The number of the running epoch, or 0 if no epoch is running.
+        # 0 if no epoch is running.
         self._epoch = 0
         self._items: Iterator[tuple[int, bytes]] = iter(())
-        # The items that have not been sent yet, for each worker.
+        # The items still to be sent to each worker.
         self._waiting: list[deque[bytes]] = []
-        # The exception that ended the epoch in the dispatching process.
+        # What ended the epoch in the dispatching process.
         self.error: Exception | None = None
         self._is_closed = False
         self._thread = Threads()
-        # An abstract socket does not leave a file behind.
+        # An abstract socket leaves no file behind.
         name = f"\0cseq-{os.urandom(16).hex()}" if sys.platform == "linux" else None
         secret = os.urandom(16)
         self._listener = Listener(name, backlog=num_workers, authkey=secret)
         self.address: Address = self._listener.address, secret
 
     def open(self) -> None:
-        """Start answering requests. If this raises, the caller must call `close`."""
+        """Start answering requests. If this raises, call `close`."""
         self._thread.add("cseq-relay", self._serve)
         self._thread.start()
 
@@ -105,7 +104,7 @@ class Relay:
     def _answer(self, worker: int, epoch: int) -> tuple[list[bytes], bool]:
         """Return the next items for a worker, and whether an exception follows them.
 
-        The list is empty if there are no more items or the epoch is over.
+        There are none at the end of the epoch.
         """
         with self._lock.hold():
             if epoch != self._epoch:
@@ -148,21 +147,21 @@ class Relay:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
-        """Stop the epoch. Workers get no more items, even if they are already waiting."""
+        """Stop the epoch. Workers get no more items."""
         self._epoch = 0
         self._streams.interrupt()
 
     def close(self) -> None:
-        """Stop the dispatching process and the thread. The workers must be closed first.
+        """Stop the dispatching process and the thread, after the workers.
 
-        Calling this again is safe, even if the first call was interrupted.
+        May be called again if the first call was interrupted.
         """
         self.stop()
         # In a forked process, the dispatching process belongs to the parent.
         if not self._streams._run.is_ours:
             return
         self._is_closed = True
-        # Connect to unblock `accept`. This fails if the listener is already closed.
+        # This unblocks `accept`, or fails if the listener is closed.
         with contextlib.suppress(OSError, EOFError):
             Client(self.address[0]).close()
         self._thread.join(time.monotonic() + ENDING)
@@ -174,7 +173,7 @@ class Relay:
 
 
 class DispatchingFailed(Exception):
-    """Raised in a worker if the dispatching process has raised an exception (`Relay.error`)."""
+    """Raised in a worker if the dispatching process has raised (`Relay.error`)."""
 
 
 class InDispatching(RemoteTraceback):
@@ -199,7 +198,7 @@ def naming_dispatching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(relay: Relay | None) -> Iterator[None]:
-    """Add the original traceback to the text of exceptions from the block, as torch does."""
+    """Add the original traceback to the text of exceptions, as torch does."""
     try:
         yield
     except DispatchingFailed:

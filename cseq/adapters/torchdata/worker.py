@@ -53,7 +53,7 @@ class _Pipeline:
     """A producer for `Streams` that runs a part of the graph."""
 
     def __init__(self, pipe: DataPipe) -> None:
-        # Remove hooks that exist if this process was forked during a traversal of the graph.
+        # This process may have been forked during a traversal of the graph.
         for kind in (IterDataPipe, MapDataPipe):
             kind.set_reduce_ex_hook(None)
             kind.set_getstate_hook(None)
@@ -64,16 +64,16 @@ class _Pipeline:
 
     def begin(self, epoch: PipeEpoch) -> None:
         """Start an epoch."""
-        # Close the iterator before seeding, because threads of the graph may draw random numbers.
+        # Threads of the graph may draw random numbers, so stop them before seeding.
         self.close()
         self._running = self._reset(epoch)
 
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
-        """Seed the generators, call the reset functions, and return the graph."""
+        """Seed the generators and call the reset functions."""
         raise NotImplementedError
 
     def items(self, start: int) -> Iterator[object]:
-        """Yield the items of this epoch, except for the first `start`, which were delivered."""
+        """Yield the items of this epoch after the first `start`."""
         self._iterator = iter(self._running)
         return itertools.islice(self._iterator, start, None)
 
@@ -138,7 +138,7 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The part of the graph in the dispatching process, which yields pickled items."""
+    """The dispatching process, which yields pickled items."""
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
