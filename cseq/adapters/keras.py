@@ -57,7 +57,7 @@ class SaveState(Callback):  # type: ignore[misc]
     manager : manager
         The manager that `fit` trains on.
     folder : str
-        The checkpoint folder, which is created if necessary.
+        The checkpoint folder, created if necessary.
     every : int
         The number of batches between checkpoints within an epoch.
     """

@@ -134,7 +134,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     """A callback that logs the metrics of a manager with `Trainer.log`.
 
     The metrics come from `Stats.as_dict` and cover the batches since the previous log entry. They
-    are sent to all integrations in `report_to`, which write only those on rank 0.
+    are sent to all integrations in `report_to`, and cover rank 0 only.
 
     Parameters
     ----------

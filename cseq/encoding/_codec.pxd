@@ -14,7 +14,7 @@ cdef PyTypeObject* PARTIAL
 
 
 cdef enum:
-    # List items per entry, which fill a cache line.
+    # One cache line of list items per entry.
     STRIDE = 8
 
 

@@ -122,7 +122,7 @@ cdef class Encoder:
         return f[0], f[1], f[2], f[3]
 
     def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
-        """Write a batch, given its arrays, which end with the buffers of `pickled`."""
+        """Write a batch from its arrays, with the buffers of `pickled` at the end."""
         cdef uint64_t[4] f
         self.write_parts(plan, arrays, pickled, f)
         return f[0], f[1], f[2], f[3]
@@ -336,7 +336,7 @@ cdef class TicketWriter(BatchWriter):
         return 0
 
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot, which then no longer belongs to this process."""
+        """Publish the slot and give it up."""
         if self.room.slots is not None:
             cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
             self.room.slot = -1
@@ -349,13 +349,8 @@ cdef class TicketWriter(BatchWriter):
 cdef class Objects(BatchWriter):
     """Both ends of a transfer between threads.
 
-    Parameters
-    ----------
-    cells : int
-    below : SlotReader, optional
-        Reads batches from a previous stage that writes to slots.
-    objects : ObjectTable, optional
-        A table that several rings share. The entries of this ring start at `first`.
+    `below` reads batches from a previous stage that writes to slots. Rings may share `objects`,
+    with this ring's entries from `first`.
     """
 
     cdef readonly ObjectTable objects
@@ -401,7 +396,7 @@ cdef class Objects(BatchWriter):
         return self.objects[entry]
 
     def error(self, Py_ssize_t entry, slot, capacity, record):
-        """Return the exception, which is in the slot if the previous stage raised it."""
+        """Return the exception. It is in the slot if the previous stage raised it."""
         error = self.objects[entry]
         # The thread may have raised before it read the batch from the slot.
         if error is None:
@@ -503,23 +498,11 @@ cdef class Decoder:
 
 
 def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64_t capacity=0):
-    """Read a batch.
+    """Read a batch from a memory, given its `codec.Record`.
 
-    Parameters
-    ----------
-    memory : Memory
-    record : sequence of int
-        See `codec.Record`.
-    lend : callable, optional
-        ``lend(slot, capacity)`` returns the memory for views of large arrays, or None to copy them.
-        Small arrays are copied. Without `lend`, all arrays are views of `memory`.
-    slot, capacity : int
-        The arguments of `lend`.
-
-    Raises
-    ------
-    IndexError
-        If the record does not fit in the memory.
+    ``lend(slot, capacity)`` returns the memory for views of large arrays, or None to copy them.
+    Small arrays are copied. Without `lend`, all arrays are views of `memory`. Raises IndexError if
+    the record does not fit in the memory.
     """
     cdef uint64_t f[4]
     cdef int k

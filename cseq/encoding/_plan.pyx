@@ -469,8 +469,8 @@ cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memo
     """Read the pickled leaves and their buffers.
 
     If `home` is `memory`, all buffers are views. Otherwise, only large buffers are views of `home`,
-    and the rest is copied first, because unpickling may fork, and a child process may read the slot
-    when it contains another batch.
+    and the rest is copied first. Unpickling may fork, and a child process may read the slot after
+    it is reused.
     """
     cdef list buffers = []
     cdef int64_t count = 0, size = 0, start = 0

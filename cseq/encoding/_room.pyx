@@ -35,10 +35,10 @@ cdef class Room:
     """The slot that a batch is written to. It can grow.
 
     A worker takes a slot for each ticket and publishes it with the batch. If arrays in the slot are
-    still alive then, the worker keeps the slot until they are dropped, and publishes a copy of the
-    batch in another slot. With several kept slots, it stops making arrays in slots.
+    still alive, the worker keeps the slot, and publishes a copy in another one. With several kept
+    slots, it stops making arrays in slots.
 
-    Mappings are kept for later tickets, which saves system calls.
+    Mappings are kept for later tickets to save system calls.
 
     Parameters
     ----------

@@ -56,15 +56,7 @@ __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
 def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MAX_DEPTH) -> object:
     """Apply a function to all leaves in tuples, lists, dicts, named tuples and dataclasses.
 
-    Returns
-    -------
-    object
-        The same containers with the results, or `batch` if no leaf has changed.
-
-    Raises
-    ------
-    ValueError
-        If the batch contains itself.
+    Return the batch itself if no leaf has changed. Raises ValueError if it contains itself.
     """
     cls: type = type(batch)
     kind = opened(cls)

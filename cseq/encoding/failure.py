@@ -158,7 +158,7 @@ def _load(pickled: bytes) -> BaseException:
 
 
 class Failure:
-    """The first error of a group of workers, which `check` raises.
+    """The first error of a group of workers.
 
     Its traceback refers to the manager, and so to this object. To avoid a cycle, only the first
     call raises the exception itself, and later calls raise copies.

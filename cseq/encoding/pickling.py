@@ -1,8 +1,8 @@
 """Serializes objects for new processes and for running workers.
 
 `dump` is for new processes. It pickles nameless classes and functions, and those in ``__main__``,
-by value, with cloudpickle. `dumps` is for the trainer and running workers, which have the same
-modules and classes, so it pickles everything by reference.
+by value, with cloudpickle. `dumps` is for the trainer and running workers. They have the same
+classes, so it pickles them by reference.
 
 Both keep large arrays and tensors outside the pickle, so even a large data set is in memory only
 once for all workers.
@@ -133,7 +133,7 @@ def dumps(
     buffers: list[memoryview] | None = None,
     reducers: Callable[[], Reducers] | None = None,
 ) -> bytes:
-    """Pickle an object for the trainer or a running worker, which can use `pickle.loads`.
+    """Pickle an object for the trainer or a running worker.
 
     Large buffers of arrays and CPU tensors are appended to `buffers`, if given. Without `buffers`,
     the pickle can be read without cseq. Errors from pickle are not changed.

@@ -55,7 +55,7 @@ class Partial(NamedTuple):
 
 
 def castable(dtype: Dtype) -> bool:
-    """Return True for bool, int, uint and float, which are cast."""
+    """Return True for types that are cast: bool, int, uint and float."""
     return dtype.kind in "biuf"
 
 
@@ -272,7 +272,7 @@ def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
 
 
 def _number_reducer(dtype: Dtype) -> Callable[[np.generic], Reduced]:
-    """Reduce numpy scalars without numpy's own reducer, which imports a module in each call."""
+    """Reduce numpy scalars. numpy's own reducer imports a module in each call."""
     make: object = np.float64().__reduce__()[0]
     return lambda number: (make, (dtype, number.tobytes()))
 

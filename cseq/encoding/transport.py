@@ -1,7 +1,7 @@
 """Transfers batches to the next runner, as objects or through slots.
 
-Threads pass the object on (`Objects`). Processes write the batch to a slot in shared memory
-(`TicketWriter`), which the trainer reads with `SlotReader`, or with `converter.export.Imports` if
+Threads pass the object on (`Objects`). Processes write batches to slots in shared memory
+(`TicketWriter`). The trainer reads them with `SlotReader`, or with `converter.export.Imports` if
 converters are processes.
 """
 

@@ -318,21 +318,8 @@ cdef class Feed:
                   Request assignment=None, uint64_t epoch=0):
         """Post a call to a worker, ahead of the items that it has not claimed yet.
 
-        A new call cancels a pending one.
-
-        Parameters
-        ----------
-        request : Request or None
-            The call. If None, the reply is the return value of the producer's ``begin``.
-        name : str
-            The name of the call in messages.
-        assignment, epoch : Request or None, int
-            The epoch that the worker starts before the call, unless it is 0.
-
-        Returns
-        -------
-        tuple of int
-            The cell and number of the ticket.
+        A new call cancels a pending one. The worker first starts `epoch`, unless it is 0. Without a
+        request, the producer's ``begin`` makes the reply. Return the cell and number of the ticket.
         """
         cdef Ring ring = self.rings[worker]
         cdef uint32_t cell = cseq_ring_round(ring.r)
@@ -372,13 +359,8 @@ cdef class Feed:
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
         """Start an epoch and cancel the previous one in a single step of C code.
 
-        Parameters
-        ----------
-        source : Source
-        ordered : bool
-            Whether tickets are delivered in the order of posting, rather than of completion.
-        place : Place, optional
-            A place to set to this epoch in the same step.
+        `place` is set to this epoch in the same step. Tickets are delivered in the order of posting
+        if `ordered`, or else of completion.
         """
         if place is not None:
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
@@ -685,14 +667,8 @@ cdef class Feed:
     cdef PyObject* take_batch(self, uint64_t generation) except NULL:
         """Return the next batch as an owned reference. The caller must hold the lock.
 
-        An unchanged object keeps its reference count; see `_headers`.
-
-        Raises
-        ------
-        StopIteration
-            If the epoch has no more batches.
-        InterruptedError
-            If the generation has ended.
+        Raises StopIteration at the end of the epoch, and InterruptedError if the generation has
+        ended. An unchanged object keeps its reference count; see `_headers`.
         """
         cdef PyObject* taken
         cdef Py_ssize_t k
@@ -782,17 +758,10 @@ cdef class Feed:
 
 @cython.final
 cdef class FeedIterator:
-    """An iterator over the batches or items of a generation.
+    """An iterator over the batches or items of a generation of the feed's run.
 
-    Threads may share an iterator. A Python subclass would slow down every step of the loop.
-
-    Parameters
-    ----------
-    feed : Feed
-    generation : int
-        The generation of the run for which the iterator is valid.
-    keeper : object, optional
-        An object to keep alive, such as the pool.
+    Threads may share it. `keeper` is kept alive. A Python subclass would slow down every step of
+    the loop.
     """
 
     cdef readonly uint64_t generation

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Ticket sources for streams, whose workers yield items or make them for keys."""
+"""Ticket sources for streams."""
 
 from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
@@ -40,19 +40,7 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 @cython.final
 @cython.no_gc_clear
 cdef class Request:
-    """Data for a worker: a value for threads, or else a slot that this object owns.
-
-    Parameters
-    ----------
-    slots : SlotTable, optional
-    value : object, optional
-
-    Attributes
-    ----------
-    slot : int
-        The number of the slot, or -1 for threads. The slot was the lowest free one.
-    value : object
-    """
+    """Data for a worker: a value for threads, or else the lowest free slot, which it owns."""
 
     def __cinit__(self, SlotTable slots=None, value=None):
         memset(self.words, 0, sizeof(self.words))
@@ -77,17 +65,7 @@ cdef class Request:
 cdef class StreamSource(Source):
     """The base class for sources with a queue and an assignment for each worker.
 
-    Parameters
-    ----------
-    rings : list of Ring
-        One ring per worker.
-    epoch : int
-    assignments : list of Request
-        One assignment per worker.
-    depth : int
-        The maximum number of tickets in the ring of a worker.
-    first : int
-        The worker that gets the first ticket.
+    `depth` is the most tickets per ring. Worker `first` gets the first ticket.
     """
 
     cdef list rings

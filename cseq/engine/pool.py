@@ -92,7 +92,7 @@ class Pool(Generic[K]):
         self.tickets.open()
 
     def notify_all(self) -> None:
-        """Wake up a call in another thread, which then checks the generation."""
+        """Wake up a call in another thread to check the generation."""
         self.rings[0].notify_all()
 
     def close(self) -> None:

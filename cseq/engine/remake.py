@@ -45,17 +45,7 @@ class Remade(NamedTuple):
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
     """Return the batches of an epoch from `batch` onwards, and the units before them.
 
-    Parameters
-    ----------
-    batch : int
-        The number of a batch in the epoch, as in messages.
-    consumed : int
-        The units consumed before the epoch was resumed.
-
-    Raises
-    ------
-    IndexError
-        If there is no such batch.
+    The epoch was resumed after `consumed` units.
     """
     cut = sampler.cut_at(consumed)
     number = batch - cut.first

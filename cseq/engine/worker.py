@@ -35,14 +35,9 @@ ENTRY = "cseq.engine.worker:main"
 
 
 def main(sock: socket.socket, local: object = None) -> None:
-    """Run one worker process.
+    """Run one worker process, which exits when the trainer closes the socket.
 
-    Parameters
-    ----------
-    sock : socket
-        A connection to the trainer. The process exits when it closes.
-    local : object, optional
-        The user's object if it was inherited by fork. By default, it is read from a file.
+    `local` is the user's object if it was inherited by fork.
     """
     # Threads do not need these.
     from cseq.processes.worker import NOTED, enter, send_state
@@ -80,18 +75,9 @@ def serve(
 ) -> None:
     """Work on the tickets in a ring until the ring is closed for this worker.
 
-    Parameters
-    ----------
-    read_object : callable
-        Returns the user's object.
-    starting : context manager
-        The context in which the indexer or producer is created.
-    tell : callable
-        Called with warnings.
-    copied : bool
-        Whether this process has its own copy of the user's object and writes to slots.
-    convert : callable, optional
-        Applied to every batch.
+    The indexer or producer is created in the context `starting`. `tell` is called with warnings,
+    and `convert` with batches. With `copied`, this process has its own copy of the user's object
+    and writes batches to slots.
     """
     context.enter(batch_context)
     with starting:

@@ -29,9 +29,9 @@ cdef struct slot_table:
 @cython.final
 @cython.no_gc
 cdef class SlotTable:
-    # If `depth` differs from the fork depth, this is a copy in a forked process, which must not
-    # change anything. `held` leases with `held_bytes` are alive. `leases` maps slots to leases of
-    # tickets in the ring.
+    # If `depth` differs from the fork depth, this is a forked process's copy and must not change
+    # anything. `held` leases with `held_bytes` are alive. `leases` maps slots to leases of tickets
+    # in the ring.
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd

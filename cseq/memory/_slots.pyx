@@ -43,8 +43,8 @@ cdef class SlotTable:
 
     `take` replaces FREE with a compare-and-swap. Worker k may replace k until it has published the
     slot. Then the trainer replaces k (`free_from`) while the slot is in its cell. Only the trainer
-    replaces TRAINER. After the death of worker k, its tickets are reposted, and the supervisor
-    replaces k in all slots of unpublished tickets (`reclaim`), also with a compare-and-swap.
+    replaces TRAINER. After the death of worker k, its tickets are reposted. Then the supervisor
+    replaces k in all other slots (`reclaim`), also with a compare-and-swap.
 
     A slot of the trainer is freed when its `uses` become 0. `free_from` adds LEASED for the
     `Lease`, which may be dropped in any thread, even during garbage collection. A fork adds PINNED
@@ -55,7 +55,7 @@ cdef class SlotTable:
     raises it and checks the skipped slots again. A wrong hint only costs memory.
 
     The file `fd` belongs to the caller. `width` is the distance between slots in bytes. `owner` is
-    TRAINER, which creates the table, or a worker's number, from 1.
+    TRAINER or a worker's number, from 1. The trainer creates the table.
     """
 
     def __cinit__(self, int fd, uint64_t width, Py_ssize_t slots, uint32_t owner=TRAINER):
@@ -304,7 +304,7 @@ if hasattr(os, "register_at_fork"):
 @cython.final
 @cython.no_gc
 cdef class Lease(Memory):
-    """A leased slot, which ends with this object in any thread.
+    """A leased slot. The lease ends with this object, in any thread.
 
     It is `early` if there were hardly any other leases. `slots` is None as long as the slot belongs
     to its ticket.

@@ -1,7 +1,7 @@
 """The memory that a trainer and its workers share: rings, slots and leases.
 
-The memory is two anonymous files, which workers map. The file of slots is sparse. Slot ``s`` starts
-at byte ``s * width``, and only the committed part of a slot uses memory.
+The memory is two anonymous files. The file of slots is sparse. Slot ``s`` starts at byte ``s *
+width``, and only the committed part of a slot uses memory.
 
 Pages are committed before they are written, so that a lack of memory raises an exception instead of
 a signal. The lowest free slots are used first, because warm pages are many times faster.
@@ -209,7 +209,7 @@ class Arena:
         return copy_of(self.mapping_of(slot, capacity), used) if lease is None else lease
 
     def lease(self, slot: int, capacity: int) -> Memory | None:
-        """Return the memory of a slot, which stays valid as long as it is referenced.
+        """Return the memory of a slot. It stays valid as long as it is referenced.
 
         If too many slots are leased, return None, and the caller must copy. `capacity` comes from
         the worker. Raises MemoryError if the slot cannot be mapped.
@@ -223,7 +223,7 @@ class Arena:
         return None
 
     def mapping_of(self, slot: int, capacity: int) -> Mapping:
-        """Return the memory of a slot, which is valid while the slot is in use.
+        """Return the memory of a slot. It is valid while the slot is in use.
 
         A slot that has grown is mapped again.
         """

@@ -1,7 +1,7 @@
 """Opens, sends and receives descriptors of files that processes share.
 
 All of them are close-on-exec, because another thread may execute a program at any time. On Windows,
-they are section handles, which `send` duplicates into the other process.
+they are section handles, duplicated by `send`.
 
 They are above 2, even if a process has closed its standard streams, as daemons do. Otherwise, a C
 library might print into shared memory. `Descriptor`, `receive` and `lifted` ensure this.
@@ -46,7 +46,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
 
 
 def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
-    """Open a sparse file of `nbytes` zeros, which use no memory yet.
+    """Open a sparse file of `nbytes` zeros.
 
     The size is sealed, because truncating a mapped file would cause a SIGBUS. A sandbox may reject
     the seals, but cseq never truncates files. Raises OSError if the file system does not support
@@ -101,7 +101,7 @@ def own_offsets() -> None:
 
 
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
-    """Send bytes and descriptors to the other end of a socket, which calls `receive`.
+    """Send bytes and descriptors to the other end of a socket.
 
     On Windows, `process` is the handle of the process there. Raises ConnectionError if it is gone.
     """

@@ -176,7 +176,7 @@ cdef class DocumentEnds:
     unit : int
         The tokens in a unit. Only whole units in each document count.
     ends : array of int64, optional
-        The `ends` of an equal instance, which saves the sum.
+        The `ends` of an equal instance, to save time.
 
     Attributes
     ----------
@@ -448,14 +448,8 @@ def laid(values, uint64_t level=1):
 cdef class Tree:
     """A tree that maps points on a line to samples. See docs/inside/orders.md.
 
-    Each sample is an interval of the line. Each epoch reorders the intervals.
-
-    Parameters
-    ----------
-    masses : array of uint64
-        The length of each interval, from `laid`. The sum must be below 2**63.
-    samples : int
-        The number of samples.
+    Each sample is an interval of the line, with a length in `masses` (see `laid`). Each epoch
+    reorders the intervals. The sum of all lengths must be below 2**63.
     """
 
     # There are at most 12 levels, because 16**12 = 2**48.
@@ -525,7 +519,7 @@ AHEAD = 1 << 14
 
 @cython.final
 cdef class ArrayReader(Reader):
-    """A reader for orders computed with NumPy, which needs many units at a time.
+    """A reader for orders computed with NumPy, many units at a time.
 
     It fetches about `ahead` samples in advance. No Python code runs while the cache is replaced, so
     signal handlers may use the reader or raise.

@@ -35,7 +35,7 @@ cdef class Source:
         return True
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Do one step of preparation, which may run user code."""
+        """Do one step of preparation. It may run user code."""
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
@@ -62,13 +62,7 @@ cdef class Source:
 cdef class OrderSource(Source):
     """The batches of one or more consecutive epochs.
 
-    Parameters
-    ----------
-    reader : Reader
-    epoch : int
-        The first epoch.
-    cut, later : dict
-        The `sampler.Cut` of the first epoch, and of the `more` epochs that follow.
+    `cut` is the `sampler.Cut` of the first epoch, and `later` of the `more` epochs after it.
     """
 
     cdef readonly Reader reader

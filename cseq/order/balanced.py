@@ -61,16 +61,16 @@ class Balanced(Order):
         ('epoch'). Rows in a group are then more similar, and each step still contains groups with
         much and with little work.
     together : int, optional
-        The number of consecutive rows with similar work, which should be a multiple of the number
-        of ranks. Defaults to ``step // gcd(step, 4)``, usually a quarter of a step.
+        The number of consecutive rows with similar work. It should be a multiple of the number of
+        ranks. Defaults to ``step // gcd(step, 4)``, usually a quarter of a step.
     cache : path, optional
-        A local folder for over='epoch', in which all processes of a machine share one table with 4
+        A local folder for over='epoch'. All processes of a machine then share one table with 4
         bytes per row.
 
     Notes
     -----
-    `step` should be a multiple of the global batch, which is `batch_size` times the number of
-    ranks. Batches that span two steps are not balanced, and a warning is logged.
+    `step` should be a multiple of the global batch (`batch_size` times the number of ranks).
+    Batches that span two steps are not balanced, and a warning is logged.
 
     Examples
     --------

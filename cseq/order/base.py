@@ -1,4 +1,4 @@
-"""The base class for orders, which define the sequence of samples in an epoch.
+"""The base class for orders: sequences of samples in epochs.
 
 An order is a pure function of (seed, epoch, position). Positions count *units*: single samples
 (`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains units 0
@@ -42,7 +42,7 @@ Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"
 class Order:
     """The base class for built-in and custom orders.
 
-    Subclasses set the attributes and define `read`, whose result must depend only on its arguments.
+    Subclasses set the attributes and define `read`. Its result must depend only on its arguments.
     Orders must not change while they are in use. `cseq.testing.check_order` validates a subclass.
 
     Attributes

@@ -36,7 +36,7 @@ class Blocks(Samples):
     Parameters
     ----------
     rows : int or array of int
-        The number of samples in a block, which should contain whole chunks of the data. For blocks
+        The number of samples in a block. Blocks should contain whole chunks of the data. For blocks
         of different sizes, such as Parquet row groups or tar shards, pass an array of sizes.
     window : int
         The maximum number of blocks in a window. A window of 512 blocks is nearly as good as a full

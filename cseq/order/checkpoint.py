@@ -73,13 +73,8 @@ def load(
 ) -> tuple[Sampler, int, int]:
     """Return a sampler that continues from a state, the epoch and the consumed units.
 
-    Raises
-    ------
-    TypeError
-        If the state or one of its values has the wrong type.
-    ValueError
-        If the state is invalid, if its seed differs and `any_seed` is not set, or if its order,
-        indices or data differ and `strict` is set.
+    Raises TypeError or ValueError if the state is invalid, if its seed differs and `any_seed` is
+    not set, or if its order, indices or data differ and `strict` is set.
     """
     if not isinstance(state, dict):
         raise TypeError(f"state={state!r}: pass the dict that state_dict() returned")

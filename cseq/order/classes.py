@@ -56,7 +56,7 @@ class Classes:
 
 
 class Members:
-    """The shuffled samples of each class, whose permutation has the class as its key."""
+    """The shuffled samples of each class. The class is the key of the permutation."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
         self.classes, self.seed, self.epoch = classes, seed, epoch
@@ -85,7 +85,7 @@ class Members:
 
 
 class Lengths:
-    """Validated sample lengths, which are read in chunks.
+    """Validated sample lengths, read in chunks.
 
     `shortest`, `longest` and `total` do not count samples dropped by `too_long`.
     """

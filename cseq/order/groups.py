@@ -27,10 +27,10 @@ KEPT = 1024
 class Groups(Order):
     """Batches that contain `samples` samples from each of `classes` distinct classes.
 
-    Batches are drawn in rounds, which continue across epochs. Each round uses every class once. If
-    the number of classes is not a multiple of `classes`, each round leaves out a few random ones.
-    Otherwise, all samples of a class appear before any repeats, except for a few if its size is not
-    a multiple of `samples`.
+    Batches are drawn in rounds across epochs. Each round uses every class once. If the number of
+    classes is not a multiple of `classes`, each round leaves out a few random ones. Otherwise, all
+    samples of a class appear before any repeats, except for a few if its size is not a multiple of
+    `samples`.
 
     Parameters
     ----------

@@ -38,9 +38,9 @@ Weights: TypeAlias = Mapping[str, float]
 class Mixture(Composed):
     """Units from several orders, mixed by weight.
 
-    The mixture consists of blocks, in which units are in random order. After each block, the number
-    of units from a source is within one unit of its exact share, or within 1.7 units for sources
-    with less than one unit per block.
+    The mixture consists of blocks with units in random order. After each block, the number of units
+    from a source is within one unit of its exact share, or within 1.7 units for sources with less
+    than one unit per block.
 
     Each source is read repeatedly, in a different order in every pass. Passes continue across
     epochs. Samples are numbered consecutively over all sources.
@@ -55,8 +55,8 @@ class Mixture(Composed):
         curriculum, pass a list of (unit, weights), starting with unit 0. Units count over all
         epochs, and weights take effect at the next block.
     weights_of : 'units' or 'tokens'
-        What the weights measure. With 'tokens', which is meant for `Packed` and `Concatenated`, a
-        source with longer rows gets fewer rows for the same weight.
+        What the weights measure. With 'tokens', a source with longer rows gets fewer rows for the
+        same weight. Use it for `Packed` and `Concatenated`.
     block : int
         The number of units in a block. There may be more sources than this.
     epoch_size : int, optional
@@ -73,7 +73,7 @@ class Mixture(Composed):
 
     Notes
     -----
-    A state can be loaded into a mixture with other weights, blocks or sources, which continues from
+    A state can be loaded into a mixture with other weights, blocks or sources. It continues from
     the saved positions. The epoch size must not change, so pass `epoch_size` if necessary.
 
     Examples
@@ -236,8 +236,8 @@ class Mixture(Composed):
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
         """Return an order that has new weights from a position onwards; see `MSequence.reweigh`.
 
-        The epoch size does not change. A state of the new order can be loaded into a mixture with
-        the original weights, which then continues with the new ones.
+        The epoch size does not change. A mixture with the original weights that loads a state of
+        the new order also continues with the new weights.
         """
         names, plan = list(self.sources), self._plan
         unit = epoch * self.units + consumed

@@ -96,8 +96,8 @@ class Sampler:
     Parameters
     ----------
     dset_size : int or sequence of int
-        The number of samples, or the sample indices, which are not copied. The attribute
-        `dset_size` is always the number of samples.
+        The number of samples, or the sample indices (not copied). The attribute `dset_size` is
+        always the number of samples.
     batch_size : int
         The number of units in a batch on each rank.
     pad : bool

@@ -34,19 +34,11 @@ def tables(
 ) -> Tables:
     """Return the named arrays from a file, which is created if necessary.
 
-    One process creates the file while others wait. If it is killed, another process takes over. A
-    damaged file, or one for another name, is replaced.
+    ``make(new)`` fills the arrays that ``new(key, length, dtype)`` returns. One process does this
+    while others wait. A damaged file, or one for another name, is replaced.
 
-    Parameters
-    ----------
-    folder : str or None
-        If None, or on Windows, each process has its own arrays.
-    name : str
-        The file's name, which must encode everything that determines the arrays.
-    make : callable
-        ``make(new)``, where ``new(key, length, dtype)`` returns an array to fill.
-    epoch : int, optional
-        The epoch of the arrays. Files from before the previous epoch are removed.
+    `name` must encode everything that determines the arrays. Without a folder, or on Windows, each
+    process has its own arrays. Files from before the epoch before `epoch` are removed.
     """
     if folder is None or os.name == "nt":
         made: Tables = {}

@@ -22,7 +22,7 @@ class Arrow(Corpus):
     Parameters
     ----------
     data : pyarrow.Table, datasets.Dataset, str, path, or list of these paths
-        A table, which is copied to worker processes, a data set, or Parquet files.
+        A table, a data set, or Parquet files. Worker processes get copies of a table.
     column : str
         A column of lists of integers.
     mask : str, optional

@@ -106,7 +106,7 @@ class Rows:
     names : list of str
         The names of the sources.
     fingerprints : dict of str to int
-        The fingerprints of the sources, which states contain.
+        The fingerprints of the sources, as saved in states.
 
     Raises
     ------

@@ -92,9 +92,9 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     buffer_size : int
         The number of sequences that each worker prefetches.
     sharding_method : {'seq_order', 'dedicated'}
-        'seq_order' keeps the order of the wrapped dataset, which must support
-        `get_current_seq_order`. With 'dedicated', each worker's dataset is one of `num_workers`
-        shards, and the order depends on the number of workers.
+        'seq_order' keeps the order of the wrapped dataset. It must support `get_current_seq_order`.
+        With 'dedicated', each worker's dataset is one of `num_workers` shards, and the order
+        depends on the number of workers.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start the workers. Defaults to cseq's default on this system.
     max_restarts : int
@@ -269,7 +269,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._streams is not None and self._streams._run.is_ours
 
     def _workers(self) -> Streams:
-        """Return the workers, which are started on the first call in each process."""
+        """Return the workers. The first call in each process starts them."""
         if self._streams is None or not self._is_running():
             self._is_under_way = False
             plan = CONFIGURATION, self.dataset, self._sharding_method, self.name, _installed
@@ -387,7 +387,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- sequences ------------------------------------------------------------------------------
 
     def is_less_than_num_seqs(self, n: int) -> bool:
-        """Return True if sequence `n` exists, which may require loading up to it."""
+        """Return True if sequence `n` exists. This may load sequences up to it."""
         if n < self.expected_load_seq_start:
             return True
         if self.epoch is None:

@@ -69,7 +69,7 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """The producer of a worker, which owns the worker's dataset."""
+    """The producer of a worker."""
 
     def __init__(
         self,

@@ -55,19 +55,8 @@ class LoaderTimeout(WorkerTimeout, RuntimeError):
 class LoaderIterator(names.Workers):
     """An iterator over the batches of a DataLoader.
 
-    It has the attributes and methods of torch's multiprocessing iterator that libraries use.
-
-    Parameters
-    ----------
-    loader : torch.utils.data.DataLoader
-    options : Options
-    resume : dict, optional
-        The position to resume from; see `state.resumed`.
-
-    Attributes
-    ----------
-    progress : LoaderProgress
-        The position in the epoch. Epochs with persistent workers share it.
+    It has the attributes and methods of torch's multiprocessing iterator that libraries use. With
+    persistent workers, all epochs share `progress`.
     """
 
     _num_yielded: int
@@ -252,7 +241,7 @@ class LoaderIterator(names.Workers):
             )
             for number in range(len(progress.counts))
         ]
-        # Restore the data set, which the previous epoch has changed.
+        # The previous epoch has changed the data set.
         if self._shares_state and resume is None:
             dataset: Any = self._dataset
             progress.states = [dumps({"dataset": dataset.state_dict(), "made": 0})]

@@ -408,8 +408,8 @@ class DataLoader(Torchs[T_co]):
         ----------
         state_dict : dict
             The `state_dict` of a loader with the same data and sampler. For a map-style data set,
-            the number of workers may differ. With torch's own samplers, even if accelerate shards
-            them, the batch size and the number of ranks may differ, and all ranks can load the
+            the number of workers may differ. With torch's own samplers (even if accelerate shards
+            them), the batch size and the number of ranks may differ, and all ranks can load the
             state of one rank.
         strict : bool
             If False, the data and the sampler may have changed, so samples may be repeated or

@@ -3,9 +3,8 @@
 `_use` uses each of them once. If this version of torch lacks one, `REASON` says so, and all loaders
 fall back to torch's own iterator.
 
-Other modules also use private attributes of torch's loader and iterators.
-`cseq.processes.launcher.child` and `cseq.processes.spawning` use private names of multiprocessing,
-which test_torch_names.py checks.
+Other modules also use private attributes of torch's loader and iterators. test_torch_names.py
+checks private names of multiprocessing in `cseq.processes`.
 """
 
 from __future__ import annotations

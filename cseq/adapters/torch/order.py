@@ -1,8 +1,8 @@
 """Reproduces the order of an epoch: a sequence of keys.
 
 Keys come from the batch sampler, or from the sampler without batches. To resume an epoch, its keys
-are drawn again, and the consumed ones are dropped (`Keys`). torch's own shuffled samplers yield
-slices of a permutation, which can start anywhere (`drawn_keys`).
+are drawn again, and the consumed ones are dropped (`Keys`). For torch's own samplers, iteration can
+start anywhere (`drawn_keys`).
 
 After an epoch, states contain the state of the sampler or its generator. The global generators
 belong to the trainer.
@@ -111,8 +111,8 @@ class Layers:
     def leaves_no_trace(self) -> bool:
         """Whether drawing keys before workers are forked does not affect the workers.
 
-        torch forks first. Its samplers change only the global generator, which every worker
-        reseeds, and a generator passed to them, which the data set may share.
+        torch forks first. Its samplers change only the global generator, reseeded by every worker,
+        and a generator passed to them, which the data set may share.
         """
         return type(self.inner) in OWN and self.generator is None
 
@@ -377,11 +377,10 @@ class Epochs:
 class Keys:
     """The keys of an epoch, and the states needed to draw them again.
 
-    Most samplers draw their order in `iter` or with the first key, so `Keys` saves the states of
-    generators before both, and a stateful sampler before and after the first key. A resumed run
-    restores them, draws the keys again, and then restores the global generators, which belong to
-    the trainer. Later draws from global generators cannot be reproduced, because the trainer may
-    use them, too.
+    Most samplers draw their order in `iter` or with the first key, so generators are saved before
+    both, and a stateful sampler before and after the first key. A resumed run restores them, draws
+    the keys again, and then restores the trainer's global generators. Later draws from these cannot
+    be reproduced.
 
     The epoch number in a state takes precedence, because Lightning sets the epoch of a resumed
     loader only after the first keys.
@@ -422,7 +421,7 @@ class Keys:
     def look_again(self, resume: State | None = None) -> None:
         """Save the states of generators before another `iter` of the sampler.
 
-        `resume` is for persistent workers, whose later epochs draw no seed.
+        `resume` is for persistent workers. Their later epochs draw no seed.
         """
         if resume is not None and resume["_iterator_finished"]:
             self._set_generators(resume)

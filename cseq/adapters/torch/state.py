@@ -92,9 +92,8 @@ class LoaderProgress:
     def as_dict(self, *, next_epoch: bool) -> State:
         """Return a new dict for `state_dict`.
 
-        All states of a loader have the same keys, and tuples for the parts that vary, because
-        torch's distributed checkpoints descend into dicts and lists, and restore only the keys of
-        the new loader.
+        All states have the same keys, and tuples for the parts that vary. torch's distributed
+        checkpoints descend into dicts and lists, and restore only the keys of the new loader.
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
         is_between = is_over or self.base_seed is None
@@ -125,7 +124,7 @@ def _none() -> None:
 
 
 def _from_3(state: State) -> State:
-    """Convert version 3, which has generator states as tensors."""
+    """Convert version 3, with generator states as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):

@@ -45,7 +45,7 @@ class DatasetState:
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)
-        # The data set is its own iterator, which `iter` may reset, so restore it afterwards.
+        # `iter` may reset a data set that is its own iterator, so restore it afterwards.
         self._is_own = iterator is dataset
         parts = {"dataset": None if self._is_own else dataset, "iterator": iterator}
         self._fetcher = fetcher

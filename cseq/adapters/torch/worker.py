@@ -1,4 +1,4 @@
-"""The workers of a DataLoader, which fetch and collate batches.
+"""The workers of a DataLoader. They fetch and collate batches.
 
 Without workers, the trainer uses `FetcherHere`.
 """
@@ -390,7 +390,7 @@ class ThreadFetcher(Fetcher):
 
 
 class FetcherHere(Fetcher):
-    """A producer in the trainer, which replaces the `Streams`."""
+    """A producer in the trainer, without `Streams`."""
 
     IN_WORKER = False
     latest = 0

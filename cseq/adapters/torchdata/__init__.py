@@ -210,7 +210,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         Parameters
         ----------
         seed_generator : SeedGenerator
-            The source of all seeds for the epoch, which is then advanced unless `repeat_epochs`.
+            The source of all seeds for the epoch. It is advanced unless `repeat_epochs` is set.
         iter_reset_fn : callable, optional
             The reset function of another reading service, for each worker's part of the graph.
         """

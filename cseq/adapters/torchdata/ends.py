@@ -44,7 +44,7 @@ class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
 
 
 class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The last datapipe of the graph, which counts items and can be closed.
+    """The last datapipe of the graph.
 
     Attributes
     ----------

@@ -1,6 +1,6 @@
 """Relays items from the dispatching process to the workers.
 
-They go through the main process, which outlives the others, as pickles.
+The main process outlives the others, so items go through it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Crews, which work on tickets in processes, threads, or the training thread."""
+"""Crews work on tickets in processes, threads, or the training thread."""

@@ -60,8 +60,7 @@ class Crew:
     """The runners of a pool, and the rings that they share with the training loop.
 
     The constructor starts nothing, because a signal handler may raise before a `Run` can close the
-    crew. The pool calls `resize` (for batches), `prepare` and `launch`, then `begin_epoch` for each
-    epoch, `check` and `check_time` while the loop waits, and `resize` between batches. `close` may
+    crew. The pool calls `resize` (for batches), `prepare` and `launch` in this order. `close` may
     be called at any time.
 
     Each worker runs `engine.worker.serve`. The crew replaces dead workers and counts them in

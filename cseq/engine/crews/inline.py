@@ -1,4 +1,4 @@
-"""Test mode, in which the training thread makes all batches."""
+"""Test mode: the training thread makes all batches."""
 
 from __future__ import annotations
 

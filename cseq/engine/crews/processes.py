@@ -1,4 +1,4 @@
-"""Worker processes, whose rings and slots are in shared memory."""
+"""Worker processes with rings and slots in shared memory."""
 
 from __future__ import annotations
 

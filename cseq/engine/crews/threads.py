@@ -1,4 +1,4 @@
-"""Worker and converter threads, which pass batches on as objects."""
+"""Worker and converter threads."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class ThreadGroup:
     Attributes
     ----------
     begun : dict
-        Maps runner numbers to the time when the thread started to create its indexer (`now_ns`), or
-        to WAITS before that, or to MADE after that.
+        By runner number: WAITS, then when the thread started to create its indexer (`now_ns`), then
+        MADE.
     """
 
     def __init__(self, ring: Ring, instead: str = "") -> None:
@@ -64,7 +64,7 @@ class ThreadGroup:
         self.failure = failure.Failure()
 
     def add(self, name: str, target: Callable[[], None], runner_number: int) -> None:
-        """Add a thread, which must exit when the ring is closed."""
+        """Add a thread. It must exit when the ring is closed."""
         self._threads.add(name, partial(self._guard, target, runner_number))
 
     def start_threads(self) -> None:
@@ -184,7 +184,7 @@ def _file_for(size: int, name: str) -> Descriptor | None:
 
 
 class ThreadCrew(Crew):
-    """Worker threads, which pass objects on without copying."""
+    """Worker threads. They pass objects on without copying."""
 
     of = "MTSequence"
     _worker: object = None

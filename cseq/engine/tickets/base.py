@@ -1,4 +1,4 @@
-"""The base class for tickets, which describe the work of a pool."""
+"""The base class for tickets."""
 
 from __future__ import annotations
 
