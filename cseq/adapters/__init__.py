@@ -1,12 +1,13 @@
 """Adapters for other libraries, with one package or module per library.
 
-``torch`` `DataLoader`: torch's loader with cseq's workers ``returnn`` `MultiProcDataset`: a RETURNN
-dataset that loads sequences in worker processes ``torchdata`` `MultiProcessingReadingService`: runs
-DataLoader2's data pipes in workers
+``torch``          `DataLoader`: torch's loader with cseq's workers
+``returnn``        `MultiProcDataset`: a RETURNN dataset that loads sequences in worker processes
+``torchdata``      `MultiProcessingReadingService`: runs DataLoader2's data pipes in workers
 
-``lightning`` `DataModule`, `SaveState`; `Monitor`, which sends metrics to Lightning's loggers
-``transformers`` `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor` ``keras`` `Batches`,
-`SaveState` ``torchtitan`` `TokenDataLoader`, which feeds `cseq.tokens` rows to torchtitan's trainer
+``lightning``      `DataModule`, `SaveState`; `Monitor`, which sends metrics to Lightning's loggers
+``transformers``   `BatchTrainer`, `SaveState`, `SeedEpochs`, `Monitor`
+``keras``          `Batches`, `SaveState`
+``torchtitan``     `TokenDataLoader`, which feeds `cseq.tokens` rows to torchtitan's trainer
 
 cseq does not import adapters on its own. Importing one raises an ImportError with install
 instructions if its library is missing.
