@@ -95,7 +95,7 @@ cdef class Encoder:
 
     cdef Py_ssize_t find_own(self, int k, Plan plan, object array, Py_ssize_t nbytes,
                              Py_ssize_t base) except -2:
-        """Return the offset of an array in the slot, or -1 if it is elsewhere or overlaps."""
+        """Return the offset of an array in the slot, or -1 if it is outside or overlaps another."""
         cdef Py_ssize_t offset = self.room.offset_of(array)
         cdef int64_t* word = self.words
         cdef int j
@@ -234,7 +234,7 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 
 @cython.final
 cdef class ObjectTable:
-    """One object or None for each cell of a ring. Whoever may write the cell owns the entry.
+    """One object or None for each cell of a ring. The writer of the cell owns the entry.
 
     Both sides would have to write the lock and reference count of a list for every batch, so the
     core bypasses them. Each entry has its own cache line.
@@ -336,7 +336,7 @@ cdef class TicketWriter(BatchWriter):
         return 0
 
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot and give it up."""
+        """Publish the slot. It no longer belongs to this process."""
         if self.room.slots is not None:
             cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
             self.room.slot = -1

@@ -24,7 +24,7 @@ cdef enum:
     # How many plans a reader caches, and how many a writer tries.
     MOST_PLANS = 64
     RECENT = 4
-    # The most levels of containers to search for leaves.
+    # How deeply nested containers are searched for leaves.
     MOST_SEARCHED = 100
     # Memory blocks for copies that a plan keeps for reuse.
     BLOCKS = 8

@@ -60,7 +60,7 @@ DEBUG = (
     "or start a manager by start_test()"
 )
 
-# The most indices in messages, and in messages about dead workers.
+# How many indices to list in messages, and in messages about dead workers.
 SHOWN, MOST = 16, 1024
 
 

@@ -65,7 +65,7 @@ cdef class Request:
 cdef class StreamSource(Source):
     """The base class for sources with a queue and an assignment for each worker.
 
-    `depth` is the most tickets per ring. Worker `first` gets the first ticket.
+    `depth` is the maximum number of tickets per ring. Worker `first` gets the first ticket.
     """
 
     cdef list rings

@@ -256,7 +256,7 @@ cdef class SlotTable:
         self.free_from(ring.at(cell))
 
     def peak(self):
-        """Return the most bytes of a ticket and the most leases since the last call."""
+        """Return the largest ticket in bytes and the peak of leases since the last call."""
         peak = cseq_load_rlx_u64(&self.peak_bytes), cseq_load_rlx_u64(&self.peak_held)
         cseq_store_rlx_u64(&self.peak_bytes, 0)
         cseq_store_rlx_u64(&self.peak_held, cseq_load_acq_u64(&self.held))

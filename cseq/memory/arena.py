@@ -1,7 +1,7 @@
 """The memory that a trainer and its workers share: rings, slots and leases.
 
-The memory is two anonymous files. The file of slots is sparse. Slot ``s`` starts at byte ``s *
-width``, and only the committed part of a slot uses memory.
+The memory is two anonymous files. The file of slots is sparse. Slot ``s`` starts at byte
+``s * width``, and only the committed part of a slot uses memory.
 
 Pages are committed before they are written, so that a lack of memory raises an exception instead of
 a signal. The lowest free slots are used first, because warm pages are many times faster.
@@ -64,17 +64,16 @@ class Arena:
     Parameters
     ----------
     memory_limit : int, str or None
-        The most bytes in leased or pinned slots. Then large leaves are copied instead. See
-        `memory_limit_of`.
+        The maximum number of bytes in leased slots, before large leaves are copied instead.
     locks : PageLocks, optional
         Registers every mapping.
     tickets : int
-        The most posted tickets. Free slots for this many stay committed.
+        The maximum number of posted tickets. Free slots for these stay committed.
 
     Attributes
     ----------
     fd, width, most : int
-        The file of slots, the distance between slots in bytes, and the most slots.
+        The file of slots, the distance between slots in bytes, and the maximum number of slots.
     rings : list of Ring
         The rings.
     owners : int
@@ -193,8 +192,8 @@ class Arena:
     def reclaim(self, runner_number: int, status: int = 0) -> None:
         """Repost the tickets of a worker that has exited, and free its slots.
 
-        With a `status`, the tickets are published with it instead. Slots of published tickets are
-        kept: the trainer owns them before they leave their cells.
+        With a `status`, the tickets are published with it instead. Slots of published
+        tickets are kept.
         """
         ring_number, number_there = self._locate(runner_number)
         self.rings[ring_number].repost(number_there, status)

@@ -3,8 +3,8 @@
 All of them are close-on-exec, because another thread may execute a program at any time. On Windows,
 they are section handles, duplicated by `send`.
 
-They are above 2, even if a process has closed its standard streams, as daemons do. Otherwise, a C
-library might print into shared memory. `Descriptor`, `receive` and `lifted` ensure this.
+The numbers are above 2, even if a process has closed its standard streams, as daemons do.
+Otherwise, a C library might print into shared memory.
 """
 
 from __future__ import annotations

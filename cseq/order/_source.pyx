@@ -68,8 +68,7 @@ cdef class OrderSource(Source):
     cdef readonly Reader reader
     cdef Cut cut, later
     cdef uint64_t more
-    # Posted batches, the units after the full batches (over all ranks), and the most units in a
-    # batch.
+    # Posted batches, the units after the full batches (over all ranks), and the largest batch.
     cdef uint64_t posted, rest, most
     # What was read for batches [posted, prepared).
     cdef uint64_t prepared

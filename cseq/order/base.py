@@ -1,8 +1,8 @@
 """The base class for orders: sequences of samples in epochs.
 
 An order is a pure function of (seed, epoch, position). Positions count *units*: single samples
-(`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains units 0
-… ``units - 1``. Orders have no state, so ranks, workers and resumed runs need no special handling.
+(`Shuffled`), rows of samples (`Packed`) or whole batches (`Buckets`). Every epoch contains units
+0 … ``units - 1``. Orders have no state, so they need no special handling in resumed runs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Order:
     name : str
         The name and version of the definition. If the definition changes, so must the name.
     samples : int or None
-        The number of samples, above every index. None means the size of the data.
+        The number of samples. Every index must be below it. None means the size of the data.
     units : int
         The number of units in every epoch (at least 1), or 0 while `samples` is None.
     room : int
@@ -93,7 +93,7 @@ class Order:
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
         """Return the samples in units [start, start + count) of an epoch, and the unit sizes.
 
-        Return None for the sizes if every unit is a single sample.
+        The sizes have shape (count,), or are None if every unit is a single sample.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# The most samples in a window.
+# The maximum number of samples in a window.
 MOST_ROWS = 2**32
 # Samples to read ahead per lane.
 FEW = 64

@@ -22,7 +22,7 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
     seed, epoch : int
         The seed and the epoch to read. Epoch 0 is always read as well.
     most : int
-        The most units to read at each end of an epoch.
+        The number of units to read at each end of an epoch.
 
     Raises
     ------

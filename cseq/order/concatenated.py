@@ -89,7 +89,7 @@ class Concatenated(CachedOrder):
         new("room", 1, np.int64)[:] = self._most_pieces(ends.lengths)
 
     def _most_pieces(self, lengths: NDArray[np.integer[Any]]) -> int:
-        """Return the most pieces in a row, with up to two cut documents."""
+        """Return the maximum number of pieces in a row, with up to two cut documents."""
         counts = np.zeros(self.row + 1, np.int64)
         step = max(TOGETHER, 4 * self.row)
         for start in range(0, len(lengths), step):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# The most samples in a batch.
+# The maximum number of samples in a batch.
 MOST_ROOM = 2**31
 # Shuffled classes to cache per reader.
 KEPT = 1024

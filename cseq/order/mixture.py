@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums
     from cseq.order.sources import Drawn, Draws
 
-# The most sources to list in a message.
+# How many sources to list in a message.
 SHOWN = 5
 
 Weights: TypeAlias = Mapping[str, float]

@@ -179,7 +179,7 @@ class Sampler:
 
     @property
     def words(self) -> int:
-        """The most words in a ticket, for samples and varying unit sizes."""
+        """The maximum number of words in a ticket."""
         room = self.order.room
         return min(self.batch_size, self.order.units) * (room + 1 if room > 1 else 1)
 

@@ -92,13 +92,13 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     buffer_size : int
         The number of sequences that each worker prefetches.
     sharding_method : {'seq_order', 'dedicated'}
-        'seq_order' keeps the order of the wrapped dataset. It must support `get_current_seq_order`.
+        'seq_order' keeps the order of the wrapped dataset, if it supports `get_current_seq_order`.
         With 'dedicated', each worker's dataset is one of `num_workers` shards, and the order
         depends on the number of workers.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start the workers. Defaults to cseq's default on this system.
     max_restarts : int
-        The most dead workers to replace per epoch before raising `cseq.WorkerDied`.
+        The maximum number of workers to replace per epoch. The next death raises `cseq.WorkerDied`.
     timeout : float or None
         The time limit in seconds for loading a sequence, answering a query or creating the dataset.
     on_timeout : {'raise', 'restart'}

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# From WATCHED bytes, a copy costs more than intercepting torch's functions. If this saves no
-# copies, it is tried for one in EVERY batches.
+# Above WATCHED bytes, a copy costs more than intercepting torch's functions. If that saves no
+# copies, only one in EVERY batches is intercepted.
 WATCHED, EVERY = 1 << 20, 32
 
 

@@ -32,7 +32,7 @@ UNUSABLE = (
     "load_state_dict({}) to drop the state. This loader falls back to torch's iterator because %s"
 )
 
-# Iterators by loader class and reason for torch's own, if any.
+# How many iterators were made, by loader class and reason for the fallback.
 made: Counter[tuple[str, str | None]] = Counter()
 
 

@@ -99,7 +99,7 @@ class DataLoader(Torchs[T_co]):
         map-style data set is saved after every batch. None and 0 disable saving.
         `StatefulDataLoader` defaults to 1.
     max_restarts : int
-        The most workers to replace per epoch. The next death raises `WorkerDied`.
+        The maximum number of workers to replace per epoch. The next death raises `WorkerDied`.
 
     See Also
     --------
@@ -392,7 +392,7 @@ class DataLoader(Torchs[T_co]):
         return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
-        """Warn once about something that states of this loader lack."""
+        """Warn once about something missing from the states of this loader."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(text, *values)

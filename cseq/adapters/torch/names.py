@@ -47,7 +47,7 @@ else:
     function_modes = list
 # `DataLoader._dataset_kind` of an IterableDataset.
 ITERABLE = 1
-# Why cseq's iterator does not work with this version of torch, if so.
+# The reason why cseq's iterator does not work with this version of torch, if any.
 REASON: str | None = None
 
 

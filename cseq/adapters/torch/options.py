@@ -1,6 +1,6 @@
 """Options that torch's DataLoader does not have, and their process-wide defaults.
 
-Frameworks that rebuild a loader pass only torch's arguments, so there are process-wide defaults.
+Frameworks rebuild loaders with torch's arguments only, so these options have global defaults.
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each worker
         at the start of every epoch.
     max_restarts : int
-        The most dead processes to replace per epoch before raising `cseq.WorkerDied`. A new process
-        skips the items that were already delivered, so the graph must yield the same items for the
-        same seeds, without a dispatching process.
+        The maximum number of dead processes to replace per epoch. A new process skips the items
+        that were already delivered, so the graph must yield the same items for the same seeds,
+        without a dispatching process. The next death raises `cseq.WorkerDied`.
     timeout : float, optional
         How many seconds to wait for an item before raising `cseq.WorkerTimeout`.
     repeat_epochs : bool

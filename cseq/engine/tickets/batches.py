@@ -119,7 +119,7 @@ class Batches(Tickets):
         return self.pool.stats()
 
     def most(self, stats: Stats) -> Size:
-        """Return the most workers and the largest buffer that fit in memory."""
+        """Return the maximum number of workers and buffer size that fit in memory."""
         size, job = self.size, self._job
         nbytes = stats.nbytes / max(stats.batches, 1)
         limit = memory_limit_of(job.options.memory_limit)

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "Naming"]
 
-# The most tickets per worker, whatever `prefetch` is, and the most bytes for cells beyond
-# `prefetch`.
+# The maximum number of tickets per worker, and of bytes for cells beyond `prefetch`.
 DEEPEST, MOST_BYTES = 64, 16 << 20
 # Longer lists of ints are pickled. A call and a cancelled call may be pending at once.
 KEY_ROOM, CALLS = 512, 2
