@@ -1,8 +1,7 @@
 """Stage 2: converts arrays in batches to tensors on the CPU or a CUDA device.
 
-Results depend only on ``out_type`` and ``dtype``, and are bit-for-bit the same in all pools. Arrays
-are cast by numpy, and CPU tensors by torch. torch is imported when a converter is created, and not
-when these modules are imported.
+All pools produce the same bits. numpy casts arrays, and torch casts CPU tensors. torch is imported
+when a converter is created.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Asynchronous conversion: copies batches to a device while it computes."""
+"""Copies batches to a device asynchronously."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ class Transfer(NamedTuple):
 
 
 def receive(result: Transfer | Batch) -> Batch:
-    """Return the batch in a `Transfer` from a converter thread, or other objects unchanged.
-
-    The current stream waits for the copies, but the host does not.
-    """
+    """Return the batch in a `Transfer`, or any other object unchanged."""
     if type(result) is not Transfer:
         return result
     result.lane.join(result.event, result.tensors)
@@ -36,10 +33,10 @@ def receive(result: Transfer | Batch) -> Batch:
 
 
 class CudaConverter:
-    """Copies batches to a device with a separate stream, in one thread.
+    """Copies batches to a device on a separate stream, in one thread.
 
-    Page-locked memory (see `PageLocks`) is copied directly. Other memory is first copied to
-    page-locked memory from torch's pool. The output must be resolved and must use CUDA.
+    Memory that is not page-locked is first copied to a page-locked buffer. The output must be
+    resolved.
     """
 
     def __init__(self, output: Output) -> None:
@@ -47,10 +44,7 @@ class CudaConverter:
         self._lane = Lane(output.device)
 
     def convert(self, batch: Batch) -> Transfer:
-        """Start copying a batch and keep its memory alive until it has been copied.
-
-        If there is an error, copies that have been started are completed.
-        """
+        """Start copying a batch. Its memory is kept alive until the copy is complete."""
         self.reap()
         sources: list[Tensor] = []
         tensors: list[Tensor] = []
@@ -66,7 +60,7 @@ class CudaConverter:
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> bytes:
-        """Convert and `pack` a batch in a converter process. After this, it may be overwritten."""
+        """Convert and pickle a batch in a converter process. It may be overwritten afterwards."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
@@ -77,19 +71,17 @@ class CudaConverter:
     def reap(self, *, wait: bool = False) -> None:
         """Release memory that has been copied. If `wait` is set, wait for all copies first.
 
-        This must be called even if there are no tickets. Otherwise, an idle converter would keep
-        slots in use.
+        Idle converters must call this too, or they would keep slots in use.
         """
         self._lane.reap(wait=wait)
 
     def close(self) -> None:
-        """Wait for all copies. If converters are processes, close the trainer's `Imports` first."""
+        """Wait for all copies. With converter processes, close the trainer's `Imports` first."""
         self.reap(wait=True)
         self._lane.collect()
         remove_counts()
 
     def _send(self, leaf: object, sources: list[Tensor], tensors: list[Tensor]) -> object:
-        """Copy an array or a CPU tensor to the device. Return other leaves unchanged."""
         tensor = self._host.lay(leaf, self._make) if is_array(leaf) else leaf
         if not (isinstance(tensor, self._host.torch.Tensor) and tensor.device.type == "cpu"):
             return leaf
@@ -105,7 +97,7 @@ class CudaConverter:
         return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or a copy of the required type in memory that the device can read."""
+        """Return the tensor, or a page-locked copy."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

@@ -1,9 +1,7 @@
 """Transfers batches from the CUDA memory of converter processes to the trainer.
 
-A converter pickles a batch with torch's reductions, which replace tensors on the device by
-handles to their memory. A reference count in torch keeps this memory alive until the handle has
-been opened and the tensor has been dropped. For this reason, each pickle is read only once, and its
-tensors are cloned immediately.
+torch pickles a tensor on a device as a handle, and keeps the memory until the handle has been
+opened and the tensor dropped. So each pickle is read only once, and its tensors are cloned.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class Lost(RuntimeError):
 
 
 class Exported:
-    """A wrapper for a tensor. Unpickling opens the tensor's memory in another process."""
+    """A tensor whose memory is opened by unpickling."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -51,7 +49,7 @@ class Exported:
 
 
 def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
-    """Open memory of another process. Raise `Lost` if this fails, for example if it has exited."""
+    """Open memory of another process. Raise `Lost` if this fails."""
     try:
         return rebuild(*arguments)
     except Exception as error:
@@ -59,7 +57,7 @@ def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Ten
 
 
 def pack(batch: Batch) -> bytes:
-    """Pickle a batch. The current stream must be the stream that has copied it."""
+    """Pickle a batch. The current stream must be the one that copied it."""
     torch = importlib.import_module("torch")
 
     def leaf(value: Any) -> object:
@@ -70,7 +68,7 @@ def pack(batch: Batch) -> bytes:
 
 
 def remove_counts() -> None:
-    """Remove files with reference counts, which torch leaves behind if batches are not fetched."""
+    """Remove reference count files that torch leaves behind."""
     for path in glob.glob(f"/dev/shm/torch_{os.getpid()}_*"):
         os.unlink(path)
 
@@ -78,13 +76,10 @@ def remove_counts() -> None:
 class Imports(SlotReader):
     """The trainer's side of slots that converter processes write to, for use by one thread.
 
-    The device copies all tensors from the memory of the converter to the memory of the trainer, so
-    that batches do not depend on another process.
+    All tensors are copied to the trainer's memory.
 
-    The batch of the indexer is still in the slot, and its record is still in the cell. If the
-    converted batch is lost, or if an exception is raised while it is fetched, `decode` converts the
-    batch of the indexer in this process, and increments `lost`. The output must be resolved and
-    must use CUDA.
+    If a converted batch is lost or cannot be fetched, `decode` converts the indexer's batch, which
+    is still in the slot, and increments `lost`. The output must be resolved and must use CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
@@ -92,21 +87,21 @@ class Imports(SlotReader):
         self._ring = ring
         self._convert = convert
         self._torch = importlib.import_module("torch")
-        # When torch releases memory of another process, the host waits for the current stream. With
-        # a separate lane, the host waits for a short copy instead of the training step.
+        # When torch releases another process's memory, the host waits for the current stream. On a
+        # separate lane, this wait is short.
         self._lane = Lane(output.device)
         # The token of each cell when its pickle was last read.
         self._read = [0] * ring.capacity
         self.lost = 0
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Create a decoder, which also frees the slots."""
+        """Create a decoder that also frees the slots."""
         return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
         """Fetch a converted batch. If it is lost, convert the batch in this process.
 
-        Only the text of the error is logged, because a reference to it would keep the slot in use.
+        Only the error's text is logged, because the error itself would keep the slot in use.
         """
         try:
             return self._fetch(cell, slot, capacity, record)
@@ -121,7 +116,6 @@ class Imports(SlotReader):
         return batch
 
     def _fetch(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Copy a batch to memory of this process."""
         theirs: list[Tensor] = []
         ours: list[Tensor] = []
 
@@ -142,7 +136,7 @@ class Imports(SlotReader):
         return batch
 
     def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Unpickle a batch from a converter. Raise `Lost` if it has already been unpickled."""
+        """Raise `Lost` if the batch has already been unpickled."""
         packed: Any = super().decode(cell, slot, capacity, record)
         token = self._ring.token(cell)
         if self._read[cell] == token:
@@ -151,7 +145,7 @@ class Imports(SlotReader):
         return pickle.loads(packed)
 
     def cancel(self, cell: int) -> None:
-        """Release the memory of a cancelled batch in the converter, unless that has exited."""
+        """Release a cancelled batch in the converter, if it is still running."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if stage == CONVERTER and status == BATCH:
             with self._lane.active():

@@ -1,4 +1,4 @@
-"""Synchronous conversion: converts arrays and CPU tensors in the calling thread."""
+"""Converts arrays and CPU tensors in the calling thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def is_array(leaf: object) -> TypeGuard[Array]:
-    """Return True if a leaf is an array that a tensor can replace, and not a masked array."""
+    """Return True for arrays, except masked arrays."""
     return type(leaf) is np.ndarray or (
         isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
     )
@@ -29,11 +29,9 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 
 @functools.lru_cache(256)
 def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
-    """Return the type that an array of type `dtype` is cast to.
+    """Return the type that an array is cast to, or None if torch does not support it.
 
-    Numbers are cast to `cast`. Other values keep their type, but in native byte order. If several
-    types are equal for numpy, return the one that torch supports. For types that torch does not
-    support (text, dates, records), return None.
+    Numbers are cast to `cast`. Other values keep their type, in native byte order.
     """
     if dtype.kind not in "biufc":
         return None
@@ -49,9 +47,8 @@ def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
 def is_usable(array: Array, target: Dtype) -> bool:
     """Return True if a tensor can share the memory of an array.
 
-    The array must be writable, because tensors cannot be read-only, and writing to a file that is
-    mapped as read-only would kill the process. There must be no gaps between elements, as in a
-    slot. Otherwise, the strides in a batch would depend on the pool.
+    The array must be writable and contiguous. Otherwise, writing to a tensor could crash the
+    process, or the strides in a batch would depend on the pool.
     """
     return array.dtype == target and array.flags.behaved and flat_of(array) is not None
 
@@ -73,12 +70,12 @@ class Host:
         return self.tensor(leaf) if isinstance(leaf, self.torch.Tensor) else leaf
 
     def array(self, array: Array) -> Array | Tensor:
-        """Convert an array, even if only torch supports the type of the output."""
+        """Convert an array."""
         laid: Any = self.lay(array)
         return laid if self.late is None or laid is array else self.tensor(laid)
 
     def lay(self, array: Array, make: Callable[..., Array] = np.empty) -> Array | Tensor:
-        """Create a tensor that shares the memory of an array, or of a copy (`recast`)."""
+        """Create a tensor that shares memory with the array or, if necessary, with a copy."""
         target = target_of(array.dtype, self.cast)
         if target is None:
             return array
@@ -89,13 +86,13 @@ class Host:
         return self.from_numpy(array)
 
     def tensor(self, tensor: Tensor) -> Tensor:
-        """Cast a CPU tensor. Complex and quantized tensors keep their type, like complex arrays."""
+        """Cast a CPU tensor, unless it is complex or quantized."""
         if not self.casts(tensor) or tensor.dtype == self.wanted:
             return tensor
         return tensor.to(self.wanted, copy=True)
 
     def casts(self, tensor: Tensor) -> bool:
-        """Return True if a tensor must be cast to the type of the output."""
+        """Return True if the tensor must be cast."""
         return (
             self.wanted is not None
             and tensor.device.type == "cpu"
@@ -104,11 +101,7 @@ class Host:
 
 
 class Converter:
-    """Converts batches in the calling thread, which may be the trainer or a worker thread.
-
-    `convert` returns the same containers with converted arrays. If possible, tensors share memory
-    with the arrays. The constructor imports torch if the resolved output has tensors.
-    """
+    """Converts batches in the calling thread."""
 
     __slots__ = ("convert", "output")
 
@@ -117,10 +110,7 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return a function that converts new arrays of type `dtype`, or CPU tensors for None.
-
-        Return None if no conversion is necessary.
-        """
+        """Return a function that converts new arrays of this type (or tensors), or None."""
         output = self.output
         if output.kind != "cpu":
             return self.convert
@@ -173,7 +163,6 @@ def _on_arrays(function: Callable[[Array], object]) -> Convert:
 
 
 def _make_cpu(output: Output) -> Convert:
-    """Create a conversion to CPU tensors. For usable arrays, it is almost as fast as from_numpy."""
     host, ready = Host(output), output.dtype
     from_numpy, array, leaf = host.from_numpy, host.array, host.leaf
 
@@ -188,7 +177,7 @@ def _make_cpu(output: Output) -> Convert:
 
 
 def _make_cuda(output: Output) -> Convert:
-    """Create a synchronous conversion to tensors on the device, for test mode."""
+    """Convert synchronously, for test mode."""
     host, device = Host(output), output.device
 
     def leaf(value: object) -> object:

@@ -1,4 +1,4 @@
-"""A queue of copies to a device, which keeps the memory of sources alive."""
+"""A CUDA stream for copies to a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cseq.converter import Event, Tensor
 
 
-# Methods that return the strided parts of a sparse tensor. Only strided tensors record streams.
+# The strided parts of a sparse tensor. Only strided tensors record streams.
 PARTS = {
     "sparse_coo": ("_indices", "_values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -29,9 +29,9 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 class Lane:
-    """A CUDA stream that copies data to a device while the device does other work."""
+    """A CUDA stream for copies to a device. It keeps the sources alive."""
 
-    # Whether memory must be page-locked before it is copied. In tests, this is False.
+    # Whether to page-lock memory before a copy. Tests set this to False.
     pins = True
 
     def __init__(self, device: str) -> None:
@@ -41,23 +41,22 @@ class Lane:
         self._read: deque[tuple[Event, list[Tensor]]] = deque()
 
     def active(self) -> AbstractContextManager[object]:
-        """Make this stream and its device the current ones in this thread."""
+        """Make this stream current in this thread."""
         context: AbstractContextManager[object] = self._torch.cuda.stream(self._stream)
         return context
 
     def can_fetch(self, tensor: Tensor) -> bool:
-        """Return True if a tensor's memory was page-locked by torch's pool or by `PageLocks`."""
+        """Return True if the tensor's memory is page-locked."""
         return bool(tensor.is_pinned())
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Start copying a tensor to the device, without waiting."""
+        """Start copying a tensor to the device."""
         return tensor.to(self._device, non_blocking=True)
 
     def record(self, read: list[Tensor]) -> Event:
-        """Record an event. A host thread that waits for it sleeps instead of spinning.
+        """Record an event. Waiting for it does not use the CPU.
 
-        The tensors in `read`, and the arrays that they share memory with, are kept alive until the
-        event occurs.
+        The tensors in `read` are kept alive until the event occurs.
         """
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -66,10 +65,9 @@ class Lane:
         return event
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
-        """Make the current stream wait for an event and mark tensors as used by this stream.
+        """Make the current stream wait for an event, and mark tensors as used by this stream.
 
-        Otherwise, if the user drops a tensor while kernels are still reading it, the next copies of
-        the lane could overwrite the tensor.
+        Otherwise, a tensor that the user drops could be overwritten while kernels still read it.
         """
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)

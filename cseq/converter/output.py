@@ -1,4 +1,4 @@
-"""The output of a conversion, as specified by out_type and dtype."""
+"""Parses out_type and dtype."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callabl
 
 
 class Output(NamedTuple):
-    """What batches are converted to, according to ``out_type`` and ``dtype``.
+    """The output of a conversion.
 
     Attributes
     ----------
     kind : 'cuda', 'cpu', 'array', 'null' or 'call'
-        The kind of output: tensors on a CUDA device, CPU tensors, arrays (if torch is not
-        installed), the unchanged batch, or the result of `function` for every array.
+        CUDA tensors, CPU tensors, arrays (without torch), the unchanged batch, or the results of
+        `function`.
     device : str
         ``'cuda'`` (the current device), ``'cuda:1'``, or ``'cpu'``.
     function : callable or None
-        The function to apply to every array if `kind` is ``'call'``.
+        Applied to every array if `kind` is ``'call'``.
     dtype : numpy.dtype or None
-        The type that numpy casts numeric arrays to, or None to keep their types.
+        The type for numeric arrays, or None to keep their types.
     torch_dtype : str or None
-        A type that numpy does not support (``'bfloat16'``). torch casts to this type on the CPU.
+        A type that only torch supports (``'bfloat16'``).
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
     @property
     def use_cuda(self) -> bool:
-        """Whether converters are used. Before `resolve`, whether they were requested."""
+        """Whether converters are used or, before `resolve`, requested."""
         return self.kind == "cuda"
 
 
@@ -82,7 +82,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
         return "cpu", "cpu", None
     if isinstance(out_type, str):
         return _parse_name(out_type, out_type)
-    # Check this before callables, because a torch.device is also a callable (a decorator).
+    # A torch.device is also callable.
     if _is_torch(out_type, "device"):
         return _parse_name(re.sub(r"^cpu:\d+$", "cpu", str(out_type)), out_type)
     if callable(out_type):
@@ -91,7 +91,6 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
 
 
 def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
-    """Parse the name of a device, or ``'null'``."""
     if name == "null":
         return "null", "cpu", None
     if name == "cpu":
@@ -102,7 +101,7 @@ def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
 
 
 def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
-    """Return a numpy type in native byte order for ``dtype``, or a type that only torch has."""
+    """Return a numpy type, or the name of a type that only torch has."""
     if dtype is None:
         return None, None
     name = str(dtype).removeprefix("torch.") if _is_torch(dtype, "dtype") else dtype
@@ -124,7 +123,7 @@ _DTYPES = (
 
 
 def _is_torch(value: object, name: str) -> bool:
-    """Return True if `value` is a ``torch.<name>``, without importing torch."""
+    """Check the type without importing torch."""
     return type(value).__module__ == "torch" and type(value).__name__ == name
 
 
@@ -144,12 +143,12 @@ def for_test(output: Output, test_mode: str) -> Output:
 
 
 def cast_dtype(output: Output) -> Dtype | None:
-    """Return the type that workers cast numeric arrays to when they copy them, or None."""
+    """Return the type that workers cast numeric arrays to, or None."""
     return output.dtype if output.kind in ("cuda", "cpu", "array") else None
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Return a warning if arrays that seem to be labels will become floats, or None.
+    """Return a warning if labels seem to become floats, or None.
 
     Integer arrays next to other arrays are labels, except for images (multidimensional ``uint8``).
     """
@@ -178,15 +177,15 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
 
 
 def resolve(output: Output) -> Output:
-    """Adapt an output to this machine, with a number for the CUDA device. This may import torch.
+    """Return the output for this machine, with a device number. This may import torch.
 
-    Without CUDA, ``'cuda'`` becomes ``'cpu'``. Without torch, tensors become arrays with the same
-    values. The logger ``'cseq'`` reports this once. This function does not initialize CUDA.
+    Without CUDA, ``'cuda'`` becomes ``'cpu'``. Without torch, tensors become arrays. CUDA is not
+    initialized.
 
     Raises
     ------
     ValueError
-        If CUDA is available, but there is no device with this number.
+        If there is no device with this number.
     """
     if output.kind not in ("cuda", "cpu"):
         return output
@@ -203,9 +202,9 @@ def resolve(output: Output) -> Output:
 
 
 def _name_device(torch: ModuleType, device: str) -> str:
-    """Add a number to the name of a device, because each thread has its own current device."""
+    """Add a number to the device's name, because each thread has its own current device."""
     if device == "cuda":
-        # Querying the current device would initialize CUDA. Before that, it is device 0.
+        # Querying the current device would initialize CUDA.
         return f"cuda:{torch.cuda.current_device() if torch.cuda.is_initialized() else 0}"
     count = torch.cuda.device_count()
     if int(device.removeprefix("cuda:")) >= count:
@@ -217,7 +216,7 @@ def _name_device(torch: ModuleType, device: str) -> str:
 
 
 def _find_torch() -> ModuleType | None:
-    """Import torch. Return None if it is not installed. Raise an error if it is broken."""
+    """Import torch. Return None if it is not installed."""
     try:
         import torch
     except ModuleNotFoundError as error:

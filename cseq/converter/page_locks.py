@@ -1,4 +1,4 @@
-"""Page-locks mappings of slots, so that CUDA can copy from them directly."""
+"""Page-locks slots, so that CUDA can copy from them directly."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger("cseq")
 
 
 class PageLocks:
-    """The mappings of an arena that this process has page-locked, so that CUDA can copy from them.
+    """Page-locked mappings of an arena. CUDA copies from them directly.
 
-    Mappings are kept until they are unregistered. Otherwise, if an address was mapped again, CUDA
-    would still copy the old pages.
+    Mappings are kept until they are unregistered. Otherwise, CUDA would copy the old pages of an
+    address that is mapped again.
     """
 
-    # Page-lock memory for all CUDA contexts, and not only for the current device.
+    # Page-locked for all CUDA contexts (cudaHostRegisterPortable).
     PORTABLE = 1
 
     def __init__(self, device: str) -> None:
@@ -30,7 +30,7 @@ class PageLocks:
         self._locked: dict[int, Memory] = {}
 
     def register(self, memory: Memory) -> bool:
-        """Page-lock a mapping once. Return False if this fails, which only makes copies slower."""
+        """Page-lock a mapping. If this returns False, copies are slower."""
         if memory.address in self._locked:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
@@ -44,7 +44,7 @@ class PageLocks:
         return True
 
     def unregister(self, memory: Memory) -> None:
-        """Unlock a mapping before it is dropped. All copies from it must have been completed."""
+        """Unlock a mapping. All copies from it must be complete."""
         if self._locked.pop(memory.address, None) is None:
             return
         status = self._call("cudaHostUnregister", memory.address)
@@ -57,7 +57,7 @@ class PageLocks:
             self.unregister(memory)
 
     def _call(self, name: str, *arguments: int) -> int:
-        """Call a function of the CUDA runtime on this device. Return the status, 0 for success."""
+        """Call a CUDA runtime function and return its status."""
         with self._torch.cuda.device(self._device):
             status = int(getattr(self._torch.cuda.cudart(), name)(*arguments))
             if status:
@@ -65,10 +65,9 @@ class PageLocks:
             return status
 
     def _forget_error(self) -> None:
-        """Clear the error that a failed call leaves in the CUDA runtime.
+        """Clear the error of a failed call.
 
-        The next launch of a kernel reports this error. Launch a kernel here, so that it is not the
-        user's.
+        The next kernel launch would report it, so launch one here.
         """
         try:
             self._torch.ones(1, device=self._device)

@@ -1,12 +1,12 @@
-"""Fleets of Ray actors, and the crew of threads that requests batches from them.
+"""Fleets of Ray actors and the threads that call them.
 
 ::
 
     loop ◄── ring ◄── thread ═══ numbers ══► agent (a Ray process) ──► indexer
                              ◄══ batch ════
 
-Each thread has a connection to one agent, and requests one batch at a time. The connection is
-closed when the agent dies. Ray starts agents, distributes them to nodes, and restarts them.
+Each thread is connected to one agent and requests one batch at a time. Ray starts and restarts the
+agents.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-    # The reference is in a list, because Ray would otherwise fetch the object for each call.
+    # In a list, because Ray would otherwise fetch the object for each call.
     Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]
 
 # The maximum number of agents lost per batch, of concurrent Ray calls per agent, and of agents to
-# contact at once. The first batch of an agent may take `STARTING` times `timeout`.
+# contact at once. The first batch may take `STARTING` times `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
-# How many seconds to wait for an agent before trying others, and between rounds.
+# Seconds to wait for an agent before trying others, and between rounds.
 AGAIN, PAUSE = 0.1, 0.05
-# After how many seconds a thread tries its own agent again, and logs that no agent is ready.
+# Seconds until a thread tries its own agent again, and until it logs that none is ready.
 AWAY, SHORT = 2.0, 10.0
-# The exceptions for an agent that is not ready yet, and for a lost agent.
+# Raised if an agent is not ready yet, or is lost.
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -85,28 +85,28 @@ INSTALL = (
 
 
 class Raised(NamedTuple):
-    """A packed exception instead of a batch. `is_setup` is True if there is no indexer yet."""
+    """A packed exception. `is_setup` is True if there is no indexer yet."""
 
     packed: bytes
     is_setup: bool
 
 
 def versions() -> str:
-    """Return the versions that must be equal in two processes that exchange batches."""
+    """Return the versions that both ends must have in common."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
 
 def unpickled(payload: list[Payload]) -> Any:
-    """Unpickle the worker, which is in Ray's object store."""
+    """Unpickle the worker."""
     data, buffers = ray.get(payload[0])
     return pickle.loads(data, buffers=[memoryview(buffer) for buffer in buffers])[0]
 
 
 class Agent:
-    """A worker process, in which one thread makes and sends batches.
+    """A worker process with one thread that makes batches.
 
-    If a batch takes longer than `timeout`, the process logs the stacks of all threads, and exits.
+    If a batch takes longer than `timeout`, the process logs its stacks and exits.
     """
 
     def __init__(
@@ -146,8 +146,6 @@ class Agent:
         return self._thread.submit(make).result()
 
     def _serve(self, address: tuple[Any, ...], key: bytes) -> None:
-        """Make the batches that a trainer requests."""
-
         def make() -> None:
             trainer.send(*self._message(*request))
 
@@ -158,7 +156,6 @@ class Agent:
                 self._thread.submit(make).result()
 
     def _message(self, *request: Any) -> Message:
-        """Return a pickled batch, or the exception that was raised."""
         buffers: list[memoryview] = []
         if self._timeout is not None:
             limit = self._timeout * (1 if self._has_made else STARTING)
@@ -282,17 +279,17 @@ class RayFleet:
 
     @property
     def worker(self) -> Any:
-        """The user's object, or a copy in an unpickled fleet, which makes an indexer."""
+        """The user's object that makes indexers."""
         if self._worker is None:
             self._worker = unpickled(self._payload)
         return self._worker
 
     def ask(self, handle: ray.Handle) -> ray.ObjectRef[tuple[int, str]]:
-        """Request the PID and node of an actor, to find out if it is alive."""
+        """Request the PID and node of an actor."""
         return handle.about.remote(self._payload, versions())
 
     def close(self) -> None:
-        """Kill the actors. If this fleet was unpickled, only drop its references."""
+        """Kill the actors, unless this fleet was unpickled."""
         handles, self.handles, self._payload = self.handles, [], []
         for handle in handles if ray.is_initialized() and not self._is_copy else ():
             ray.kill(handle)
@@ -319,11 +316,11 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
 
 
 class Caller:
-    """The indexer of a thread, which requests batches from an agent."""
+    """Requests batches from an agent, for one thread."""
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
-        # The thread's own agent, and the agent in use. With RAY_USE_TLS, there is no connection.
+        # With RAY_USE_TLS, there is no connection.
         self._own_agent = self._agent = worker % len(crew.handles)
         self._connection: Connection | None = None
         self._until = 0.0
@@ -362,7 +359,7 @@ class Caller:
         raise died if crew.on_error == "skip" else crew.failed(died)
 
     def _open(self, *, is_lost: bool) -> None:
-        """Connect to this thread's own agent, or to another agent if it is not available."""
+        """Connect to this thread's agent, or to another one if it is not ready."""
         if time.monotonic() < self._until:
             return
         crew, due = self._crew, time.monotonic() + SHORT
@@ -419,7 +416,7 @@ class Caller:
         self._until = math.inf if k == self._own_agent else time.monotonic() + AWAY
 
     def _make(self, *request: Any) -> Message:
-        """Request a batch from the agent. Raise one of `LOST` if the agent is lost."""
+        """Request a batch. Raise one of `LOST` if the agent is lost."""
         crew, agent = self._crew, self._connection
         handle, limit = crew.handles[self._agent], crew.fleet.timeout
         if agent is None:
@@ -435,14 +432,14 @@ class Caller:
         return agent.receive(crew.take_memory)
 
     def close(self) -> None:
-        """Close the connection. If a call is waiting for a reply, it raises an exception."""
+        """Close the connection. Pending calls raise."""
         self._until = 0.0
         if self._connection is not None:
             self._connection.close()
 
 
 def of_fleet(job: Job) -> Job:
-    """Return a job with one thread per agent of its fleet, which is created if necessary."""
+    """Return a job with one thread per agent. Create the fleet if necessary."""
     fleet, options = job.fleet, job.options
     if fleet is None:
         own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
@@ -479,16 +476,16 @@ class FleetCrew(ThreadCrew):
         super().__init__(tickets)
 
     def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the function that creates the indexers."""
+        """Set the factory of indexers."""
         super().prepare(self._caller, name)
 
     def _caller(self) -> Caller:
-        """Create the indexer of a thread. Only one thread at a time calls this."""
+        """Create an indexer. Only one thread at a time calls this."""
         self._callers.append(Caller(self, len(self._callers)))
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Raise an error in the training loop, because it would occur with any agent."""
+        """Raise the error in the training loop, because it would occur with any agent."""
         self._group.fail(error)
         return error
 

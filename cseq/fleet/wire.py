@@ -1,6 +1,6 @@
-"""The connection between a trainer and an agent, for requests and replies.
+"""The connection between a trainer and an agent.
 
-Both ends unpickle messages, so both must first prove that they have the key of the connection.
+Messages are unpickled, so both ends must first prove that they have the key.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ ALIGN = 64
 SMALL = 1 << 17
 # Blocks of at least this many bytes are reused.
 LARGE = 1 << 20
-# A machine is considered lost if it does not respond or accept data for 25 s.
+# The other machine is considered lost if it does not respond for 25 s.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 
 
 class Buffers:
-    """Memory for received batches. Large blocks are reused when their batch is gone."""
+    """Memory for received batches. Large blocks are reused."""
 
     def __init__(self) -> None:
         self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
-        """Return `size` bytes. No more blocks are kept than were ever in use at the same time."""
+        """Return `size` bytes, in a new or a free block."""
         if size < LARGE:
             return Block(size)
         block = None
@@ -76,7 +76,7 @@ class Connection:
             deadline.cancel()
 
     def _prove(self, key: bytes, *, is_agent: bool) -> None:
-        """Prove that this end has the key, and require the same proof from the other end."""
+        """Prove that this end has the key, and check the other end."""
         proofs = [connection.deliver_challenge, connection.answer_challenge]
         with connection.Connection(self._raw.dup().detach()) as copy:
             try:
@@ -95,12 +95,12 @@ class Connection:
         self._out.flush()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait at most `seconds`. Return True if there is a message or the stream has ended."""
+        """Wait at most `seconds`. Return True if there is data or the stream has ended."""
         self._raw.settimeout(seconds)
         return bool(connection.wait([self._raw], seconds))
 
     def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
-        """Receive a message. The memory for its buffers comes from `allocate`."""
+        """Receive a message. Its buffers come from `allocate`."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size))
         head: tuple[bytes, list[int]] = pickle.loads(self._read(size))
         data, sizes = head
@@ -119,7 +119,7 @@ class Connection:
         return data
 
     def close(self) -> None:
-        """Close the connection. Calls that are waiting in other threads raise exceptions."""
+        """Close the connection. Pending calls in other threads raise."""
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
