@@ -2,7 +2,7 @@
 
 ``meters``  the raw figures that the trainer and each runner record
 ``stats``   statistics about a run, or a part of a run
-``advice``  determines why a loop waits and what would help, with a table of rules
+``advice``  finds out why a loop waits and what would help
 ``_trace``  the tickets in a trace
 ``lanes``   the runners of a pool in a trace
 """

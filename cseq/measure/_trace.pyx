@@ -23,7 +23,7 @@ def begin_log(uint64_t size):
     """Start recording the tickets that loops take. The latest `size` tickets are kept."""
     global records
     array = numpy.empty(size, TAKEN)
-    # Write to all pages now, so that they are allocated before the first ticket.
+    # Touch all pages now, not in the loop.
     array.view(numpy.uint8).fill(0)
     log.taken, log.size = <void*><uintptr_t>array.ctypes.data, size
     log.begun = log.done = 0
@@ -32,9 +32,9 @@ def begin_log(uint64_t size):
 
 
 def end_log():
-    """Stop recording. Return an array of the latest tickets, and the total number of tickets."""
+    """Stop recording. Return the latest tickets, and the total number of tickets."""
     log.on = False
-    # Without the GIL, another thread may still be recording a ticket, which takes a few dozen ns.
+    # Without the GIL, another thread may still be recording, which takes a few dozen ns.
     while cseq_load_acq_u64(&log.done) != cseq_load_acq_u64(&log.begun):
         pass
     if log.begun < log.size:
@@ -43,5 +43,5 @@ def end_log():
 
 
 def drop_log():
-    """Stop recording in a forked process. The parent process continues to record."""
+    """Stop recording in a forked process."""
     log.on = False

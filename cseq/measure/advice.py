@@ -1,7 +1,7 @@
-"""Determines why a loop waits and what would help, with a table of rules.
+"""Finds out why a loop waits and what would help.
 
-`advise` is a pure function of a `Window`. Rules are tried from top to bottom, and the first rule
-that matches determines the cause. `docs/how-to/slow.md` explains the rules.
+`advise` tries the rules from top to bottom. The first one that matches gives the advice.
+`docs/how-to/slow.md` explains the rules.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# The minimum number of batches for advice, and the maximum seconds that a normal start takes.
+# The fewest batches for advice, and the longest normal start in seconds.
 ENOUGH_BATCHES, START = 8, 2.0
-# The loop is the bottleneck if it waits for less than the fraction LITTLE of the time, or if the
-# GPU runs dry in less than the fraction FED of the waits, because other waits cost nothing.
+# A loop is the bottleneck if it waits less than LITTLE of the time, or if the GPU runs dry in less
+# than FED of the waits.
 LITTLE, FED = 0.05, 0.1
-# If the loop waits less than HANDOVER seconds per batch, larger batches help. They are at most
-# MOST_LARGER times as large, and take LONGER times as long to hand over. OVERHEAD is an upper bound
-# for the constant time per batch on each side, in seconds.
+# If the loop waits less than HANDOVER seconds per batch, larger batches help: at most MOST_LARGER
+# times as large, and LONGER times as long to hand over. OVERHEAD is an upper bound for the constant
+# time per batch and side, in seconds.
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
-# Workers are saturated if they are busy for at least this fraction of the time.
+# Workers are saturated from this fraction of the time.
 BUSY = 0.8
-# A wait for the GIL is long if it takes at least GIL seconds. Threads compete for the GIL if the
-# fraction LONG of their waits is long, if they use at most ONE_CORE cores but want at least HELD
-# cores, and if workers do at least the fraction TURNS of the computing. If threads wait for a core
-# STARVED times as long as they compute, the thread that holds the GIL also waits for a core.
+# Waits of at least GIL seconds for the GIL are long. Threads compete for it if LONG of their waits
+# are long, they use at most ONE_CORE cores and want at least HELD, and workers do at least TURNS of
+# the computing. The GIL's holder also waits for a core if threads wait STARVED times as long as
+# they compute.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
-# The cores are used up if their utilization is at least USED_UP, or if workers wait for a core for
-# the fraction QUEUED of their work. If this process then uses less than the fraction OTHERS of the
-# cores, other programs use them.
+# Cores are used up from a utilization of USED_UP, or if workers wait for a core for QUEUED of their
+# work. If this process uses less than OTHERS of the cores, other programs do.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
-# How many workers to recommend per worker that is needed, and per core if workers mostly wait.
+# The most workers to recommend, per worker needed and per core.
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
-# The name of each unit of time, its length in seconds, and the shortest time in this unit.
+# Name, seconds, and the shortest time shown in this unit.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
@@ -56,13 +55,13 @@ class Window:
     elapsed, waited : float
         The duration of the epochs, and how long the loop waited.
     start, first : float
-        How long the loop waited for its first batch. If there was only one epoch, also how long it
-        waited for the first batches of all other workers. `elapsed` and `waited` include neither.
+        The wait for the first batch, and, in a single epoch, for the first batches of the other
+        workers. Not in `elapsed` and `waited`.
     step, step_p99 : float
-        The time that the loop takes per batch: the mean, without the longest 5% if steps are
-        uneven, and the 99th percentile.
+        The loop's time per batch: the mean (without the longest 5% if steps are uneven) and the
+        99th percentile.
     index, index_p99 : float
-        The time that a worker takes per batch: the mean and the 99th percentile.
+        A worker's time per batch: the mean and the 99th percentile.
     busy : float
         The mean fraction of the time that a worker works.
     cpu : float or None
@@ -72,21 +71,19 @@ class Window:
     loop_cpu, loop_queued : float
         The fractions of the total time that the loop's thread computes, and waits for a core.
     cores : int
-        The number of cores for this process, which is the quota of the container divided by the
-        number of local ranks.
+        The number of cores for this process.
     gil, gil_long : float
-        The 80th percentile of the time that worker threads wait for the GIL, and the fraction of
-        waits of at least `GIL`. Means would not be useful, because of a few long waits on a busy
-        machine.
+        The 80th percentile of the workers' waits for the GIL, and the fraction of long waits. A few
+        very long waits would distort a mean.
     computed : float
-        The number of cores that all threads use together, if they share the GIL.
+        The number of cores that threads use, if they share the GIL.
     behind, early : float
-        The fractions of the loop's waiting time while most other batches are ready, and before the
-        first batch of an epoch that is not the first.
+        The fractions of the wait while most other batches are ready, and before the first batch of
+        later epochs.
     converting : float
         The mean fraction of the time that a converter works.
     dry : float or None
-        The fraction of waits after which the GPU had no work left, or None without CUDA.
+        The fraction of waits after which the GPU was idle, or None without CUDA.
     slowest : str
         A description of the slowest batch.
     """
@@ -128,7 +125,7 @@ class Window:
 
     @property
     def is_stream(self) -> bool:
-        """Whether this is a stream, such as a DataLoader, which has different arguments."""
+        """Whether this is a stream, such as a DataLoader."""
         return not self.buffer
 
     @property
@@ -143,17 +140,17 @@ class Window:
 
     @property
     def wanted(self) -> float:
-        """The number of cores that the workers and the loop would use if cores were available."""
+        """The number of cores that workers and the loop would use if available."""
         return self.own + min(self.loop_cpu, 1.0) + self.queue
 
     @property
     def starved(self) -> bool:
-        """Whether threads that share the GIL wait for a core, and not for each other."""
+        """Whether threads that share the GIL wait for a core, not for each other."""
         return self.queue > STARVED * self.computed
 
     @property
     def holds_gil(self) -> bool:
-        """Whether threads hold the GIL while they compute, so that other threads wait."""
+        """Whether threads keep others waiting for the GIL."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
@@ -163,24 +160,24 @@ class Window:
 
     @property
     def computes(self) -> bool:
-        """Whether workers compute most of the time, or would do so if a core were available."""
+        """Whether workers compute, or wait for a core, most of the time."""
         return self.cpu is None or self.cpu + self.queued >= 0.5
 
     @property
     def most(self) -> float:
-        """How much faster the loop would be if it never had to wait."""
+        """The speedup if the loop never had to wait."""
         return 1 / max(1 - self.w, 0.01)
 
     @property
     def enough(self) -> int:
-        """The number of workers that would keep up with the loop, limited by the cores."""
+        """The number of workers that would keep up with the loop."""
         most = self.room if self.computes else max(MOST_READERS * self.cores, 2 * self.workers)
         wanted = math.ceil(SPARE * self.index / self.step) if self.step > 0 else most
         return max(self.workers + 1, min(wanted, most))
 
     @property
     def fewest(self) -> int:
-        """The smallest number of workers that could have done the same work."""
+        """The fewest workers that could have done the same work."""
         return math.ceil(1.2 * self.workers * self.busy) or 1
 
     @property
@@ -195,21 +192,20 @@ class Window:
             return max(1, self.workers)
         if self.cpu is None:
             return max(1, int(self.cores - min(self.loop_cpu, 1.0) + 0.5))
-        # With each additional worker, waits for a core become longer. Subtract half of the waits in
-        # advance.
+        # More workers wait longer for a core, so subtract half of the waits.
         queues = self.queued / max(self.cpu + self.queued, 0.01) / 2
         cores = 1.0 if self.holds_gil else self.cores - min(self.loop_cpu, 1.0)
         computing = min(max(self.cpu / (1 - self.queued), 0.01), 1.0)
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Return how many batches per second `workers` workers make if they always have tickets."""
+        """Return the batches per second of `workers` workers that are always busy."""
         return min(workers, self.room) / self.index
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The reason why a loop waits, and what would help.
+    """Why a loop waits, and what would help.
 
     Attributes
     ----------
@@ -218,14 +214,13 @@ class Advice:
     sentence : str
         The measurements in words.
     action : str
-        What to do, or an empty string.
+        The recommended action, or an empty string.
     change : dict
         The arguments of the manager to change, such as ``{'num_workers': 4}``.
     gain : float
         How many times faster the loop could become.
     start : str
-        If the loop waited for the first batch for a long time, a description of this wait, and what
-        to do. The other attributes describe the time after the first batch.
+        What to do about a slow start, or an empty string.
     """
 
     cause: str
@@ -241,17 +236,14 @@ class Advice:
 
     @property
     def remedy(self) -> str:
-        """The action, and how much faster the loop could become."""
+        """The action and the possible speedup."""
         gained = f": at most {self.gain:.{int(self.gain < 10)}f} times as fast"
         gained = gained if self.gain > 1.05 else ""
         return f"{self.action}{gained}" if self.action else ""
 
 
 class Said(NamedTuple):
-    """What a rule has found, the action and change that it recommends, and the gain.
-
-    If `gain` is None, the loop would no longer wait.
-    """
+    """What a rule returns. Without a `gain`, the loop would no longer wait."""
 
     seen: str
     action: str = ""
@@ -260,7 +252,7 @@ class Said(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A rule, which consists of a cause, a test, and a function that returns the advice."""
+    """A rule: a cause, a test, and a function that returns the advice."""
 
     cause: str
     test: Callable[[Window], bool]
@@ -268,7 +260,7 @@ class Rule(NamedTuple):
 
 
 def advise(window: Window) -> Advice:
-    """Return the advice of the first rule that matches, with a note if the start was slow."""
+    """Return the advice of the first rule that matches."""
     # The last rule always matches.
     rule = next(rule for rule in RULES if rule.test(window))
     said = rule.say(window)
@@ -300,7 +292,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def _waits(v: Window) -> str:
-    """Describe how long the loop waits, and how long each side takes per batch."""
     if v.batches < ENOUGH_BATCHES or v.elapsed <= 0:
         return ""
     said = f"the loop waits {v.w:.0%} of the time"
@@ -315,7 +306,6 @@ def _waits(v: Window) -> str:
 
 
 def _busy(v: Window) -> str:
-    """Describe how the workers spend their time."""
     are = "is" if v.workers == 1 else "are"
     said = f"{_count(v.workers, 'worker')} {are} busy {v.busy:.0%} of the time"
     if v.cpu is not None:
@@ -326,7 +316,6 @@ def _busy(v: Window) -> str:
 
 
 def _start(v: Window) -> str:
-    """Describe a slow start and what to do. Return an empty string if the start was fast."""
     if v.start <= max(START, 20 * v.index, LITTLE * v.elapsed):
         return ""
     remedy = (
@@ -339,7 +328,6 @@ def _start(v: Window) -> str:
 
 
 def _more(v: Window, seen: str, action: str = "") -> Said:
-    """Recommend the number of workers that would keep up, and estimate the gain."""
     # The number of workers that could have made these batches if they had always been busy.
     made = v.index * v.batches / v.elapsed
     gain = max(1.0, min(v.most, min(v.enough, v.room) / made)) if made > 0 else v.most
@@ -347,10 +335,10 @@ def _more(v: Window, seen: str, action: str = "") -> Said:
 
 
 def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
-    """If there is a buffer, recommend a size that is large enough for a pause on one side.
+    """Recommend a buffer that is large enough for a pause on one side.
 
     Sleeping workers are woken up when half of the buffer is empty, so the recommended buffer is
-    twice as large as the loop needs. The gain assumes that workers will always be busy.
+    twice as large as the loop needs.
     """
     gain = min(v.most, 1 / v.busy) if v.busy > 0 else v.most
     if v.is_stream:
@@ -374,7 +362,7 @@ def _gil(v: Window) -> Said:
     )
     if v.starved:
         seen += "; they wait even longer for a core: other programs use the cores"
-    # The number of cores that threads want, and the loop's step time without waits for the GIL.
+    # The number of cores that threads want, and the step time without waits for the GIL.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(
@@ -404,7 +392,7 @@ def _loop(v: Window) -> Said:
 
 
 def _handover(v: Window) -> Said:
-    """Recommend a batch size. The gain assumes that only the overhead of each side is constant."""
+    """Recommend a batch size, assuming a constant overhead on each side."""
     took = v.elapsed / v.batches
     larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
     larger = min(larger, MOST_LARGER)
@@ -467,8 +455,7 @@ def _workers(v: Window) -> Said:
 
 
 def _takes_turns(v: Window) -> bool:
-    """Return True if threads compete for the GIL, and workers do enough of the computing."""
-    # If workers do not compute much, the loop holds the GIL and is the bottleneck.
+    # Otherwise, the loop holds the GIL.
     indexing = v.own >= TURNS * v.computed
     if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
         return False
@@ -476,24 +463,21 @@ def _takes_turns(v: Window) -> bool:
 
 
 def _is_fed(v: Window) -> bool:
-    """Return True if the GPU still has work after most waits."""
     return v.dry is not None and v.dry < FED
 
 
 def _is_unknown(v: Window) -> bool:
-    """Return True if there are too few batches. Loops that make batches may not measure times."""
+    """Return True if there are too few batches or no times."""
     if not v.workers and v.elapsed <= 0:
         return not v.batches
     return v.batches < ENOUGH_BATCHES or v.elapsed <= 0
 
 
 def _is_inline(v: Window) -> bool:
-    """Return True if the loop waits for batches that it makes itself."""
     return not v.workers and (v.w >= LITTLE or v.elapsed <= 0)
 
 
 def _is_used_up(v: Window) -> bool:
-    """Return True if there would be no cores for more workers."""
     if v.cpu is None:
         return False
     return (
@@ -502,12 +486,11 @@ def _is_used_up(v: Window) -> bool:
 
 
 def _is_handed_over(v: Window) -> bool:
-    """Return True if the loop waits for batches that hardly take any time to make."""
     makes = v.busy < BUSY or v.index < OVERHEAD
     return makes and v.waited < HANDOVER * v.batches
 
 
-# docs/how-to/slow.md explains when each rule matches.
+# See docs/how-to/slow.md.
 RULES = (
     Rule(
         "unknown",

@@ -1,4 +1,4 @@
-"""The runners of a pool, as a trace shows them."""
+"""The runners of a pool in a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _recorded: list[Lanes] | None = None
 
 
 def record(pools: list[Lanes] | None) -> None:
-    """Add all pools to a list, including new pools, until this is called with None."""
+    """Add all pools to a list, including later ones, until called with None."""
     global _recorded
     _recorded = pools
     for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):
@@ -29,7 +29,7 @@ def record(pools: list[Lanes] | None) -> None:
 
 
 class Event(NamedTuple):
-    """The start or the death of a runner, or its exit because the pool was resized.
+    """The start, the death or the planned exit of a runner.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 
 class Lanes:
-    """The runners of a pool. All events are recorded, because a trace may start later.
+    """The runners of a pool, with their events. A trace may start later.
 
     Parameters
     ----------
@@ -66,12 +66,12 @@ class Lanes:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
 
     def join_traces(self) -> None:
-        """Join the current trace, if there is one, and all later traces."""
+        """Join the current trace, if any, and all later ones."""
         _alive.add(self)
         self.join_trace()
 
     def join_trace(self) -> None:
-        """Join the current trace, if there is one."""
+        """Join the current trace, if any."""
         if _recorded is not None and self not in _recorded:
             _recorded.append(self)
 
@@ -88,7 +88,7 @@ class Lanes:
         text: str = "",
         held: tuple[tuple[int, str], ...] = (),
     ) -> None:
-        """Record an event. This method is thread-safe."""
+        """Record an event. Thread-safe."""
         self.events.append(Event(now_ns(), kind, runner_number, pid, text, held))
 
     def name(self, runner_number: int) -> str:

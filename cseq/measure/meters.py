@@ -31,9 +31,9 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V48")]
 )
-# The maximum number of rows in a history, and the interval between rows at the start, in ns.
+# The maximum number of rows, and the initial interval between rows in ns.
 POINTS, EVERY = 512, 100_000_000
-# The start of each bucket and the end of the last bucket, in seconds.
+# The bounds of the buckets in seconds.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
 
@@ -49,7 +49,7 @@ class Counts(TypedDict):
 
 
 class Row(NamedTuple):
-    """A row of a `History`, with the time (ns) and the fields of `Stats.history`."""
+    """A row of a `History`, with its time in ns."""
 
     at: int
     batches: int
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
-    """Return a view of a field of the records, which may be nested."""
+    """Return a view of a field, which may be nested."""
     field: NDArray[Any] = records
     for name in names:
         field = field[name]
@@ -68,12 +68,12 @@ def words(records: Records, *names: str) -> NDArray[np.uint64]:
 
 
 def total(records: Records, *names: str) -> int:
-    """Return the sum of a field over the records."""
+    """Return the sum of a field over all records."""
     return int(words(records, *names).sum())
 
 
 class Histogram:
-    """A histogram of times with four buckets per octave, which is accurate to within 12%.
+    """A histogram of times, with four buckets per octave (±12%).
 
     Attributes
     ----------
@@ -90,11 +90,11 @@ class Histogram:
 
     @property
     def mean(self) -> float:
-        """The mean time in seconds, or 0 if there are no times."""
+        """The mean time in seconds, or 0 if empty."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, p: float) -> float:
-        """Return the `p`-quantile in seconds for `p` in [0, 1], or 0 if there are no times."""
+        """Return the `p`-quantile in seconds, or 0 if empty."""
         if not 0 <= p <= 1:
             raise ValueError(f"p={p!r} is not in [0, 1]; pass 0.99 for the 99th percentile")
         if not self.count:
@@ -105,17 +105,17 @@ class Histogram:
         return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
 
     def part_above(self, seconds: float) -> float:
-        """Return the fraction of times that are at least `seconds` (±12%), or 0 without times."""
+        """Return the fraction of times of at least `seconds` (±12%), or 0 if empty."""
         return float(self._buckets[EDGES[:-1] >= seconds].sum()) / max(self.count, 1)
 
     def mean_below(self, p: float) -> float:
-        """Return the mean of the shortest fraction `p` of the times (±12%), or 0 without times."""
+        """Return the mean of the shortest fraction `p` of the times (±12%), or 0 if empty."""
         left = np.clip(p * self.count - np.cumsum(self._buckets) + self._buckets, 0, self._buckets)
         middles = (EDGES[:-1] + EDGES[1:]) / 2
         return float((left * middles).sum() / left.sum()) if self.count else 0.0
 
     def buckets(self) -> list[tuple[float, float, int]]:
-        """Return (start, end, count) for each bucket that is not empty, with times in seconds."""
+        """Return (start, end, count) for each nonempty bucket, in seconds."""
         return [
             (float(EDGES[k]), float(EDGES[k + 1]), int(self._buckets[k]))
             for k in np.flatnonzero(self._buckets)
@@ -129,16 +129,16 @@ class Histogram:
 
 
 class Meters:
-    """The records of a run at some time, or their growth between two times.
+    """The records of a run at one time, or the difference between two times.
 
     Attributes
     ----------
     loop, runners : numpy.ndarray
-        The record of the trainer, and the records of the runners.
+        The records of the trainer and of the runners.
     busy : numpy.ndarray
-        How many seconds each runner has worked since the first batch, with the current ticket.
+        The seconds that each runner has worked, including the current ticket.
     waits : float
-        How many seconds the loop has been waiting, if it is waiting.
+        The seconds of the loop's current wait.
     """
 
     def __init__(self, blocks: Sequence[bytes], now: int) -> None:
@@ -152,14 +152,14 @@ class Meters:
         first, since, slept, asleep = (
             total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
-        # Include the current step and wait, which may be negative because of concurrent updates.
+        # Include the current step and wait. Concurrent updates can make them negative.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
         slept += max(now - asleep, 0) if asleep else 0
         self.waits = min(slept / 1e9, self._took)
 
     @classmethod
     def read_rings(cls, rings: Sequence[Ring]) -> Meters:
-        """Read the meters of all rings of a pool. This method is thread-safe."""
+        """Read the meters of all rings of a pool. Thread-safe."""
         return cls([ring.meters() for ring in rings], now_ns())
 
     def counts(self) -> Counts:
@@ -177,12 +177,12 @@ class Meters:
         }
 
     def has(self, at: int) -> bool:
-        """Return True if a time of the system clock in ns is in the measured interval."""
+        """Return True if a system time in ns is in the interval."""
         return self._from < at <= self._now
 
     @property
     def _ended(self) -> NDArray[np.int64]:
-        """How many ns each runner has worked since the first batch, without the current ticket."""
+        """The ns that each runner has worked, without the current ticket."""
         ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 
@@ -197,8 +197,7 @@ class Meters:
             return self
         added = copy(self)
         added._from = earlier._now
-        # `earlier` includes tickets that were in progress. If a worker was replaced since then, it
-        # has not finished its ticket.
+        # `earlier` includes unfinished tickets, which a replaced worker never finished.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)
@@ -208,7 +207,7 @@ class Meters:
 
 
 def _grown(now: Records, then: Records) -> Records:
-    """Return records with the growth of each count, and the slowest batches between two times."""
+    """Return the growth of each count, and the slowest batches in between."""
     grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")
@@ -223,21 +222,14 @@ def _grown(now: Records, then: Records) -> Records:
 
 
 class History:
-    """The history of a run in at most 512 rows.
-
-    When it is full, every other row is dropped, and the interval between rows is doubled.
-
-    Attributes
-    ----------
-    rows : list of Row
-    """
+    """The history of a run in at most 512 rows. When it is full, the interval doubles."""
 
     def __init__(self, rings: Sequence[Ring]) -> None:
         self._rings, self.rows = rings, list[Row]()
         self._every, self._due = EVERY, 0
 
     def note(self) -> None:
-        """Add a row, if it is time for the next row."""
+        """Add a row if it is due."""
         now = now_ns()
         if now < self._due:
             return

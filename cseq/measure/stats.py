@@ -1,4 +1,4 @@
-"""Statistics about a run so far, which show which side waits for the other."""
+"""Statistics of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOTHING = Meters([bytes(METER.itemsize)], 0)
 
 
 class Cache(Protocol):
-    """A cache that was created by `cseq.cached`."""
+    """A cache, as created by `cseq.cached`."""
 
     @property
     def nbytes(self) -> int:
@@ -105,9 +105,8 @@ class SlowBatch(NamedTuple):
 class Stats:
     """Statistics about a manager since its start, over all epochs.
 
-    Times are measured from the first batch of each epoch, without the start and pauses between
-    epochs. They are measured in the same way for processes, threads and streams. Properties are
-    computed on access.
+    Times start with the first batch of each epoch, so they do not include the start or pauses
+    between epochs.
 
     Attributes
     ----------
@@ -131,23 +130,23 @@ class Stats:
     elapsed : float
         The duration of the epochs in seconds, including `loop_waited`.
     start_waited : float
-        How many seconds the loop waited for its first batch, including imports and constructors.
+        How many seconds the loop waited for its first batch.
     num_workers, num_converters : int
         The number of workers and converters. With a fleet, a worker is a local thread that requests
         batches from a remote worker.
     buffer : int
         The maximum number of batches ahead of the loop, or 0 for streams.
     gpu_waits, gpu_dry : int
-        How often the loop has waited for a batch while its thread used CUDA, and how often the GPU
-        had no work left after that.
+        How often the loop has waited for a batch while it used CUDA, and how often the GPU was idle
+        after that.
     cache_hits, cache_misses : int
         How many samples all processes have read from the caches that are open in this process
         (`cseq.cached`), and how many they have made.
     cache_nbytes : int
         The total size of the caches that are open in this process, in bytes.
     source_tokens : dict of str to int
-        With `cseq.tokens.Rows`, the number of tokens per source that all ranks have received, as in
-        the manager's state. A resumed run continues to count.
+        With `cseq.tokens.Rows`, the number of tokens per source that all ranks have received. A
+        resumed run continues to count.
     """
 
     batches: int = 0
@@ -170,14 +169,14 @@ class Stats:
     cache_misses: int = 0
     cache_nbytes: int = 0
     source_tokens: dict[str, int] = field(default_factory=dict)
-    # Whether the workers are threads that share the GIL with the loop.
+    # Whether the workers are threads that share the GIL.
     threads: bool = field(default=False, repr=False)
     meters: Meters = field(default=NOTHING, repr=False, compare=False)
     past: Sequence[Row] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def read(cls, rings: Sequence[Ring], **counted: Any) -> Stats:
-        """Read the meters in the rings of a pool. This method is thread-safe."""
+        """Read the meters of a pool. Thread-safe."""
         meters = Meters.read_rings(rings)
         hits, misses, held = (
             sum(column) for column in zip((0, 0, 0), *map(_counted, [*CACHES]), strict=True)
@@ -201,12 +200,12 @@ class Stats:
 
     @property
     def workers_waiting(self) -> float:
-        """The fraction of the time that workers waited, as a mean over all workers."""
+        """The mean fraction of the time that workers waited."""
         return self._waiting(self.meters.busy[self._indexers], self.num_workers)
 
     @property
     def index_seconds(self) -> Histogram:
-        """How long workers took per batch, from the claim of the ticket until it was published."""
+        """How long workers took per batch."""
         return self.meters.histogram("work", self.meters.runners[self._indexers])
 
     @property
@@ -279,11 +278,11 @@ class Stats:
 
     @property
     def bottleneck(self) -> str:
-        """The cause in `advice`, such as 'workers' or 'loop'."""
+        """The cause, such as 'workers' or 'loop'."""
         return self.advice().cause
 
     def advice(self) -> Advice:
-        """Explain why the loop waits, and what would help. See docs/how-to/slow.md."""
+        """Return why the loop waits and what would help. See docs/how-to/slow.md."""
         from cseq.measure.advice import advise
 
         return advise(self.window())
@@ -305,7 +304,7 @@ class Stats:
         return replace(self, meters=self.meters.since(earlier.meters), **grown)
 
     def as_dict(self, prefix: str = "cseq/") -> dict[str, float]:
-        """Return a flat dict of figures for a logger, which always has the same keys."""
+        """Return a flat dict of figures for a logger. The keys are always the same."""
         index, waits, workers = self.index_seconds, self.wait_seconds, self.num_workers
         window = self.window()
         elapsed = self.elapsed or 1.0
@@ -368,18 +367,18 @@ class Stats:
         meters = self.meters
         runners, loop = meters.runners[self._indexers], meters.loop
         index, step = self.index_seconds, self.step_seconds
-        # If steps are uneven, the longest 5% are omitted, because they contain pauses.
+        # If steps are uneven, leave out the longest 5%, which contain pauses.
         even = step.quantile(0.99) <= 3 * step.quantile(0.5)
         busy = float(meters.busy[self._indexers].sum())
         queued = total(runners, "queued") / 1e9
         gil = meters.histogram("gil", meters.runners)
         early = total(loop, "early") / 1e9
-        # Workers start one after another. If there is only one epoch, waits for their first batches
-        # belong to the start.
+        # Workers start one after another. In the only epoch, waits for their first batches belong
+        # to the start.
         first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
         computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
-        # `behind` does not include the current wait, if the loop is waiting.
+        # `behind` does not include the current wait.
         ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
             behind += meters.waits
@@ -420,7 +419,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """The slice with the records of indexers, which come before the records of converters."""
+        """The records of indexers, which come before converters."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
@@ -429,24 +428,23 @@ class Stats:
 
     @property
     def _first(self) -> int:
-        """The time of the first batch on the system clock, or 0, which identifies the run."""
+        """The system time of the first batch, or 0. It identifies the run."""
         return total(self.meters.loop, "first")
 
     def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
-        """Return the fraction of the time that `count` runners did not work."""
         of = self.elapsed * count
         return _part(of - float(busy.sum()), of)
 
 
 class Counting(Protocol):
-    """An object with a `stats` method, such as a cseq manager or a loader."""
+    """Any object with a `stats` method."""
 
     def stats(self) -> Stats:
         """Return the statistics so far."""
 
 
 def counting(manager: object) -> Counting:
-    """Return the manager, after checking that it has a method `stats`."""
+    """Return the manager, if it has a method `stats`."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); pass a manager of cseq or a cseq.DataLoader"
@@ -456,7 +454,7 @@ def counting(manager: object) -> Counting:
 
 
 def read_stats(manager: Counting) -> Stats | None:
-    """Return the statistics, or None if a DataLoader has no workers."""
+    """Return the statistics, or None for a DataLoader without workers."""
     try:
         return manager.stats()
     except RuntimeError:
@@ -464,7 +462,7 @@ def read_stats(manager: Counting) -> Stats | None:
 
 
 def added(now: Stats, earlier: Stats | None) -> Stats:
-    """Return the statistics since `earlier`, or all if `earlier` is None or from another run."""
+    """Return the statistics since `earlier`. If it is from another run, return all."""
     try:
         return now if earlier is None else now.since(earlier)
     except ValueError:
@@ -472,7 +470,7 @@ def added(now: Stats, earlier: Stats | None) -> Stats:
 
 
 class Every:
-    """Reports figures about a loader every `n` steps, even if it is restarted.
+    """Reports figures about a loader every `n` steps.
 
     Parameters
     ----------
@@ -487,7 +485,7 @@ class Every:
         self._before = read_stats(self._manager)
 
     def at(self, step: int) -> dict[str, float]:
-        """Return figures for the last `n` steps, or {} if `step` is not a multiple of `n`."""
+        """Return figures for the last `n` steps. Return {} if `step` is not a multiple of `n`."""
         if step % self._n:
             return {}
         before, self._before = self._before, read_stats(self._manager)
@@ -500,10 +498,9 @@ class Every:
 
 
 def _part(seconds: float, of: float, most: float = 1.0) -> float:
-    """Return a fraction that is clipped to [0, most], or 0 if `of` is 0."""
+    """Return a fraction in [0, most], or 0 if `of` is 0."""
     return max(0.0, min(seconds / of, most)) if of > 0 else 0.0
 
 
 def _cpu(computed: float, worked: float) -> float | None:
-    """Return the fraction of the work time that was spent computing, or None if it is unknown."""
     return computed / worked if computed > 0 and worked > 0 else None

@@ -1,8 +1,7 @@
-"""Reads statistics about runs in other processes, which do not notice this.
+"""Reads statistics of runs in other processes.
 
-The rings of a run are in an anonymous file, which the same user can open at ``/proc/<pid>/fd``. The
-name of the file in `/proc` identifies the run. `Ring` reads a copy of the file, so that nothing is
-written. If the file is truncated, overwritten or from another version, an error is raised.
+A run's rings are in an anonymous file, which the same user can open at ``/proc/<pid>/fd``. `Ring`
+reads a copy, so nothing is written.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachedRun", "Watcher", "runs_of"]
 
-# How often to search for new runs, in seconds.
+# Seconds between searches for new runs.
 LOOK = 2.0
-# The time in seconds over which the rate and the waiting time are measured.
+# Seconds for the current rate and waiting time.
 RECENT = 2.0
-# The time in seconds that the advice is based on.
+# Seconds for the advice.
 WINDOW = 20.0
 # The maximum number of readings to keep.
 KEPT = 20
@@ -55,11 +54,11 @@ class AttachedRun:
     stats : Stats
         The latest reading.
     tasks : dict of int to (int, int, int)
-        The current task of each worker: the epoch, the batch, and the start time (ns).
+        The epoch, batch and start time (ns) of each worker's current task.
     next_batch : (int, int) or None
-        The epoch and the number of the next batch or item for the loop.
+        The epoch and the number of the loop's next batch or item.
     ended : str
-        The reason why the run can no longer be read, or an empty string.
+        Why the run can no longer be read, or an empty string.
     """
 
     def __init__(self, file: Descriptor, pid: int, facts: dict[str, int]) -> None:
@@ -73,19 +72,19 @@ class AttachedRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is still running, and its id was not reused."""
+        """Whether the process is still running, and its pid was not reused."""
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return a number from the name of the file, or 0 if it is missing."""
+        """Return a number from the name of the file, or 0."""
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
-        """Return the pid of a worker, or 0 if it is a thread or in another namespace."""
+        """Return the pid of a worker, or 0 if unknown."""
         return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
     def update(self, now: float) -> None:
-        """Take a reading. When the run has ended, the last reading is kept."""
+        """Take a reading, unless the run has ended."""
         if self.ended:
             return
         try:
@@ -102,7 +101,7 @@ class AttachedRun:
             self._file.close()
 
     def _rings(self) -> Iterator[Ring]:
-        """Copy the file and yield the rings in the copy."""
+        """Yield the rings in a copy of the file."""
         size = os.fstat(self._file.fd).st_size
         copy = Block(size)
         if os.preadv(self._file.fd, [copy], 0) < size:
@@ -111,7 +110,7 @@ class AttachedRun:
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
     def _read(self, rings: list[Ring]) -> None:
-        # `closed` is 1 if the run is closed, or the number of the first runner that is exiting.
+        # `closed` is 1 if the run is closed, or the number of the first exiting runner.
         count, leaving = self.fact("workers"), rings[0].closed
         self.stats = stats = Stats.read(
             rings,
@@ -140,17 +139,17 @@ class AttachedRun:
         return self.stats
 
     def window(self) -> Stats:
-        """Return statistics for the last 20 s, or for the whole run if it has few batches."""
+        """Return statistics for the last 20 s, or for the whole run if it is short."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
     def advice(self) -> Advice:
-        """Return advice for the current window, based on the number of cores of the program."""
+        """Return advice for the current window."""
         return advise(replace(self.window().window(), cores=max(1, self.fact("cores"))))
 
     @property
     def title(self) -> list[str]:
-        """The parts of the title, which are the program, the process and the rank."""
+        """The program, the process and the rank."""
         title, world = [self.script, f"pid {self.pid}"], self.fact("world_size")
         if world > 1:
             title.append(f"rank {self.fact('rank')} of {world}")
@@ -165,7 +164,7 @@ def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, Attach
     own = _own_number(pid)
     for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
         path = f"/proc/{pid}/fd/{name}"
-        # The file may have been closed in the meantime.
+        # The file may be closed by now.
         with contextlib.suppress(FileNotFoundError):
             called, number = os.readlink(path), os.stat(path).st_ino
             if not called.startswith(f"/memfd:{RUN}") or number in opened:
@@ -178,7 +177,6 @@ def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, Attach
 
 
 def _script(pid: int) -> str:
-    """Return the name of the script that a process is running."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
         words = file.read().decode("utf-8", "replace").split("\0")
         script = next((word for word in words[1:] if word and word[0] != "-"), words[0])
@@ -187,22 +185,17 @@ def _script(pid: int) -> str:
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Return the fields of `/proc/<pid>/status`, or an empty dict if the process is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as file:
         return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
     return {}
 
 
 def _own_number(pid: int) -> int:
-    """Return the id of a process in its own namespace, for example in a container."""
     return int(_status(pid).get("NSpid", str(pid)).split()[-1])
 
 
 class Watcher:
-    """Watches the runs of a process and its descendants, or of all processes that can be read.
-
-    `problems` contains the reasons why some runs could not be read.
-    """
+    """Watches runs. `problems` says why some could not be read."""
 
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
@@ -213,14 +206,14 @@ class Watcher:
 
     @property
     def runs(self) -> list[AttachedRun]:
-        """All runs, sorted by rank and process id. Runs that have ended come last."""
+        """All runs by rank and process id, finished runs last."""
         return sorted(
             self._runs.values(), key=lambda run: (bool(run.ended), run.fact("rank"), run.pid)
         )
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run to show in full until it ends, which is the one that has waited longest."""
+        """The run to show in full: the one that has waited longest."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}
@@ -228,7 +221,7 @@ class Watcher:
         return self._shown
 
     def update(self) -> None:
-        """Read all runs and search for new runs from time to time."""
+        """Read all runs. Search for new runs from time to time."""
         now = now_ns() / 1e9
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now
@@ -248,7 +241,7 @@ class Watcher:
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
                         self._runs[number] = run
-        # Drop a run that has ended if the process is still running, because it may start another.
+        # Drop it, because the process may start another.
         for number, run in list(self._runs.items()):
             if run.ended and run.is_alive:
                 del self._runs[number]

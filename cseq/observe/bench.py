@@ -1,6 +1,6 @@
 """``cseq bench FILE.py:make``: compares a loader with and without cseq's workers.
 
-For each row of the table, ``make()`` is called to create a loader.
+Each row of the table calls ``make()``.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
     Loader = MSequence[Any] | DataLoader[Any]
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
-# How many seconds to measure the rate, and the waiting time.
+# Seconds for each measurement.
 MEASURED = 5.0
-# The warm-up before each measurement ends after this number of seconds or batches.
+# The warm-up takes this number of seconds or batches, whichever is less.
 WARM = 0.5, 20
-# The batch size to use if ``make()`` returns a data set.
 BATCH_SIZE = 32
 HEADS = ("batches/s", "CPU a batch", "first batch")
 LABELS = {
@@ -49,10 +48,10 @@ LABELS = {
 
 
 class Made(NamedTuple):
-    """A description of the loader that ``make()`` has returned.
+    """The loader that ``make()`` returned.
 
-    `text` is a one-line description. `kinds` contains the rows to measure. In the row `current`,
-    the loader is not changed. Both torch's and cseq's DataLoader use `workers` workers.
+    `text` describes it, and `kinds` are the rows to measure. The row `current` is the unchanged
+    loader. The rows for torch and cseq use `workers` workers.
     """
 
     text: str
@@ -67,17 +66,17 @@ class Figures(NamedTuple):
     Attributes
     ----------
     rate : float
-        The number of batches per second, or 0 if it is unknown.
+        Batches per second, or 0 if unknown.
     cpu : float or None
-        The CPU time of all processes per batch in seconds.
+        CPU seconds per batch, over all processes.
     waits : float or None
-        The fraction of the time that a loop waits, with the given time per step.
+        The fraction of the time that a loop with the given step time waits.
     first : float or None
-        The time from ``iter()`` to the first batch in seconds.
+        Seconds from ``iter()`` to the first batch.
     advice : str
-        The advice that cseq gives for a loop with this time per step.
+        cseq's advice for this step time.
     error : str
-        The reason why the measurement has failed or was not completed.
+        Why the measurement failed.
     """
 
     rate: float = 0.0
@@ -89,7 +88,7 @@ class Figures(NamedTuple):
 
 
 def load(path: str, name: str) -> Callable[[], object]:
-    """Import a function from a file. Raise ValueError if the file or the function is unsuitable."""
+    """Import a function from a file. Raise ValueError if this is not possible."""
     folder, file = os.path.split(os.path.abspath(path))
     if not os.path.isfile(path):
         raise ValueError(f"there is no file {path}")
@@ -112,7 +111,7 @@ def load(path: str, name: str) -> Callable[[], object]:
 
 
 def loader_of(made: Any) -> Loader:
-    """Return the loader that ``make()`` has returned. If it is a data set, create a loader."""
+    """Return the loader. If ``make()`` returned a data set, create one."""
     data = sys.modules.get("torch.utils.data")
     is_stream = data is not None and isinstance(made, data.IterableDataset)
     if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
@@ -145,7 +144,7 @@ def look(made: object) -> Made:
 
 
 def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[Any]:
-    """Return a context manager that starts and returns the loader of a row."""
+    """Return a context manager for the loader of a row."""
     if isinstance(loader, MSequence):
         return loader.start_test() if kind == "none" else loader.start()
     from torch.utils import data
@@ -166,7 +165,6 @@ def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[An
 
 
 def _some(batches: Iterable[object], seconds: float, most: int) -> Iterator[object]:
-    """Yield at most `most` batches, for at most `seconds` seconds."""
     end = time.monotonic() + seconds
     for batch in itertools.islice(batches, most):
         yield batch
@@ -188,7 +186,7 @@ def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
 def measure(
     loader: Loader, kind: str, workers: int, step: float, seconds: float
 ) -> Iterator[Figures]:
-    """Yield the figures of a row so far: first the rate, and then the waiting time for a step."""
+    """Yield the figures so far: first the rate, then the waiting time."""
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)
@@ -206,7 +204,7 @@ def measure(
         asked = row.stats() if kind in ("cseq", "manager") and not error else None
         yield (figures := figures._replace(waits=_waits(batches, step, seconds)))
         if asked is not None:
-            # If an epoch has just started, there may be too few batches for advice.
+            # An epoch that has just started may be too short for advice.
             for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):
                 time.sleep(step)
                 if row.stats().batches >= ENOUGH_BATCHES:
@@ -215,14 +213,13 @@ def measure(
 
 
 def _fallen_back() -> str:
-    """Return the reason why torch's workers were used instead of cseq's, or an empty string."""
+    """Return why torch's workers were used instead, or an empty string."""
     from cseq.adapters.torch.fallback import made
 
     return next((f"torch's own workers, since {reason}" for _, reason in made if reason), "")
 
 
 def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
-    """Return the fraction of the time that a loop waits if each step takes `step` seconds."""
     for _ in _some(batches, *WARM):
         time.sleep(step)
     waited, begun = 0.0, time.perf_counter()
@@ -236,9 +233,9 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 
 
 def _explain(error: Exception) -> str:
-    """Return the message of an error from cseq, or the traceback of an error in user code."""
+    """Return cseq's message, or the traceback of user code."""
     trace = error.__traceback__
-    # The last prefix matches "<frozen importlib._bootstrap>".
+    # The last prefix is for "<frozen importlib._bootstrap>".
     inner = (__file__, str(importlib.__file__), "<")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(inner):
         trace = trace.tb_next
@@ -262,13 +259,12 @@ def seconds_of(text: str) -> float:
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
     """Measure all rows and print a table. Return the exit status, or an error message.
 
-    If `step` is 0, the waiting time is not measured. A row takes `seconds`, or twice as long with a
-    step.
+    With a `step`, the waiting time is measured, too. Each measurement takes `seconds`.
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
-    # The file gets these arguments, in this process and in workers.
+    # The file and its workers see these arguments.
     sys.argv = [path]
     try:
         make = load(path, name)
@@ -288,7 +284,7 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
 
 
 def _row(make: Callable[[], object], kind: str, workers: int, *seconds: float) -> Figures:
-    """Measure a row. If there is an error, return the figures so far."""
+    """Measure a row. After an error, return the figures so far."""
     figures = Figures()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -305,7 +301,6 @@ def _columns(label: str, *cells: str) -> str:
 
 
 def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
-    """Format a row. An error is added on separate lines."""
     figures = measured[kind]
     label = LABELS[kind] + (f", {made.workers}" if kind in ("torch", "cseq") else "")
     row = _columns(
@@ -319,10 +314,7 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Describe how much faster the loop would be if data were free, and what cseq advises.
-
-    `current` is the row in which the loader from ``make()`` is not changed.
-    """
+    """Describe the speedup if data were free, and cseq's advice."""
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]
     if not step:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["foot", "head", "overview", "ranks", "workers"]
 
-# The formats and names of columns. In a narrow terminal, the last columns are cut off.
+# The columns and their names. Narrow terminals cut off the last ones.
 RANKS = " {:>4} {:>5} {:<10} {:>7} {:>7} {:>5} {:>16} {:>12} {:<16} {:<14}"
 OF_RANKS = "rank", "waits", "cause", "batch/s", "pid", "epoch", "batch", "workers", "script", "data"
 WORKERS = " {:>6} {:<5} {:>4} {:>10} {:>7} {:>7} {:>7} {:>4} {:>7} {:>8}"
@@ -26,7 +26,6 @@ OF_WORKERS = "worker", "state", "busy", "batch", "since", "p50", "p99", "cpu", "
 
 
 def _filled(phrases: Iterable[str], width: int) -> list[str]:
-    """Join phrases to lines that are not longer than the width."""
     lines = [""]
     for phrase in phrases:
         if lines[-1] and len(lines[-1]) + 2 + len(phrase) > width:
@@ -36,7 +35,7 @@ def _filled(phrases: Iterable[str], width: int) -> list[str]:
 
 
 def ranks(watcher: Watcher, width: int) -> list[str]:
-    """Return one line per run, longest wait first. A > marks the run that is shown in full."""
+    """Return one line per run, longest wait first. A > marks the run shown in full."""
     lately = {run: run.since(RECENT) for run in watcher.runs}
     runs = sorted(lately, key=lambda run: (bool(run.ended), -lately[run].loop_waiting))
     rows: list[Sequence[str]] = [OF_RANKS]
@@ -57,7 +56,7 @@ def _rate(stats: Stats) -> float:
 
 
 def _data(run: AttachedRun) -> str:
-    """Return the number of samples and the batch size, which distinguish managers of a program."""
+    """Return the number of samples and the batch size."""
     return f"{run.fact('dset_size'):,} / {run.fact('batch_size'):,}" if run.fact("length") else ""
 
 
@@ -69,7 +68,7 @@ def _kind(run: AttachedRun) -> str:
 
 
 def _position(run: AttachedRun) -> tuple[str, str]:
-    """Return the epoch and the batch ("3 of 10"), or the number of batches for a stream."""
+    """Return the epoch and the batch ("3 of 10"). For a stream, return the number of batches."""
     if run.next_batch is None:
         return "–", "–"
     epoch, batch = run.next_batch
@@ -79,7 +78,7 @@ def _position(run: AttachedRun) -> tuple[str, str]:
 
 
 def head(run: AttachedRun, width: int) -> list[str]:
-    """Return lines with the name, the position and the rates of a run."""
+    """Return the name, the position and the rates of a run."""
     stats, window, lately = run.stats, run.window(), run.since(RECENT)
     phrases = [*run.title, _kind(run)]
     if run.fact("length"):
@@ -130,7 +129,7 @@ def workers(run: AttachedRun, width: int) -> list[str]:
 
 
 def foot(run: AttachedRun, width: int) -> list[str]:
-    """Return lines with the slowest batches and the advice."""
+    """Return the slowest batches and the advice."""
     if not run.stats.batches:
         return []
     slow = [
@@ -141,7 +140,7 @@ def foot(run: AttachedRun, width: int) -> list[str]:
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
-    """Return at most `height` lines: one per run if there are several, and a run in full."""
+    """Return at most `height` lines: one per run, and one run in full."""
     shown = watcher.shown
     if shown is None:
         why = watcher.problems or ["there is none among the processes that you may read"]

@@ -1,4 +1,4 @@
-"""Information about other processes on Linux: descendants, memory and CPU time."""
+"""Descendants, memory and CPU time of other processes on Linux."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROC = "/proc"
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields after the name of a process (which may contain spaces), or []."""
+    """Return the fields after the name, which may contain spaces."""
     try:
         with open(f"{PROC}/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -24,7 +24,7 @@ def _fields(pid: int) -> list[str]:
 
 
 def tree(pid: int) -> list[int]:
-    """Return the ids of a process and its descendants, or only `pid` without `/proc`."""
+    """Return the ids of a process and its descendants. Without `/proc`, return only `pid`."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir(PROC):
@@ -38,13 +38,13 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """Return the CPU time of processes and their exited children, or 0 if it is unknown."""
+    """Return the CPU time of processes and their exited children, or 0 if unknown."""
     fields = (_fields(pid)[11:15] for pid in pids)
     return sum(sum(map(int, times)) for times in fields) / _ticks()
 
 
 def queued_seconds(pids: Iterable[int]) -> float:
-    """Return how long the main threads have waited for a core, or 0 if it is unknown."""
+    """Return how long the main threads have waited for a core, or 0 if unknown."""
     waited = 0
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/schedstat") as file:
@@ -53,13 +53,13 @@ def queued_seconds(pids: Iterable[int]) -> float:
 
 
 def starts(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks, or None if it is not alive."""
+    """Return the start time in clock ticks, or None if the process is not alive."""
     fields = _fields(pid)
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
 def resident(pid: int) -> int:
-    """Return the resident memory of a process in bytes, with shared memory, or 0 if unknown."""
+    """Return the resident memory in bytes, including shared memory, or 0 if unknown."""
     with contextlib.suppress(OSError, IndexError), open(f"{PROC}/{pid}/statm", "rb") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0

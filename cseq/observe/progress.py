@@ -24,7 +24,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     """Iterate over a loader with a tqdm bar that shows how much the loop waits, and why.
 
     ``for batch in cseq.progress(manager): …`` shows ``26%|██▌  | 412/1563 [00:21<01:00, 19.1it/s,
-    waits 41 %: workers]``. The cause is the same as in `manager.advice()`, since the bar started.
+    waits 41 %: workers]``. The cause is from `manager.advice()`.
 
     Parameters
     ----------
@@ -68,7 +68,6 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
 
 
 def _said(before: Stats | None, now: Stats | None) -> str:
-    """Describe how much the loop has waited since `before`, or return an empty string."""
     if now is None or not now.num_workers:
         return "" if now is None else "num_workers=0"
     now = added(now, before)

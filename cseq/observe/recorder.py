@@ -1,4 +1,4 @@
-"""Records the longest runs of a program, for the page of ``cseq run --report``."""
+"""Records runs for the page of ``cseq run --report``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Recorder"]
 
 
 def of_run(run: Run[Any]) -> Part:
-    """Describe a run of a manager, loader or stream."""
+    """Describe a run."""
     pool, stats = run.pool, run.pool.stats()
     if not isinstance(pool.tickets, Batches):
         return Part("DataLoader" if run.about else "Streams", run.about, stats)
@@ -32,9 +32,9 @@ def of_run(run: Run[Any]) -> Part:
 
 
 class Recorder:
-    """Keeps the longest run of each kind in this process and writes a page at the end.
+    """Keeps the longest run of each kind and writes a page at the end.
 
-    In `path`, %p is replaced by the process id and %r by the rank.
+    In `path`, %p is the process id and %r the rank.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,12 +42,12 @@ class Recorder:
         # Raise OSError now if the folder does not exist.
         os.stat(os.path.join(os.path.dirname(self._path), ""))
         self._kept: dict[tuple[str, str], Part] = {}
-        # Runs may end in any thread, or in a signal handler.
+        # Runs may end in any thread or in a signal handler.
         self._guard = threading.RLock()
         on_close.append(self.note)
 
     def note(self, run: Run[Any]) -> None:
-        """Keep the figures of a run if it is the longest of its kind so far."""
+        """Keep the figures of the longest run of each kind."""
         if not run.pool.stats().batches:
             return
         part = of_run(run)

@@ -1,4 +1,4 @@
-"""``cseq top``: shows statistics about the loaders in running programs."""
+"""``cseq top``: shows statistics of running programs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def top(pid: int | None, *, once: bool) -> int | str:
-    """Show the runs of a process, or of all processes, every second or only `once` as text.
-
-    Return the exit status, or the reason why nothing is shown.
-    """
+    """Show runs every second, or `once`. Return the exit status or an error message."""
     if not sys.platform.startswith("linux"):
         return "cseq top needs Linux: it reads the meters through /proc"
     if pid is not None and not os.path.isdir(f"/proc/{pid}"):

@@ -1,7 +1,6 @@
 """``cseq run --watch``: measures the cost of torch DataLoaders in a script.
 
-The DataLoaders are not changed, except that three methods are timed. When the script ends, the cost
-and advice are printed for each kind of loader::
+Three methods of the DataLoaders are timed. The cost of each kind is printed at the end::
 
     __iter__ ──► Turn: an epoch, its workers ──► Watched: a kind of loader ──► Window ──► advise
 """
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Watched", "tell", "watch"]
 
-# The start of the line that says how much could be gained with a faster loader.
+# The start of the line about the possible gain.
 FREE = "if data were free:"
 
 
@@ -40,16 +39,16 @@ class Watched:
     persistent : bool
         Whether workers are kept between epochs.
     computed : float
-        The CPU time of the workers after the first batch of each epoch, in seconds. Without
-        workers, the CPU time for making batches in the loop's thread.
+        CPU seconds of the workers (or of the loop's thread, without workers) after the first batch
+        of each epoch.
     queued : float
-        How many seconds the workers have waited for a core during this time.
+        Seconds that the workers waited for a core during this time.
     epochs, batches : int
-        The number of first batches (one per epoch), and the number of all other batches.
+        The number of epochs, and of batches without the first of each epoch.
     started : float
-        The total time from `iter` to the first batch in seconds, over all epochs.
+        Seconds from `iter` to the first batch, over all epochs.
     waited, stepped : float
-        How many seconds the loop has waited for all other batches, and worked between batches.
+        Seconds that the loop waited for other batches, and worked between batches.
     turns : list of Turn
         The epochs that are in progress.
     """
@@ -67,7 +66,7 @@ class Watched:
     turns: list[Turn] = field(default_factory=list)
 
     def window(self, cores: int) -> Window:
-        """Return the figures for `advise`. While the loop waits, workers are assumed to be busy."""
+        """Return the figures for `advise`. Workers count as busy while the loop waits."""
         count, workers, elapsed = self.batches, self.num_workers, self.waited + self.stepped
         worked = elapsed * workers if workers else self.waited
         if not worked:
@@ -103,7 +102,7 @@ class Watched:
 
 
 class Turn:
-    """An epoch that is in progress. `begun` is the time when the loop called `iter`."""
+    """An epoch in progress. `begun` is the time of the call to `iter`."""
 
     def __init__(self, watched: Watched, begun: float) -> None:
         self.watched, self.begun = watched, begun
@@ -111,13 +110,13 @@ class Turn:
         self._pids: Sequence[int] = ()
 
     def begin_epoch(self, pids: Sequence[int]) -> None:
-        """Record the workers, and the CPU time that they used for the first batch."""
+        """Record the workers and the CPU time until now."""
         self._pids = pids
         self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
 
     def end_epoch(self) -> None:
-        """Add the CPU time of the workers, before they exit."""
+        """Add the CPU time of the workers before they exit."""
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
@@ -125,7 +124,7 @@ class Turn:
 
 
 def watch(loaders: dict[Any, Watched]) -> None:
-    """Time all torch DataLoaders in this process. Add a `Watched` for each kind to `loaders`."""
+    """Time all torch DataLoaders in this process. Collect the figures in `loaders`."""
     from torch.utils.data import DataLoader, IterableDataset
 
     from cseq.adapters.torch import names
@@ -140,7 +139,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
     def __iter__(loader: DataLoader[Any]) -> names.Base:  # noqa: N807
         begun = clock()
         iterator = iterate(loader)
-        # Other iterators are not timed, such as cseq's.
+        # Other iterators, such as cseq's, are not timed.
         if type(iterator).__next__ is not names.Base.__next__:
             return iterator
         size = "" if isinstance(loader.dataset, IterableDataset) else _size_of(loader.dataset)
@@ -148,14 +147,14 @@ def watch(loaders: dict[Any, Watched]) -> None:
         name += f", batch_size={loader.batch_size}, num_workers={loader.num_workers}"
         watched = Watched(name, loader.num_workers, loader.persistent_workers)
         watched = loaders.setdefault((name, watched.persistent), watched)
-        # With persistent workers, the iterator is used again, so the previous epoch ends here.
+        # Persistent workers use the same iterator for the next epoch.
         end(iterator)
         vars(iterator)["_cseq_turn"] = Turn(watched, begun)
         return iterator
 
     def __next__(iterator: names.Base) -> object:  # noqa: N807
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
-        # A subclass may have created the iterator without calling `__iter__`.
+        # A subclass may not have called `__iter__`.
         if turn is None:
             return following(iterator)
         begun, before = clock(), time.thread_time()
@@ -194,7 +193,6 @@ def watch(loaders: dict[Any, Watched]) -> None:
 
 
 def _size_of(dataset: Any) -> str:
-    """Return the number of samples as text, or an empty string if there is no length."""
     try:
         return f", {len(dataset):,} samples"
     except (TypeError, NotImplementedError):
@@ -202,7 +200,7 @@ def _size_of(dataset: Any) -> str:
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
-    """Print the lines about all loaders, but not in a forked copy of the process `pid`."""
+    """Print the lines, except in a forked process."""
     if os.getpid() != pid or sys.stderr is None:
         return
     rank = os.environ.get("RANK", "")

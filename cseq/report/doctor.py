@@ -1,6 +1,6 @@
-"""``cseq doctor``: finds reasons for a slow machine that other tools do not show.
+"""``cseq doctor``: finds reasons for a slow machine.
 
-Each check is a function that yields findings. A finding is a warning if it has a remedy.
+Each check yields findings. A finding with a remedy is a warning.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "look", "report"]
 
-# A container is slowed down by its quota if more than this fraction of periods is throttled.
+# The maximum fraction of throttled periods.
 THROTTLED = 0.05
-# Cores are scarce if tasks waited for a core for more than this percentage of the last 10 s.
+# The maximum percentage of the last 10 s that tasks waited for a core.
 PRESSED = 20.0
-# How often to read the clock, and how long a reading may take, including the call, in ns.
+# How often to read the clock, and how long a reading may take, in ns.
 READINGS, SLOW_CLOCK = 1000, 250
-# How many more processes should be possible, in total and per core.
+# The minimum number of free processes, in total and per core.
 PROCESSES = 32, 4
 
 
 class Finding(NamedTuple):
-    """A finding, and a remedy, which is empty if nothing is wrong."""
+    """A finding and its remedy, if there is one."""
 
     text: str
     remedy: str = ""
@@ -41,13 +41,13 @@ class Finding(NamedTuple):
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks. They are fast."""
+    """Run all checks."""
     for check in (quota, pressure, threads, kills, clock, processes):
         yield from check()
 
 
 def quota() -> Iterator[Finding]:
-    """Compare the number of cores with the quota of the control group and check for throttling."""
+    """Check the number of cores, the quota and throttling."""
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(
@@ -79,7 +79,7 @@ def pressure() -> Iterator[Finding]:
 
 
 def threads() -> Iterator[Finding]:
-    """Check for environment variables with which libraries use many threads in each worker."""
+    """Check the environment variables for library threads."""
     for name in VARIABLES:
         value = os.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
@@ -90,7 +90,7 @@ def threads() -> Iterator[Finding]:
 
 
 def kills() -> Iterator[Finding]:
-    """Check for processes that were killed because there was no more memory."""
+    """Check for processes that were killed for lack of memory."""
     killed = oom_kills(ROOT)
     if killed:
         yield Finding(
@@ -110,7 +110,6 @@ def clock() -> Iterator[Finding]:
 
 
 def _reading() -> float:
-    """Return the mean time for a reading of the clock in nanoseconds."""
     begun = time.perf_counter_ns()
     for _ in range(READINGS):
         now_ns()
@@ -118,7 +117,7 @@ def _reading() -> float:
 
 
 def processes() -> Iterator[Finding]:
-    """Check how many more processes and threads the control groups allow."""
+    """Check how many processes and threads may still be created."""
     left = []
     for group, name in groups(ROOT, "pids", "pids.max", "pids.max"):
         most, now = number(join(group, name)), number(join(group, "pids.current"))
@@ -133,7 +132,7 @@ def processes() -> Iterator[Finding]:
 
 
 def report() -> int:
-    """Print the findings. Return the exit status, which is 1 if there are warnings."""
+    """Print the findings. Return 1 if there are warnings."""
     wrong = 0
     for finding in look():
         print(finding)  # noqa: T201

@@ -1,6 +1,6 @@
-"""Draws SVG figures (areas, bars, lines and marks) for screens and paper.
+"""Draws SVG figures.
 
-The figures are used in reports, in notebooks, in the chart of benchmarks and on the website::
+Used in reports, notebooks, benchmarks and on the website::
 
     Axis ──► Chart(Drawing): grid, steps, line, bars, dot, marks ──► inline() or file()
                                        colours are classes of STYLE ──┘
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = ["COLORS", "STYLE", "Axis", "Chart", "Drawing", "duration", "number"]
 
-# The color for each purpose, on light and dark pages.
 COLORS = {
     "paper": ("#ffffff", "#0d1117"),
     "ink": ("#1f2328", "#e6edf3"),
@@ -34,17 +33,16 @@ COLORS = {
     "warm": ("#d9770a", "#f0a04b"),
     "cold": ("#2367d1", "#6ea8fe"),
 }
-# The size of charts, the size of text, and the maximum mean width of letters relative to it.
+# The size of charts and text, and the maximum mean width of a letter relative to it.
 WIDTH, HEIGHT = 540, 240
 SIZE, GLYPH = 16, 0.6
 MOST_TICKS = 5
-# Round values for times, in seconds.
 TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 43200, 86400)
 
 LIGHT, DARK = (
     "".join(f"--{name}:{pair[choice]};" for name, pair in COLORS.items()) for choice in (0, 1)
 )
-# The style for a file, or for a page with figures in an element of class cseq. Text has a halo.
+# The style of a file, or of a page with figures in an element of class cseq.
 STYLE = f"""
 .cseq{{{LIGHT}}}
 @media screen and (prefers-color-scheme:dark){{.cseq{{{DARK}}}}}
@@ -67,7 +65,6 @@ def number(value: float) -> str:
 
 
 def _at(value: float) -> str:
-    """Format a coordinate."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -75,7 +72,7 @@ def _at(value: float) -> str:
 class Axis:
     """Maps values from `low` to `high` to coordinates from `start` to `end`.
 
-    If `times` is set, values are in seconds, and 15 and 60 are also round values.
+    If `times` is set, values are in seconds, so 15 and 60 are round.
     """
 
     low: float
@@ -86,7 +83,7 @@ class Axis:
     times: bool = False
 
     def coordinate(self, value: float) -> float:
-        """Return the coordinate of a value, clipped to the ends of the axis."""
+        """Return the coordinate of a value, clipped to the axis."""
         low, high = self.low, self.high
         value = min(max(value, low), high)
         if self.logarithmic:
@@ -125,7 +122,7 @@ class Drawing:
         self._parts: list[str] = []
 
     def inline(self, attributes: str = "", head: str = "") -> str:
-        """Return an SVG element, for a page that includes the rules in `STYLE`."""
+        """Return an SVG element for a page that includes `STYLE`."""
         parts = "\n".join(self._parts)
         return (
             f'<svg{attributes} viewBox="0 0 {_at(self.width)} {_at(self.height)}" role="img" '
@@ -133,7 +130,7 @@ class Drawing:
         )
 
     def file(self) -> str:
-        """Return a complete SVG file, which follows the color scheme of the viewer's system."""
+        """Return a complete SVG file, in light or dark colors."""
         size = f'width="{_at(self.width)}" height="{_at(self.height)}"'
         attributes = f' xmlns="http://www.w3.org/2000/svg" class="cseq" {size}'
         head = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"
@@ -141,7 +138,7 @@ class Drawing:
         return self.inline(attributes, head + sheet) + "\n"
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """Draw a line of text with the baseline at `y`. `kind` contains classes ('faint end')."""
+        """Draw text with the baseline at `y`. `kind` contains classes ('faint end')."""
         shown = kind if "faint" in kind else f"ink {kind}".strip()
         corner = f'x="{_at(x)}" y="{_at(y)}"'
         self._parts.append(f'<text {corner} class="{shown}">{escape(words, quote=False)}</text>')
@@ -152,7 +149,7 @@ class Drawing:
         self._parts.append(f'<rect {corner} class="{kind}"/>')
 
     def path(self, steps: str, kind: str) -> None:
-        """Draw an SVG path, which is an area, or a line if `kind` is 'stroke'."""
+        """Draw an SVG path: an area, or a line if `kind` is 'stroke'."""
         self._parts.append(f'<path d="{steps}" class="{kind}"/>')
 
 
@@ -176,7 +173,7 @@ class Chart(Drawing):
         self.y = Axis(*y, HEIGHT - 28, 24)
 
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
-        """Draw lines at round values, with labels from `x` and `y`. `y` may be None."""
+        """Draw lines at round values, with labels from `x` and `y`."""
         for value in self.y.ticks if y else ():
             at = self.y.coordinate(value)
             self.rect(self.x.start, at - 0.5, self.x.end - self.x.start, 1, "line")
@@ -192,7 +189,7 @@ class Chart(Drawing):
     def steps(
         self, edges: Sequence[float], values: Iterable[float], kind: str, floor: float = 0.0
     ) -> None:
-        """Draw an area. The values are its heights between consecutive edges."""
+        """Draw an area with the given heights between edges."""
         drawn = (
             f"V{_at(self.y.coordinate(floor + value))}H{_at(self.x.coordinate(end))}"
             for value, end in zip(values, edges[1:], strict=True)
@@ -219,10 +216,7 @@ class Chart(Drawing):
         self.path(f"M{left} {at}a6 6 0 1 0 12 0a6 6 0 1 0-12 0z", kind)
 
     def marks(self, *marks: tuple[float, str, str]) -> None:
-        """Draw a vertical line with a label at each value, in the given color.
-
-        Each label is in a separate row, on the side of the line where it crosses fewer lines.
-        """
+        """Draw a labeled vertical line at each value."""
         places = [self.x.coordinate(value) for value, _, _ in marks]
         for at, (_, _, kind) in zip(places, marks, strict=True):
             self.rect(at - 0.75, self.y.end, 1.5, self.y.start - self.y.end, kind)

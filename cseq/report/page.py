@@ -1,7 +1,6 @@
-"""Writes an HTML page about a run: why the loop waits, and what would help.
+"""Writes an HTML page about a run.
 
-The page works without scripts and without a network. It has styles for light and dark screens, and
-for printing::
+The page needs no scripts and no network::
 
     Part (stats, facts, slowest batches) ──► section: verdict, tiles, figures ──► page
 """
@@ -35,11 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "in_notebook", "page", "write"]
 
-# Figures over time require LEAST_POINTS points of history, and have at most INTERVALS intervals.
+# The maximum number of intervals, and the fewest points for figures over time.
 INTERVALS, LEAST_POINTS = 120, 4
-# How many workers are drawn over time. Workers that differ most are preferred.
+# The maximum number of workers drawn over time.
 MOST_ROWS = 16
-# The number of batches in the table of the slowest batches.
 SLOWEST = 8
 RANKS = ("RANK", "WORLD_SIZE")
 
@@ -70,10 +68,7 @@ SHEET = STYLE + RULES
 
 
 class Part(NamedTuple):
-    """A manager, loader or stream on the page, with its name, a line of facts, and its statistics.
-
-    If `has_remake` is True, the page shows code that makes the slowest batches again.
-    """
+    """A manager, loader or stream on the page. `has_remake` adds code to remake batches."""
 
     name: str
     facts: str
@@ -82,10 +77,9 @@ class Part(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
-    """Write a page. The file is written atomically, so it is never incomplete.
+    """Write a page atomically.
 
-    The title defaults to the name of the script. Raises TypeError if `path` or `title` has the
-    wrong type.
+    The title defaults to the name of the script. Raises TypeError for a wrong type.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -95,9 +89,6 @@ def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None
     content = page(parts, title)
     with whole(name) as file:
         file.write(content)
-
-
-# -- the page
 
 
 def page(parts: Sequence[Part], title: str | None = None) -> str:
@@ -138,7 +129,7 @@ def section(part: Part) -> str:
 
 
 def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
-    """Return HTML for a notebook with the verdict, the tiles, a figure and rows of facts."""
+    """Return HTML for a notebook."""
     facts = _table((escape(name), escape(value)) for name, value in rows)
     if not stats.batches:
         return facts
@@ -161,7 +152,7 @@ def verdict(stats: Stats) -> str:
 
 
 def tiles(stats: Stats) -> str:
-    """Return tiles with the five most important figures, and the share of cached samples."""
+    """Return tiles with the most important figures."""
     rates, count = stats.as_dict(""), stats.num_workers
     shown = [
         (number(rates["batches_per_s"]), "batches a second"),
@@ -177,14 +168,12 @@ def tiles(stats: Stats) -> str:
 
 
 def _table(rows: Iterable[Sequence[object]], heads: Sequence[str] = ()) -> str:
-    """Return an HTML table with the given cells and headings."""
     lines = ["".join(f"<th>{head}</th>" for head in heads)] if heads else []
     lines += ["".join(f"<td>{cell}</td>" for cell in row) for row in rows]
     return f'<div class="scroll"><table><tr>{"</tr><tr>".join(lines)}</tr></table></div>'
 
 
 def _details(stats: Stats) -> str:
-    """Return all figures in a collapsed section."""
     workers = [[f"{x:.3g}" if isinstance(x, float) else x for x in row] for row in stats.workers]
     figures = _table((name, f"{value:.6g}") for name, value in stats.as_dict("").items())
     table = _table(workers, WorkerStats._fields)
@@ -192,7 +181,6 @@ def _details(stats: Stats) -> str:
 
 
 def _machine() -> str:
-    """Return a collapsed section with versions, environment variables and `doctor` findings."""
     rows = [("command", " ".join(sys.argv)), ("system", platform.platform())]
     rows += [("Python", sys.version), ("cores", str(cores()))]
     for name in ("cseq-loader", "numpy", "torch"):
@@ -211,7 +199,7 @@ Drawn = tuple[str, Chart, str]
 
 
 def drawn(stats: Stats) -> Iterator[Drawn]:
-    """Yield all figures for which there are measurements."""
+    """Yield the figures for which there is data."""
     over = Over.of(stats.history)
     if over is not None:
         caption = "The fraction of the time that the loop waits."
@@ -230,12 +218,11 @@ def drawn(stats: Stats) -> Iterator[Drawn]:
 
 
 class Over(NamedTuple):
-    """A run that is divided into intervals of equal length.
+    """A run in intervals of equal length.
 
-    `edges` are the boundaries of intervals in seconds since the start. In each interval, `waiting`
-    is the fraction of the time that the loop waits, `rate` is the number of batches per second, and
-    each row of `busy` is the fraction that a worker works. `ready` is the number of batches that
-    are ready at each edge.
+    `edges` are in seconds since the start. In each interval, `waiting` and each row of `busy` are
+    fractions of the time, and `rate` is in batches per second. `ready` is the number of batches at
+    each edge.
     """
 
     edges: NDArray[np.float64]
@@ -256,7 +243,7 @@ class Over(NamedTuple):
             return np.diff(np.interp(edges, at, values))
 
         took = np.diff(edges)
-        # With 'auto', there may be columns for workers that were never started.
+        # With 'auto', some workers were never started.
         ran = np.flatnonzero(history["busy"][-1])
         rows = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
         busy = np.array([np.clip(grown(worked) / took, 0, 1) for worked in rows])
@@ -273,7 +260,7 @@ class Over(NamedTuple):
     def area(
         self, heading: str, values: NDArray[Any], kind: str, caption: str, *, is_part: bool = False
     ) -> Drawn:
-        """Draw a value over time, which is a fraction of the time if `is_part` is set."""
+        """Draw a value over time."""
         most = 1.0 if is_part else max(float(values.max()) * 1.1, 1.0)
         chart = self.chart(heading, most, "{:.0%}".format if is_part else number)
         chart.steps(self.edges.tolist(), values.tolist(), kind)
@@ -281,7 +268,7 @@ class Over(NamedTuple):
 
 
 def workers(over: Over) -> Drawn:
-    """Draw when each worker was busy, in one row per worker."""
+    """Draw when each worker was busy."""
     names, about = np.arange(len(over.busy)), ""
     if len(names) > MOST_ROWS:
         means = over.busy.mean(axis=1)
@@ -299,7 +286,7 @@ def workers(over: Over) -> Drawn:
 
 
 def batch_times(stats: Stats) -> Drawn:
-    """Draw a histogram of the times that workers take per batch."""
+    """Draw a histogram of times per batch."""
     times, title = stats.index_seconds, "A worker's time for a batch"
     buckets = times.buckets()
     low, high = buckets[0][0], buckets[-1][1]
@@ -315,7 +302,7 @@ def batch_times(stats: Stats) -> Drawn:
 
 
 def enough(stats: Stats) -> Drawn:
-    """Draw the rate that is expected with more or fewer workers."""
+    """Draw the expected rate by number of workers."""
     window, title = stats.window(), "How many workers would be enough"
     now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)
