@@ -16,7 +16,7 @@
 ``shards``      the base class of readers, which provides access by index and an order
 ``reader``      the part of a reader that the fetcher uses
 ``client``      connections of a process to the fetcher
-``fetcher``     the process that fetches shards, of which there is one per machine
+``fetcher``     the process that fetches shards, one per machine
 ``plan``        predicts which shards an order will use
 ``objects``     lists and reads the objects in a store, with obstore
 ``cache``       `cseq.cached`: a data set with cached samples
@@ -47,7 +47,7 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import a reader on first use. `cseq.cached` works without readers."""
+    """Import a reader on first use."""
     if name not in _ELSEWHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

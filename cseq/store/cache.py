@@ -1,4 +1,4 @@
-"""`cached`: a data set whose samples are created only once per machine."""
+"""`cached`: a data set that creates each sample once per machine."""
 
 from __future__ import annotations
 
@@ -71,10 +71,9 @@ def cached(
 ) -> Cached[T_co]:
     """Cache a data set so that each sample is created only once per machine.
 
-    All workers, ranks and threads on a machine share one copy of each sample, regardless of the
-    start method. `make` must be deterministic, so it should read, decode and resize samples, but
-    random transforms should be applied after the cache. As a check, each process creates the first
-    cached sample that it reads again, and raises an error if it is different.
+    All workers, ranks and threads on a machine share one copy of each sample. `make` must be
+    deterministic: apply random transforms after the cache. As a check, each process creates one
+    cached sample again, and raises an error if it differs.
 
     Parameters
     ----------
@@ -83,28 +82,27 @@ def cached(
         and containers. ``len(make)`` is the number of samples. Workers get a pickled copy.
     limit : int or str
         The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. When the cache
-        is full, samples that are not in the cache are created again on every access.
+        is full, other samples are created on every access.
     folder : str, optional
-        A folder on a local disk, in which samples are kept between runs. It must not be used for
-        anything else. By default, samples are kept in shared memory (or in a temporary folder if
-        ``/dev/shm`` is smaller than `limit`) until the last process that uses them exits.
+        A folder on a local disk, for this cache only, which keeps samples between runs. By default,
+        samples are in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
+        `limit`) until the last process exits.
     version : str, optional
-        A version of `make`, which you change when `make` returns different samples. By default,
-        `make` is identified by its pickle and the source code of its modules.
+        Change this when `make` returns different samples. By default, `make` is identified by its
+        pickle and its source code.
 
     Returns
     -------
     Cached
-        A data set. With an integer as the index, it returns a private copy of the sample. With a
-        list or array, it returns a list of samples, whose arrays are read-only views of the cache.
+        A data set. An integer index returns a copy of a sample. A list or array returns a list of
+        samples, whose arrays are read-only views of the cache.
 
     Raises
     ------
     ValueError
         If the folder was created for a different data set, version or limit.
     OSError
-        If there is not enough space for the index of the cache, or on Windows, which has no
-        `fcntl`.
+        If there is not enough space for the index, or on Windows.
 
     Examples
     --------
@@ -174,7 +172,6 @@ class Cached(Generic[T_co]):
         return self._read(index, copies=True)
 
     def _read(self, index: int, *, copies: bool) -> Any:
-        """Return a sample from the cache, or create it. If `copies` is set, copy cached arrays."""
         number = range(len(self))[index]
         entry = self._entries.find(number)
         if entry is None:
@@ -195,7 +192,7 @@ class Cached(Generic[T_co]):
         return sample
 
     def _check(self, number: int, entry: memoryview) -> None:
-        """Create the sample again and raise ValueError if it differs from the entry."""
+        """Create the sample again. Raise ValueError if it is different."""
         self._is_checked = True
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):
@@ -210,7 +207,7 @@ class Cached(Generic[T_co]):
 
 
 def _entry_of(sample: object) -> list[Any]:
-    """Encode a sample as a list of parts, which are written one after another."""
+    """Return the parts of an entry, which are written one after another."""
     buffers: list[memoryview] = []
     data = dumps(sample, buffers, REDUCERS)
     words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)
@@ -242,12 +239,9 @@ def _sample_of(entry: memoryview, *, copies: bool) -> Any:
 
 
 def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
-    """Return what to compare: the arrays in an entry, or the pickle if there are no arrays."""
+    """Return the arrays of an entry or, if there are none, its pickle."""
     data, buffers = _parts_of(entry)
     return buffers or data
-
-
-# -- the identity of a data set
 
 
 def _identity(make: Any, version: str | None) -> dict[str, Any]:
@@ -276,7 +270,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
 
 
 def _source_of(name: str) -> str | None:
-    """Return the source file of a user's module, or None if it is installed or has no source."""
+    """Return the source of a module, or None if it is installed or has none."""
     path: str = getattr(sys.modules.get(name), "__file__", None) or ""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     is_source = path.endswith(".py") and os.path.exists(path)

@@ -1,8 +1,7 @@
 """The connections of a process to the fetcher of a folder.
 
-Messages are lines of JSON. A connection can only be used for one request at a time. Each thread and
-each signal handler therefore uses an idle connection or opens a new one. If a process cannot
-connect to the socket in the folder, it starts the fetcher and becomes the first client.
+Messages are lines of JSON. A connection is used for one request at a time, so each thread and each
+signal handler needs its own. A process that cannot connect starts the fetcher.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from cseq.store.folder import Folder, address
 
 __all__ = ["Client"]
 
-# How many fetchers may exit without an answer before a request fails.
+# How many fetchers may exit before a request fails.
 STARTS = 5
-# How many seconds a fetcher may take to start.
+# Seconds for the start of a fetcher.
 SECONDS = 60.0
 KINDS = {"ValueError": ValueError, "OSError": OSError}
 
@@ -38,7 +37,7 @@ class Line:
         self._sock.sendall(data)
 
     def receive(self) -> Any:
-        """Wait for an answer. Return its value, or the exception that it reports."""
+        """Return the answer, or the exception that it reports."""
         line = self._file.readline()
         if not line:
             raise ConnectionResetError
@@ -66,12 +65,12 @@ class Client(Folder):
         _close(self._free)
 
     def ask(self, start: bytes, *message: Any, answers: bool = True) -> Any:
-        """Send a message and return the answer if `answers` is set.
+        """Send a message. Return the answer if `answers` is set.
 
         Parameters
         ----------
         start : bytes
-            The pickled class and state of the reader, in case a fetcher must be started.
+            The pickled class and state of the reader, to start a fetcher.
 
         Raises
         ------
@@ -89,11 +88,11 @@ class Client(Folder):
                 answer = line.receive() if answers else None
                 is_whole = True
             except ConnectionError:
-                # The fetcher has exited, so the other connections are dead as well.
+                # The other connections are dead as well.
                 self.reset()
                 continue
             finally:
-                # After an interruption in the middle of a message, a connection cannot be reused.
+                # A connection cannot be reused after part of a message.
                 if is_whole:
                     self._free.append(line)
                 else:
@@ -105,7 +104,7 @@ class Client(Folder):
         )
 
     def _connection(self, start: bytes) -> Line:
-        """Connect to the fetcher. Start a fetcher if none is running."""
+        """Connect to the fetcher. Start it if necessary."""
         lock = locked(f"{self.path}/starting")
         sock = lifted(socket.socket(socket.AF_UNIX))
         try:
@@ -120,7 +119,6 @@ class Client(Folder):
                 os.close(lock)
 
     def _started(self, start: bytes) -> Line:
-        """Start the fetcher, wait until it is listening, and return a connection."""
         from cseq.processes.launcher.processes import describe_start, spawn
 
         child = spawn(describe_start("", "cseq.store.fetcher"), "cseq-fetch", 1)
@@ -139,7 +137,7 @@ class Client(Folder):
             line.close()
             raise
         finally:
-            # The child forks the fetcher and then exits immediately.
+            # The child exits after it has forked the fetcher.
             child.status(SECONDS)
         child.sock.settimeout(None)
         return line

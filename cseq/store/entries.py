@@ -12,12 +12,10 @@ an entry        its position plus 1 when it is complete, or 0, protected by the 
 counters        the counters of a process, protected by the lock on its row
 ==============  ================================================================================
 
-The locks are `fcntl` locks on single bytes of ``claims``, which the system releases when a process
-exits. If a process is killed between two writes, every entry is still either complete or absent.
-``used`` is increased before an entry is written. Space is therefore never allocated twice, and a
-killed process wastes the space of at most one entry. The word of an entry is written last. Readers
-need this word to find the entry, so they always read the word before the entry (this is an address
-dependency, which all CPUs respect).
+The locks are `fcntl` locks on bytes of ``claims``. The system releases them when a process exits.
+``used`` is increased before an entry is written, so a killed process wastes the space of at most
+one entry. The word of an entry is written last, so every entry is complete or absent. Readers find
+the entry through its word (an address dependency, which all CPUs respect).
 """
 
 from __future__ import annotations
@@ -49,20 +47,19 @@ log = logging.getLogger("cseq")
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 # The alignment of entries in bytes.
 LINE = 64
-# The index of `used`, the only word in the header.
 USED = 0
-# The number of words in the header, and the number of rows of counters.
+# The words of the header, and the rows of counters.
 HEADER, COUNTERS = 8, 512
 # The columns of a row: samples found, created and stored, and created but not stored.
 HITS, MADE, REFUSED = range(3)
 # The index of the word for the first entry.
 FIRST = HEADER + 4 * COUNTERS
-# The offsets of locks in `claims` that are not claims on entries.
+# The offsets of other locks in `claims`.
 ROOM, COUNTING = 2**40, 2**41
 
 
 class Entries(Folder):
-    """The entries in a folder, as accessed by this process.
+    """The entries in a folder.
 
     `about` must contain ``samples``, the number of entries, and ``limit``, the maximum size of
     ``index`` and ``data`` together in bytes.
@@ -88,20 +85,19 @@ class Entries(Folder):
         super().__init__(path, about, is_kept=is_kept)
 
     def reset(self) -> None:
-        """Start without claims and without a row of counters."""
+        """Drop all claims and the row of counters."""
         self._own = threading.Lock()
-        # The entries that threads of this process have claimed. `fcntl` does not distinguish
-        # threads.
+        # Entries claimed by this process. `fcntl` does not distinguish threads.
         self._claimed: set[int] = set()
         self._row: int | None = None
 
     def begin(self) -> None:
-        """Open the files and create them if necessary."""
+        """Open the files. Create them if necessary."""
         for name in ("claims", "index", "data"):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self.files.append(lift(os.open(f"{self.path}/{name}", flags, 0o600)))
         _, self._claims, self._index, self._data = self.files
-        # Write zeros, because a hole in the file would cause SIGBUS if the disk is full.
+        # A hole in the file would cause SIGBUS when the disk is full.
         if os.fstat(self._index).st_size < self.overhead:
             write(self._index, bytes(self.overhead), 0)
         if os.fstat(self._data).st_size < self.limit:
@@ -109,17 +105,15 @@ class Entries(Folder):
         words: NDArray[np.int64] = np.frombuffer(mmap.mmap(self._index, self.overhead), np.int64)
         self._words, self._starts = words, words[FIRST:]
         self._counters = words[HEADER:FIRST].reshape(-1, 4)
-        # The mapping is private, so that entries do not change if user code writes to a view.
-        # Memory is not reserved, because `limit` may be larger, and pages are rarely written.
+        # The mapping is private, so that user code cannot change entries. `limit` may be larger
+        # than the memory.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
         self._bytes = memoryview(data).toreadonly()
         CACHES.add(self)
 
-    # -- entries
-
     def find(self, number: int) -> memoryview | None:
-        """Return a view of the data that starts at an entry, or None if there is no such entry."""
+        """Return a view that starts at an entry, or None."""
         start = int(self._starts[number]) - 1
         if start < 0:
             return None
@@ -127,13 +121,10 @@ class Entries(Folder):
         return self._bytes[start:]
 
     def claim(self, number: int) -> bool:
-        """Claim an entry. Return False if the entry exists or has already been claimed.
-
-        In this case, the sample is counted as created but not stored.
-        """
+        """Claim an entry. Return False if it exists or is already claimed."""
         with self._own:
             if number not in self._claimed and self._lock(number, wait=False):
-                # The previous owner of the claim may have written the entry.
+                # The previous owner may have written the entry.
                 if not self._starts[number]:
                     self._claimed.add(number)
                     return True
@@ -148,7 +139,7 @@ class Entries(Folder):
             self._claimed.discard(number)
 
     def keep(self, number: int, parts: Sequence[Any]) -> None:
-        """Write an entry that consists of several buffers, if there is enough space."""
+        """Write an entry from several buffers, if there is space."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         room = self.limit - self.overhead
         if nbytes > room:
@@ -175,8 +166,6 @@ class Entries(Folder):
             )  # fmt: skip
         self._note(MADE if self._starts[number] else REFUSED)
 
-    # -- counts
-
     @property
     def nbytes(self) -> int:
         """The number of bytes in use, including the index."""
@@ -188,12 +177,12 @@ class Entries(Folder):
         return int(np.count_nonzero(self._starts))
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many samples were found, created and stored, and created but not stored."""
+        """Return how many samples were found, stored, and created but not stored."""
         hits, made, refused, _ = self._counters.sum(axis=0).tolist()
         return hits, made, refused
 
     def _note(self, column: int) -> None:
-        """Increment a counter of this process. Do nothing if all rows of counters are in use."""
+        """Increment a counter of this process, unless all rows are in use."""
         with self._own:
             if self._row is None:
                 free = (k for k in range(COUNTERS) if self._lock(COUNTING + k, wait=False))
@@ -201,10 +190,8 @@ class Entries(Folder):
             if self._row >= 0:
                 self._counters[self._row, column] += 1
 
-    # -- the files
-
     def _set(self, word: int, value: int) -> None:
-        """Write a word of the index in a single call, which is atomic for other processes."""
+        """Write a word in a single call, which is atomic for other processes."""
         write(self._index, value.to_bytes(8, sys.byteorder), 8 * word)
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The fetcher, a process that fetches the shards of a folder for a whole machine.
+"""The fetcher: a process that fetches shards, one per folder.
 
 ::
 
@@ -7,12 +7,10 @@
     <cache>/fetcher    a file that this process locks until it exits
     <cache>/shards/5   a shard, which is called 5.part while it is being written
 
-Only this process writes and removes shards. A shard is renamed when it is complete, so there are no
-partial shards if the process is killed. Workers can still read a removed shard if they have mapped
-it.
+Only this process writes and removes shards. A shard is renamed when it is complete. Workers can
+still read a removed shard that they have mapped.
 
-The process exits when its last connection is closed. Except for `Reader.finish`, all code runs in
-one thread.
+The process exits when its last connection is closed. Only `Reader.finish` runs in other threads.
 """
 
 from __future__ import annotations
@@ -58,11 +56,11 @@ class Fetcher:
     objects : list of Object
         The objects in the store.
     have : dict of int to int
-        The shards in the folder and their sizes in bytes. The most recently used shard is last.
+        The sizes in bytes of the shards in the folder, most recently used last.
     running : dict of int to Task
         The fetches in progress, by shard.
     errors : dict of int to Exception
-        Exceptions from fetches, by shard. A worker that needs the shard triggers another attempt.
+        Exceptions from fetches, by shard.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -74,13 +72,11 @@ class Fetcher:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.errors: dict[int, Exception] = {}
         self.plan: Plan | None = None
-        # For each connection, the shards that it is waiting for, and those it has not mapped yet.
+        # For each connection, the shards that it waits for, and those that it has not mapped yet.
         self._needed: dict[asyncio.StreamWriter, list[int]] = {}
         self._given: dict[asyncio.StreamWriter, list[int]] = {}
         self._users = 0
         self._changed, self._over = asyncio.Event(), asyncio.Event()
-
-    # -- the connections
 
     async def serve(self, first: socket.socket, listening: socket.socket) -> None:
         """Handle connections until the last one is closed."""
@@ -129,10 +125,10 @@ class Fetcher:
                 self._over.set()
 
     async def _await(self, writer: asyncio.StreamWriter, missing: list[int]) -> Any:
-        """Wait for at least one of the missing shards. Return the available ones, or an error."""
+        """Wait for at least one of the shards. Return the available ones, or an error."""
         for number in missing:
             self.errors.pop(number, None)
-            # If the worker did not find the file, another program must have removed it.
+            # Another program must have removed the file.
             if number in self.have and not os.path.exists(f"{self.folder}/shards/{number}"):
                 self.held -= self.have.pop(number)
         self._needed[writer] = missing
@@ -149,22 +145,19 @@ class Fetcher:
         return self._given[writer]
 
     def _read_at(self, *place: int) -> None:
-        """Record the current position of a trainer in the order."""
+        """Record a trainer's position in the order."""
         if self.plan is None or not self.plan.has(*place):
             self.plan = Plan(self.reader.sizes, *place)
 
     def _use(self, shards: list[int]) -> None:
-        """Record which shards a batch uses."""
         for number in shards:
             if number in self.have:
                 self.have[number] = self.have.pop(number)
         if self.plan is not None:
             self.plan.advance(shards)
 
-    # -- the index
-
     async def _open(self) -> None:
-        """Read or create the index, and find the shards that are already in the folder."""
+        """Read or create the index, and find shards in the folder."""
         shards, path = f"{self.folder}/shards", f"{self.folder}/index"
         os.makedirs(shards, exist_ok=True)
         try:
@@ -190,9 +183,9 @@ class Fetcher:
             self.remove(next(iter(self.have)))
 
     async def _compare(self) -> None:
-        """Compare the objects with the index, if they can be listed with a single request."""
+        """Compare the objects with the index, if they can be listed with one request."""
         if self.reader.place.names:
-            # If objects were passed by name, they are checked when they are fetched.
+            # Objects that were passed by name are checked later.
             return
         there = {one.name: one for one in await self.remote.list()}
         for before in self.objects:
@@ -205,10 +198,8 @@ class Fetcher:
                 "pass another folder, or remove this one"
             )
 
-    # -- shards
-
     def _schedule(self) -> None:
-        """Start fetching shards that workers are waiting for, and then shards in the plan."""
+        """Start fetches: first for workers that wait, then for the plan."""
         needed = {number: None for missing in self._needed.values() for number in missing}
         coming = [] if self.plan is None else self.plan.coming(self.reader.ahead)
         for number in dict.fromkeys([*needed, *coming]):
@@ -224,12 +215,11 @@ class Fetcher:
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
         """Remove shards until there is room for the given shard. Return False if it has to wait.
 
-        The shard that will not be used for the longest time is removed first. If there is no plan,
-        this is the most recently used shard, because every epoch uses all shards. A shard is not
-        removed before all workers that have waited for it have mapped it.
+        The shard that is not used for the longest time is removed first. Without a plan, this is
+        the most recently used one. All workers that waited for it must have mapped it.
         """
         nbytes = self.reader.nbytes
-        # Let `put` raise an error that explains the limit.
+        # `put` raises an error that explains the limit.
         if nbytes[number] > self.reader.limit:
             return True
         busy = {*needed}.union(*self._given.values())
@@ -259,7 +249,7 @@ class Fetcher:
         self.held -= self.have.pop(number)
 
     async def _fetch(self, number: int) -> None:
-        """Fetch a shard and wake up the connections that are waiting for it."""
+        """Fetch a shard and wake up the connections that wait for it."""
         try:
             await self.put(number)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
@@ -308,13 +298,13 @@ class Fetcher:
             self.reader.finish(number, part)
         except ValueError as error:
             raise ValueError(f"shard {named} {error}") from error
-        # Sync the file, so that there are no partial shards after a power failure.
+        # Prevent partial shards after a power failure.
         with open(part, "rb") as file:
             os.fsync(file.fileno())
 
 
 def _line(answer: object) -> bytes:
-    """Encode an answer as a line of JSON. An exception becomes a ValueError or an OSError."""
+    """Encode an answer, or an exception as a ValueError or an OSError."""
     parts = [answer]
     if isinstance(answer, BaseException):
         kind = "ValueError" if isinstance(answer, ValueError) else "OSError"
@@ -326,8 +316,7 @@ def _line(answer: object) -> bytes:
 def begin_process(start: Start) -> NoReturn:
     """Run the fetcher in a child of this process, and exit.
 
-    Because of this, the process that needs the fetcher can wait for its own children, exit or be
-    killed.
+    Otherwise, the process that needs the fetcher could not wait for its own children.
     """
     first = prepare(start)
     gc.enable()
@@ -341,7 +330,7 @@ def begin_process(start: Start) -> NoReturn:
         reader = kind.__new__(kind)
         vars(reader).update(state)
         users = users_of(reader.folder)
-        # Wait for the previous fetcher, which may still be exiting.
+        # The previous fetcher may still be exiting.
         lock = os.open(f"{reader.folder}/fetcher", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         listening = lifted(socket.socket(socket.AF_UNIX))
@@ -363,7 +352,7 @@ def begin_process(start: Start) -> NoReturn:
 async def _serve(
     fetcher: Fetcher, first: socket.socket, listening: socket.socket, users: int
 ) -> NoReturn:
-    """Run the fetcher and exit from the process without cancelling tasks."""
+    """Run the fetcher. Exit without cancelling tasks."""
     await fetcher.serve(first, listening)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(f"{fetcher.folder}/socket")

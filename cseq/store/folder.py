@@ -1,6 +1,6 @@
-"""A folder that is shared by processes, and can be removed by the last process.
+"""A folder that is shared by processes, and removed by the last one.
 
-``users``    an empty file, on which every process that uses the folder has a shared lock
+``users``    an empty file with a shared lock of each process that uses the folder
 ``opening``  an empty file, which a process locks while it is opening the folder
 ``about``    a description of the contents as JSON
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["Folder", "address", "close", "shared_folder", "users_of", "write"]
 
 SHARED = "/dev/shm"
-# The maximum length of a path in the address of a socket, in bytes.
+# The maximum length of a socket's path in bytes.
 LONGEST = 100
 
 
 class Folder:
-    """A folder that this process has opened. `opened` creates only one object per folder.
+    """A folder that this process has opened. There is only one object per folder.
 
     Parameters
     ----------
@@ -57,7 +57,6 @@ class Folder:
 
     def __init__(self, path: str, about: dict[str, Any], *, is_kept: bool) -> None:
         self.path = path
-        # The file descriptors to close with the folder.
         self.files = [users_of(path)]
         weakref.finalize(self, close, path, self.files, os.getpid(), is_kept=is_kept)
         self.reset()
@@ -71,7 +70,7 @@ class Folder:
 
     @classmethod
     def opened(cls, path: str, about: dict[str, Any], *, is_kept: bool) -> Self:
-        """Return the object for a folder in this process. Open the folder if necessary."""
+        """Return this process's object for a folder."""
         with Folder._opening:
             folder = Folder._here.get(path)
             if isinstance(folder, cls):
@@ -81,14 +80,14 @@ class Folder:
             return folder
 
     def reset(self) -> None:
-        """Initialize per-process state, in a new object and after a fork."""
+        """Initialize the state of a new object, or after a fork."""
         raise NotImplementedError
 
     def begin(self) -> None:
-        """Open the files in the folder. Only one process at a time calls this method."""
+        """Open the files. Only one process at a time calls this."""
 
     def compare(self, about: dict[str, Any]) -> None:
-        """Compare `about` with the description in the folder, or write it to a new folder."""
+        """Compare `about` with the description, or write it to a new folder."""
         path = f"{self.path}/about"
         try:
             with open(path, encoding="utf-8") as file:
@@ -117,10 +116,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
-    """Return a path for the contents `about`, in shared memory or in a temporary folder.
-
-    Unused folders for the same `name` are removed, which exist if processes were killed.
-    """
+    """Return a path in shared memory or in a temporary folder. Remove unused folders."""
     parent = tempfile.gettempdir()
     with contextlib.suppress(OSError):
         room = os.statvfs(SHARED)
@@ -133,10 +129,10 @@ def shared_folder(name: str, about: dict[str, Any], nbytes: int) -> str:
 
 
 def users_of(path: str) -> int:
-    """Create a folder if necessary, and lock it against removal. Return the lock's descriptor."""
+    """Create a folder if necessary, and lock it. Return the lock's descriptor."""
     while True:
         os.makedirs(path, 0o700, exist_ok=True)
-        # Another process may remove the folder between the two calls.
+        # Another process may remove the folder in between.
         with contextlib.suppress(FileNotFoundError):
             users = locked(f"{path}/users", shared=True)
             if users is not None:
@@ -144,7 +140,7 @@ def users_of(path: str) -> int:
 
 
 def remove_unused(path: str, users: int | None = None) -> None:
-    """Remove a folder, unless another process uses it. `users` is this process's own lock."""
+    """Remove a folder, unless another process uses it. `users` is this process's lock."""
     import fcntl
 
     try:
@@ -168,9 +164,9 @@ def remove_unused(path: str, users: int | None = None) -> None:
 
 
 def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
-    """Close a folder. If `is_kept` is False and no other process uses it, remove it.
+    """Close a folder. Remove it, unless it is kept or in use.
 
-    A forked process shares the lock on ``users`` with its parent, and must not change the lock.
+    A forked process shares the lock on ``users`` with its parent, so it must not change it.
     """
     if os.getpid() == pid:
         if not is_kept:
@@ -180,7 +176,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all data. If the disk is full, this raises OSError, unlike a mapping (SIGBUS)."""
+    """Write all data. A full disk raises OSError here, but SIGBUS in a mapping."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)
@@ -189,7 +185,7 @@ def write(fd: int, data: bytes, offset: int) -> None:
 
 @contextlib.contextmanager
 def address(path: str) -> Iterator[str]:
-    """Yield a valid address for the socket in a folder, even if the path is too long."""
+    """Yield an address for the folder's socket, even if the path is too long."""
     if len(os.fsencode(path)) < LONGEST or not os.path.isdir("/proc/self/fd"):
         yield f"{path}/socket"
         return

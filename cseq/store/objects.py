@@ -1,7 +1,6 @@
-"""Locates and reads objects in an object store.
+"""Lists and reads objects in a store.
 
-Objects are read with obstore, which retries failed requests and resumes interrupted reads. Only the
-fetcher uses `Remote`, because obstore hangs in a forked process if the parent has used it.
+Only the fetcher uses `Remote`, because obstore hangs in a forked process if the parent has used it.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Object", "Place", "Remote", "changed", "located"]
 
-# The maximum number of concurrent requests for headers and metadata.
+# The maximum number of concurrent requests for headers.
 AT_ONCE = 32
 # The minimum chunk size in bytes.
 CHUNK = 1 << 20
 
 
 class Object(NamedTuple):
-    """An object in a store, as it is recorded in the index."""
+    """An object in a store."""
 
     name: str
     nbytes: int
@@ -35,7 +34,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The location of objects: the URL or path of a folder, and names or a pattern."""
+    """A folder, and names or a pattern."""
 
     root: str
     names: list[str]
@@ -43,7 +42,7 @@ class Place(NamedTuple):
 
 
 def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
-    """Split URLs into a folder and names, or a folder and a pattern."""
+    """Split URLs into a folder and names or a pattern."""
     given = urls if isinstance(urls, (list, tuple)) else [urls]
     if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise TypeError(f"urls={urls!r}: pass a URL or a path, or a list of these")
@@ -72,7 +71,7 @@ def _absolute(url: str, *, in_store: bool) -> str:
 
 
 def changed(named: str, before: Object, now: Object | None) -> ValueError:
-    """Create an error for a shard that is not the same as in the index."""
+    """Return an error for a shard that is not the same as in the index."""
     if now is None:
         what = "is gone"
     elif now.nbytes != before.nbytes:
@@ -92,7 +91,7 @@ class Remote:
     ----------
     place : Place
     store : bytes or None
-        The pickled store that the user passed, or None to create a store from the URL.
+        The user's pickled store, or None to create one from the URL.
     timeout : float
         How many seconds obstore waits for data before it retries a request.
     """
@@ -103,7 +102,7 @@ class Remote:
         self._obstore: Any = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions").BaseError, OSError
         self._folder = place.root if store is not None else ""
-        # Fetching a whole shard may take a long time.
+        # A whole shard may take long.
         patience = {"timeout": "1day", "read_timeout": timedelta(seconds=timeout)}
         if store is None:
             self._store = self._made(patience)
@@ -123,12 +122,12 @@ class Remote:
         return stores.from_url(root.rstrip("/"), client_options=options)
 
     def describe(self, shard: Object) -> str:
-        """Describe an object and its store, for error messages."""
+        """Describe an object in error messages."""
         inside = "" if "://" in self.place.root else f" of {self._store!r}"
         return f"{self.place.root}{shard.name}{inside}"
 
     async def list(self) -> list[Object]:
-        """Return the objects, sorted by name or in the order in which the user listed them."""
+        """Return the objects, by name or in the user's order."""
 
         async def look(name: str) -> Object:
             async with self._gate:
@@ -156,14 +155,14 @@ class Remote:
         return sorted(chosen)
 
     async def look(self, shard: Object, start: int, stop: int) -> bytes:
-        """Return a byte range of an object. At most `AT_ONCE` requests run concurrently."""
+        """Read a byte range, with at most `AT_ONCE` concurrent requests."""
         async with self._gate:
             return b"".join([bytes(chunk) async for chunk in self.read(shard, start, stop)])
 
     async def read(
         self, shard: Object, start: int = 0, stop: int | None = None
     ) -> AsyncIterator[Any]:
-        """Read a byte range of an object as a sequence of buffers.
+        """Yield a byte range of an object in buffers.
 
         Raises
         ------
@@ -201,5 +200,5 @@ def _object(name: str, meta: Any) -> Object:
 
 
 def _first_line(error: BaseException) -> str:
-    # obstore adds pages of internal details to its error messages.
+    # obstore's messages go on with internal details.
     return str(error).partition("\n")[0].strip()

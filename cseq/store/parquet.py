@@ -1,4 +1,4 @@
-"""Shards stored as row groups in Parquet files."""
+"""Shards in row groups of Parquet files."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Parquet"]
 
-# How many bytes to request from the end of a file. Longer footers take a second request.
+# Bytes to request from the end of a file. Longer footers take a second request.
 TAIL = 1 << 16
-# If the gap between two columns has at most this many bytes, it is fetched to save a request.
+# Gaps of at most this many bytes between columns are fetched, to save requests.
 GAP = 1 << 16
 
 
 class Parquet(Shards):
     """A reader of Parquet files. Each row group is a shard, and is decoded once per machine.
 
-    ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns. Numbers, dates and
-    fixed-size lists are returned as arrays, and other columns as lists. `limit` applies to decoded
-    data, whose size is estimated from the footers until a shard has been fetched.
+    ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns: arrays of numbers,
+    dates and fixed-size lists, and lists for other types. `limit` applies to decoded data.
 
     Parameters
     ----------
@@ -108,10 +107,10 @@ class Parquet(Shards):
         return [(objects[which], start, stop) for start, stop in spans]
 
     def finish(self, number: int, path: str) -> None:
-        """Decode a row group to an Arrow file, which workers can map."""
+        """Decode a row group to an Arrow file."""
         which, group, spans = self.facts["groups"][number]
         footer = pq.read_metadata(f"{self.folder}/footers/{which}")
-        # Put the columns at their file offsets into a sparse mapping, in which gaps use no memory.
+        # Put the columns at their file offsets. Gaps in the mapping use no memory.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         with open(path, "rb") as file:
             whole = mmap.mmap(-1, spans[-1][1], flags=flags)
@@ -144,7 +143,7 @@ class Parquet(Shards):
 
 
 def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
-    """Return the byte ranges that contain the given column chunks."""
+    """Return the byte ranges of column chunks."""
     spans: list[list[int]] = []
     offsets = [one.dictionary_page_offset or one.data_page_offset for one in chunks]
     sizes = [one.total_compressed_size for one in chunks]
@@ -157,7 +156,7 @@ def _spans_of(chunks: list[pq.ColumnChunkMetaData]) -> list[list[int]]:
 
 
 def _values(column: pa.Array) -> Any:
-    """Return the values of a column as an array if they have a fixed size, or as a list."""
+    """Return a column as an array if its values have a fixed size, or as a list."""
     kind = column.type
     if pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type):
         return column.flatten().to_numpy(zero_copy_only=False).reshape(len(column), -1)

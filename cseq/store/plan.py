@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-# How many windows a trainer's position may be behind or ahead of its workers.
+# How many windows a trainer may be behind or ahead of its workers.
 BACK, FORTH = 2, 3
 
 
 class Plan:
-    """The windows of shards that an order uses with a given seed, and the current window.
+    """The windows of shards in an order, and the current window.
 
     Windows are numbered over all epochs, starting with epoch 0.
 
@@ -30,7 +30,7 @@ class Plan:
     window : int
         The number of shards in a window.
     seed, epoch, shard : int
-        The position of the trainer in the order, given by the shard that it is reading.
+        The trainer's position in the order.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Plan:
         self.front = int(self._turns(epoch)[shard])
 
     def _turns_of(self, epoch: int) -> Ints:
-        """Return the number of the window that contains each shard in an epoch."""
+        """Return the number of each shard's window in an epoch."""
         windows = UnequalWindows(self._sizes, self.window, self.seed, epoch)
         first = int(windows.starts.searchsorted(windows.epoch_start, "right")) - 1
         numbers = np.repeat(np.arange(self.count), np.diff(windows.cuts))
@@ -55,13 +55,13 @@ class Plan:
         return turns
 
     def has(self, window: int, seed: int, epoch: int, shard: int) -> bool:
-        """Return True if the position of a trainer is close to the current window."""
+        """Return True if a trainer is close to the current window."""
         if (window, seed) != (self.window, self.seed):
             return False
         return bool(-BACK <= self._turns(epoch)[shard] - self.front <= FORTH)
 
     def advance(self, shards: list[int]) -> None:
-        """Advance to the shards of a batch, if they may come from this order."""
+        """Advance to the shards of a batch, if they are from this order."""
         epoch = self.front // self.count
         for turns in (self._turns(epoch)[shards], self._turns(epoch + 1)[shards]):
             low, span = int(turns.min()), int(np.ptp(turns))
@@ -70,18 +70,18 @@ class Plan:
                 return
 
     def uses(self) -> Ints:
-        """Return the number of the next window that contains each shard."""
+        """Return the next window of each shard."""
         return self._next(self.front)[0]
 
     def coming(self, more: int) -> list[int]:
-        """Return the shards in the current and the next window, and then `more` later shards."""
+        """Return the shards in the current and the next window, and `more` later ones."""
         uses, shards = self._next(self.front)
         near = int(np.searchsorted(uses[shards], self.front + 1, "right"))
         coming: list[int] = shards[: near + more].tolist()
         return coming
 
     def _next_of(self, front: int) -> tuple[Ints, Ints]:
-        """Return the next window that contains each shard, and the shards sorted by window."""
+        """Return the next window of each shard, and the shards sorted by window."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))

@@ -1,4 +1,4 @@
-"""The part of a shard reader that the fetcher uses."""
+"""The base class of readers in the fetcher."""
 
 from __future__ import annotations
 
@@ -17,16 +17,12 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """The arguments of a reader, and the index of its shards.
+    """The arguments of a reader, and its index. By default, each object is a shard."""
 
-    By default, each object is a shard, which is stored unchanged.
-    """
-
-    # The suffix of object names.
     suffix = ""
-    # The names of arguments that determine the contents of the cache.
+    # Arguments that determine the contents of the cache.
     settings: tuple[str, ...] = ()
-    # The size of each shard in the cache in bytes, which may be estimated.
+    # The size of each cached shard in bytes, which may be an estimate.
     nbytes: Ints
     sizes: Ints
     facts: dict[str, Any]
@@ -49,15 +45,15 @@ class Reader:
     async def survey(
         self, remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Return the contents of the index: ``rows`` and ``nbytes`` of all shards, and other data.
+        """Return the index: ``rows`` and ``nbytes`` of all shards, and other data.
 
-        `put` is a function that fetches a shard into the folder.
+        `put` fetches a shard into the folder.
         """
         raise NotImplementedError
 
     def spans(self, objects: list[Object], number: int) -> Iterable[tuple[Object, int, int | None]]:
-        """Return (object, start, stop) for each of the byte ranges that make up a shard."""
+        """Return (object, start, stop) for each byte range of a shard."""
         return [(objects[number], 0, None)]
 
     def finish(self, number: int, path: str) -> None:
-        """Convert a fetched file to the format of the cache. This is called in a thread."""
+        """Convert a fetched file to the format of the cache, in a thread."""

@@ -1,4 +1,4 @@
-"""The base class of shard readers."""
+"""The base class of readers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["ShardStats", "Shards"]
 
-# The version of the format of cache folders.
 VERSION = 2
 
 
 class ShardStats(NamedTuple):
-    """Statistics about the cache of a reader, and about fetches since the fetcher started.
+    """Statistics about a reader's cache and its fetches.
 
     Attributes
     ----------
@@ -45,7 +44,7 @@ class ShardStats(NamedTuple):
     nbytes, limit : int
         The current and the maximum size of the cached shards in bytes.
     fetched, fetched_nbytes : int
-        The number of shards that were fetched, and the number of bytes that were received.
+        How many shards and bytes were fetched since the fetcher started.
     """
 
     shards: int
@@ -57,27 +56,27 @@ class ShardStats(NamedTuple):
 
 
 class Shards(Reader):
-    """The base class of readers, which access samples in the shards of an object store by index.
+    """The base class of readers. Samples in shards are read by index.
 
     Parameters
     ----------
     urls : str, path, or list of these
         A folder such as ``"s3://bucket/train/"``, a pattern such as
         ``"gs://bucket/train-*.tar"``, or individual objects. Paths and URLs that start with ``s3``,
-        ``gs``, ``az``, ``http``, ``https`` or ``file`` are supported. Because files cannot be
-        listed over HTTP, pass the URL of each shard in this case.
+        ``gs``, ``az``, ``http``, ``https`` or ``file`` are supported. Over HTTP, files cannot be
+        listed: pass the URL of each shard.
     cache : str or path, optional
-        A folder on a local disk, in which shards are kept between runs. By default, shards are kept
-        in shared memory (or in a temporary folder if shared memory is smaller than `limit`) until
-        the last process exits.
+        A folder on a local disk that keeps shards between runs. By default, shards are in shared
+        memory (or in a temporary folder if it is smaller than `limit`) until the last process
+        exits.
     limit : int or str, optional
         The maximum size of the cached shards in bytes, such as ``"64 GB"``. Defaults to half of
         the free space.
     ahead : int
-        How many shards to fetch at the same time before they are needed. Larger values help if
-        shards are small or the latency of the store is high.
+        How many shards to fetch ahead at the same time. Larger values help if shards are small or
+        the store's latency is high.
     store : optional
-        An obstore store with your credentials and options. `urls` are then paths in this store.
+        An obstore store with credentials and options. `urls` are paths in this store.
     timeout : float
         How many seconds to wait for data before a request is retried.
 
@@ -92,8 +91,7 @@ class Shards(Reader):
         If an argument is invalid, if shards do not match each other or have changed since the index
         was created, or if the cache belongs to different shards.
     OSError
-        If the store cannot be read. The message names the shard, the store and the cause. Errors in
-        later fetches are raised in the training loop.
+        If the store cannot be read. Errors in later fetches are raised in the training loop.
     ImportError
         If obstore is not installed.
     """
@@ -134,7 +132,7 @@ class Shards(Reader):
         return _opened, (type(self), self._state)
 
     def _open(self, state: dict[str, Any]) -> None:
-        """Open the cache and read the index, which the fetcher creates if necessary."""
+        """Open the cache. The fetcher creates the index if necessary."""
         self._state, self._start = state, pickle.dumps((type(self), state))
         # The mapped shards of the latest batch.
         self._mapped: dict[int, Any] = {}
@@ -149,7 +147,7 @@ class Shards(Reader):
     # -- reader methods that run in workers
 
     def mapped(self, number: int, view: mmap.mmap) -> Any:
-        """Return a mapped shard in the form that `gather` expects."""
+        """Return a shard as `gather` expects it."""
         raise NotImplementedError
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> Any:
@@ -159,8 +157,6 @@ class Shards(Reader):
     def pick(self, batch: Any, number: int) -> Any:
         """Return one sample from a batch."""
         return batch[number]
-
-    # -- access by index
 
     def __len__(self) -> int:
         """Return the number of samples in all shards."""
@@ -177,8 +173,8 @@ class Shards(Reader):
     def order(self, window: int = 4) -> Order:
         """Return an order that mixes samples from a few shards at a time.
 
-        Pass this order to a sequence as ``order=`` or to `cseq.DataLoader` as ``sampler=``. With
-        this order, shards are fetched before a batch needs them.
+        Pass it to a sequence as ``order=`` or to `cseq.DataLoader` as ``sampler=``. Shards are then
+        fetched before a batch needs them.
 
         Parameters
         ----------
@@ -201,11 +197,11 @@ class Shards(Reader):
         return order
 
     def stats(self) -> ShardStats:
-        """Return statistics about the cache, and about fetches so far."""
+        """Return statistics about the cache and the fetches."""
         return ShardStats(len(self.sizes), *self._ask("stats"))
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a sample, or a batch for a slice, list or array of indices."""
+        """Return a sample, or a batch for a slice, list or array."""
         if isinstance(index, slice):
             return self._batch(np.arange(len(self))[index])
         if np.ndim(index):
@@ -213,12 +209,11 @@ class Shards(Reader):
         return self.pick(self._batch(np.array([range(len(self))[index]])), 0)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return a list of samples, for data loaders that read several samples at once."""
+        """Return a list of samples, for loaders that read several at once."""
         batch = self._batch(np.asarray(indices))
         return [self.pick(batch, k) for k in range(len(indices))]
 
     def _batch(self, indices: NDArray[Any]) -> Any:
-        """Return a batch, after waiting for shards that are not in the cache."""
         if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
             raise TypeError(f"indices={indices!r}: pass one-dimensional integers")
         total = len(self)
@@ -231,7 +226,7 @@ class Shards(Reader):
         return self.gather(self._map(np.unique(shards).tolist()), shards, rows)
 
     def _map(self, shards: list[int]) -> Mapping[int, Any]:
-        """Map the shards of a batch, after waiting for shards that are not in the cache."""
+        """Map the shards of a batch, after waiting for missing ones."""
         before = self._mapped
         mapped = {number: before[number] for number in shards if number in before}
         if len(mapped) == len(shards):
@@ -262,14 +257,14 @@ class Shards(Reader):
 
 
 class Windows(Blocks):
-    """An order of shards that reports its position to the fetcher."""
+    """An order that reports its position to the fetcher."""
 
     def __init__(self, shards: Shards, window: int) -> None:
         super().__init__(shards.sizes, window)
         self._shards = shards
 
     def reader(self, seed: int) -> Units:
-        """Return a reader of the order that reports its position to the fetcher."""
+        """Return a reader that reports its position to the fetcher."""
         inner: Any = super().reader(seed)
         shards = self._shards
 
@@ -282,12 +277,11 @@ class Windows(Blocks):
         return ArrayReader(self, seed, read)
 
     def batches(self, *args: Any, **options: Any) -> list[list[int]]:
-        """Return batches like `Order.batches`, without fetching shards for them."""
+        """Return the batches, without fetching shards for them."""
         return Blocks(self._shards.sizes, self.window).batches(*args, **options)
 
 
 def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
-    """Recreate a pickled reader in this process."""
     shards = kind.__new__(kind)
     vars(shards).update(state)
     shards._open(state)
@@ -295,7 +289,7 @@ def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
 
 
 def _pickled(store: Any) -> bytes | None:
-    """Pickle a store, which may contain user functions."""
+    """Pickle a store. It may contain user functions."""
     if store is None:
         return None
     import cloudpickle

@@ -1,4 +1,4 @@
-"""Shards stored as tar files, in which members with the same key form a sample."""
+"""Shards in tar files. Members with the same key form a sample."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["Tar"]
 
 # The key of a sample, and the offset and size of each member by extension.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# The size in bytes of the last field in a shard, which is the length of the list of members.
+# The size in bytes of the length at the end of a shard.
 LENGTH = 8
 
 
 class Tar(Shards):
-    """A reader of tar files, in which several members form a sample.
+    """A reader of tar files, where several members form a sample.
 
     Consecutive members belong to the same sample if their names are equal up to the first dot.
-    ``[index]`` returns a dict with ``"__key__"`` and the bytes of each member, whose key is the
-    extension in lowercase. ``[indices]`` returns a list of dicts. The first run reads all shards to
-    count their samples. See `Shards` for parameters.
+    ``[index]`` returns a dict with ``"__key__"`` and the bytes of each member by its lowercase
+    extension. ``[indices]`` returns a list of dicts. The first run reads all shards to count their
+    samples. See `Shards` for parameters.
 
     Examples
     --------
@@ -45,7 +45,7 @@ class Tar(Shards):
     async def survey(
         self, _remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Fetch all shards to count their samples. Keep as many shards as fit into the cache."""
+        """Fetch all shards to count their samples. Keep those that fit into the cache."""
         gate = asyncio.Semaphore(self.ahead)
 
         async def look(number: int) -> int:
@@ -85,7 +85,7 @@ class Tar(Shards):
             file_of_bytes.write(data + len(data).to_bytes(LENGTH, "little"))
 
     def mapped(self, _number: int, view: mmap.mmap) -> tuple[mmap.mmap, list[Members]]:
-        """Return the bytes of a shard and the list of its members."""
+        """Return the bytes of a shard and its members."""
         nbytes = int.from_bytes(view[-LENGTH:], "little")
         samples: list[Members] = json.loads(view[-LENGTH - nbytes : -LENGTH])
         return view, samples
