@@ -1,8 +1,4 @@
-"""Functions for use in an indexer: `rng`, `empty`, `parts`, `worker_info`.
-
-A runner enters its `BatchContext` before it calls the indexer, and leaves it afterwards. Contexts
-are thread-local, so if an indexer uses another manager, the contexts do not affect each other.
-"""
+"""Functions for indexers: `rng`, `empty`, `parts`, `worker_info`."""
 
 from __future__ import annotations
 
@@ -24,17 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
-# Purpose numbers for deriving random words from a seed (see docs/inside/shuffle.md), for `rng` and
-# for generators that adapters seed for each item. The shuffle uses 1, and seeding.py uses 4 and 5.
+# Purpose numbers for random words from a seed (see docs/inside/shuffle.md). The shuffle uses 1, and
+# seeding.py uses 4 and 5.
 PURPOSE_RNG = 2
 PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """Identifies a batch of an adapter or a fleet, for which there is no ticket in a local ring.
+    """The numbers of a batch that has no ticket in a local ring.
 
-    `start` is the position of the first sample in the order of the epoch. If the batch is from a
-    sequence, `units` is the result of `parts`.
+    `start` is the position of the first sample in the epoch. `units` is the result of `parts`.
     """
 
     seed: int
@@ -58,8 +53,7 @@ class WorkerInfo:
     num_workers : int
         The number of workers.
     epoch, batch : int or None
-        The epoch, and the number of the batch in the epoch. None while the indexer is being created
-        or closed.
+        The epoch, and the number of the batch in it. None while the indexer is created or closed.
     """
 
     number: int
@@ -69,13 +63,11 @@ class WorkerInfo:
 
 
 class BatchContext(BatchState):
-    """The state of a runner, which `rng`, `empty` and `worker_info` use.
+    """The state of a runner for `rng`, `empty` and `worker_info`.
 
-    `BatchState` is implemented in C, and contains the current ticket and its generator. `seed` is
-    used while an indexer is created. After that, the seed comes from the ticket. `allocator`
-    creates arrays in the slot of the batch. `seeds` is a `Seeds` object if global generators are
-    seeded. `item` is the number of an item or key of a stream in the epoch. `left` is
-    `Leaving.left`.
+    `seed` is used while the indexer is created. `allocator` creates arrays in the batch's slot.
+    `seeds` is a `Seeds` object if global generators are seeded. `item` is the number of a stream's
+    item or key. `left` is `Leaving.left`.
     """
 
     ticket: Ticket | None
@@ -91,7 +83,7 @@ class BatchContext(BatchState):
         self.left: Sequence[tuple[int, Any, str]] = ()
 
     def rng(self) -> np.random.Generator:
-        """Return the generator of the batch, which is always the same object for a batch."""
+        """Return the batch's generator, always the same object."""
         if self.drawn is None:
             if self.ticket is None:
                 raise RuntimeError(
@@ -102,7 +94,7 @@ class BatchContext(BatchState):
         return self.drawn
 
     def set_ticket(self, ticket: Ticket) -> None:
-        """Set the current ticket and reset `rng`, even if it is the same batch."""
+        """Set the current ticket and reset `rng`, even for the same batch."""
         self.ticket = ticket
         self.drawn = None
 
@@ -112,7 +104,7 @@ class BatchContext(BatchState):
 
 
 class Here(threading.local):
-    """The context that the current thread has entered, if there is one."""
+    """The current thread's context, if any."""
 
     batch_context: BatchContext | None = None
 
@@ -121,18 +113,17 @@ here = Here()
 
 
 def enter(batch_context: BatchContext | None) -> BatchContext | None:
-    """Set the context of this thread, or clear it with None. Return the previous context."""
+    """Set or clear the context of this thread. Return the previous one."""
     outer = here.batch_context
     here.batch_context = batch_context
     return outer
 
 
 def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
-    """Create the generator for a batch that starts at the given position in the epoch.
+    """Create the generator for a batch at a position in the epoch.
 
-    This is a Philox generator, with a key that is derived from (seed, epoch) and the position in
-    the upper half of the counter. A position belongs to a single batch on a single rank, even if a
-    run is resumed with a different number of ranks. The first call imports numpy.random.
+    The Philox key is derived from (seed, epoch), and the position is the upper half of the counter.
+    The first call imports numpy.random.
     """
     low, high = derive(seed, epoch, PURPOSE_RNG, 2)
     random = np.random
@@ -144,10 +135,9 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 def rng() -> np.random.Generator:
     """Return the random generator of the current batch.
 
-    The generator depends only on the seed, the epoch and the position of the batch in the epoch. It
-    draws the same numbers for any number of workers, in test mode, after the death of a worker, and
-    after a resume, but different numbers on each rank. All calls for a batch return the same
-    generator.
+    The generator depends only on the seed, the epoch and the position of the batch. The number of
+    workers, test mode, restarts and resumes do not matter. Each rank draws different numbers. All
+    calls for a batch return the same generator.
 
     Raises
     ------
@@ -182,9 +172,9 @@ def parts() -> NDArray[np.int64]:
     Returns
     -------
     numpy.ndarray
-        An int64 array with one element per unit. A unit is what the order counts, such as a row of
-        `Packed`. The sum is the number of indices. In a collate function of `from_dataset`, it is
-        the number of samples that ``on_error='skip'`` has not left out.
+        An int64 array with one element per unit of the order, such as a row of `Packed`. The sum is
+        the number of indices, without samples that ``on_error='skip'`` has left out in
+        `from_dataset`.
 
     Raises
     ------
@@ -222,10 +212,8 @@ def parts() -> NDArray[np.int64]:
 def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     """Create an uninitialized array in the shared memory of the current batch.
 
-    If a batch is built in this array (``np.take(…, out=)``, ``np.stack(…, out=)``), it reaches the
-    training loop without being copied, unless the indexer keeps the array. Outside a worker
-    process, this function is the same as `numpy.empty`. In a worker thread, large arrays from both
-    functions reuse memory of earlier arrays.
+    A batch that is built in this array (``np.take(…, out=)``, ``np.stack(…, out=)``) is not copied,
+    unless the indexer keeps the array. Outside a worker process, this is `numpy.empty`.
 
     Parameters
     ----------
@@ -242,8 +230,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     Raises
     ------
     TypeError, ValueError
-        In a worker process, if the shape is negative or has other values than integers, or if the
-        type contains objects.
+        In a worker process, if the shape or the type is invalid.
     MemoryError
         If there is not enough memory for the array.
 

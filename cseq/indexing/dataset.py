@@ -38,8 +38,7 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# Stacked arrays of at least IN_PLACE bytes are created in the slot of the batch. If an array in a
-# sample has at least LARGE bytes, it is copied there immediately.
+# The minimum bytes of a stack in the slot. Arrays of at least LARGE bytes are copied immediately.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -47,23 +46,20 @@ LARGE = 65536
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
     """Create a worker from a map-style data set, which returns one sample per index.
 
-    ``cseq.MPSequence(cseq.from_dataset(dataset), batch_size=32)`` does not need `dset_size`,
-    because the worker has a length. Worker processes get a pickled copy of the data set. Worker
-    threads share the data set without a lock.
+    The worker has a length, so `dset_size` is not needed. Worker processes get a pickled copy of
+    the data set. Worker threads share it without a lock.
 
     Parameters
     ----------
     dataset : object
         An object with ``__len__()`` and ``__getitem__(index)``, such as a torch ``Dataset`` or a
-        Hugging Face ``datasets.Dataset``. The index is an int. If there is a method
-        ``__getitems__(indices)``, which returns a list of samples for a list of ints, it is used
-        instead. The length is read only once, by this function.
+        Hugging Face ``datasets.Dataset``. If there is a method ``__getitems__(indices)``, which
+        returns a list of samples, it is used instead. The length is read only once.
     collate : callable, optional
-        A function that makes a batch from a list of samples, in the worker. By default, samples are
-        collated as by torch's ``default_collate``, except that arrays and numbers become an array
-        and not a tensor. Tensors, arrays and numbers are stacked. Dicts, lists, tuples and named
-        tuples are collated value by value (a tuple becomes a list). Strings and bytes are returned
-        as a list. Large arrays are copied to the batch one by one when their samples are fetched.
+        A function that makes a batch from a list of samples. By default, samples are collated as by
+        torch's ``default_collate``, except that arrays and numbers become an array. Tensors, arrays
+        and numbers are stacked. Dicts, lists, tuples and named tuples are collated value by value
+        (a tuple becomes a list). Strings and bytes are returned as a list.
 
     Returns
     -------
@@ -107,28 +103,28 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
 
 
 def refuse_class(dataset: object) -> None:
-    """Raise TypeError if a class was passed as a data set, unless the class has a length."""
+    """Raise TypeError if the data set is a class without a length."""
     if isinstance(dataset, type) and not hasattr(type(dataset), "__len__"):
         name = dataset.__name__
         raise TypeError(f"dataset is the class {name}; pass an object, such as {name}()")
 
 
 def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
-    """Return True if an object or a class is a torch data set of this kind."""
+    """Return True for a torch data set, or its class."""
     torch = sys.modules.get("torch.utils.data")
     cls = candidate if isinstance(candidate, type) else type(candidate)
     return torch is not None and issubclass(cls, getattr(torch, kind))
 
 
 def unasked(dataset: Any) -> DatasetIndexer:
-    """Apply `from_dataset` to a torch data set that was passed as a worker."""
+    """Apply `from_dataset` to a torch data set."""
     made = from_dataset(dataset)
     made.is_unasked = True
     return made
 
 
 def refuse_iterable(dataset: object, subject: str) -> None:
-    """Reject torch's iterable-style data sets and their classes. Their ``__getitem__`` raises."""
+    """Reject torch's iterable-style data sets and their classes."""
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
@@ -138,7 +134,7 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 
 
 class DatasetIndexer:
-    """The worker that `from_dataset` creates. Its ``__getitem__`` accepts an array of indices.
+    """The worker that `from_dataset` creates.
 
     `is_unasked` is True if a torch data set was passed as a worker. It may accept arrays itself.
     """
@@ -151,7 +147,7 @@ class DatasetIndexer:
         self._length = len(dataset)
 
     def __len__(self) -> int:
-        """Return the number of samples in the data set when this object was created."""
+        """Return the number of samples at creation."""
         return self._length
 
     def close(self) -> None:
@@ -164,12 +160,12 @@ class DatasetIndexer:
         return f"cseq.from_dataset({type(self.dataset).__name__} of {self._length} samples)"
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        """Return the batch for these indices."""
+        """Return the batch for an array of indices."""
         is_plain = self.collate is default_collate
         return self.make_batch(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
 
     def make_batch(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
-        """Return the batch for these indices, without samples that `leaving` leaves out."""
+        """Return the batch, without samples that `leaving` leaves out."""
         numbers: list[int] = indices.tolist()
         fetched = leaving.fetch(numbers)
         if self.collate is default_collate and not hasattr(self.dataset, "__getitems__"):
@@ -193,10 +189,7 @@ class DatasetIndexer:
 
 
 class LeavingIndexer(DatasetIndexer):
-    """A `DatasetIndexer` that leaves out samples that raise, and may return a `Partial`.
-
-    In the calling thread, `parts` only counts the remaining samples.
-    """
+    """A `DatasetIndexer` that leaves out samples that raise."""
 
     def __init__(self, indexer: DatasetIndexer, batch_context: BatchContext) -> None:
         super().__init__(indexer.dataset, indexer.collate)
@@ -205,7 +198,7 @@ class LeavingIndexer(DatasetIndexer):
         batch_context.left = self._leaving.left
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        """Return the batch for these indices, without samples that raise."""
+        """Return the batch or a `Partial`."""
         return self._leaving.whole(self.make_batch(indices, self._leaving))
 
 
@@ -259,7 +252,7 @@ def _collate_mappings(samples: Samples) -> Any:
 
 
 def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type as a sample, or a dict if that is not possible."""
+    """Return a mapping of the same type, or a dict if that is not possible."""
     try:
         return type(mapping)(batch)
     except TypeError:
@@ -288,15 +281,13 @@ def _stack_arrays(arrays: Samples) -> NDArray[Any]:
 
 
 def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
-    """Stack tensors. If they are large, they are stacked in the slot of the batch."""
     first = tensors[0]
     _check_shapes(tensors)
     if first.nbytes * len(tensors) < IN_PLACE or not all(
         tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
-    # Otherwise, samples of a subclass, such as torchvision's Image, would become a batch of this
-    # subclass.
+    # `torch.stack` would return a tensor of the samples' subclass, such as torchvision's Image.
     return torch.stack(
         [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
@@ -304,7 +295,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return True for a dense CPU tensor without a gradient that is not quantized or nested."""
+    """Return True for an ordinary dense CPU tensor."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout is sys.modules["torch"].strided
@@ -313,17 +304,14 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
-    """Create a tensor in the slot, like `cseq.empty` for arrays."""
+    """Create a tensor in the slot."""
     nbytes = math.prod(shape) * dtype.itemsize
     flat: Tensor = import_torch().from_numpy(context.empty(nbytes, np.uint8))
     return flat.view(dtype).view(shape)
 
 
-# -- large arrays, which are stacked while samples are fetched
-
-
 class _Stack:
-    """An array of a batch, to which `count` arrays like `first` are copied one by one."""
+    """An array in the batch, which is filled row by row."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._kind = type(first)
@@ -333,7 +321,7 @@ class _Stack:
         self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
-        """Copy an array of a sample to a row and return the row. Return other arrays unchanged."""
+        """Copy an array to a row and return the row. Return other arrays unchanged."""
         if type(array) is not self._kind or (array.shape, array.dtype) != (
             self._shape,
             self._dtype,
@@ -350,17 +338,14 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """A placeholder for an array of a sample that was copied to the batch."""
+    """A row that replaces an array in a sample."""
 
     stack: _Stack
     number: int
 
 
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
-    """Fetch samples, and replace large arrays by rows, so that arrays are not stored twice.
-
-    Other arrays, and parts that are different from the first sample, are left to `default_collate`.
-    """
+    """Fetch samples, and replace large arrays by rows."""
     samples: list[Any] = []
     stacks: dict[tuple[Any, ...], _Stack] = {}
     for sample in fetched:
@@ -377,7 +362,7 @@ def _rows(
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
 ) -> Any:
-    """Copy large arrays in a part of a sample to the stacks, which the first sample creates."""
+    """Copy large arrays of a sample to stacks. The first sample creates the stacks."""
     kind = type(part)
     if kind is dict:
         return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}
@@ -390,7 +375,6 @@ def _rows(
 
 
 def _is_large(part: Any) -> bool:
-    """Return True if a part of a sample is an array or tensor that is large enough for a stack."""
     if isinstance(part, np.ndarray):
         return part.nbytes >= LARGE and not part.dtype.hasobject
     torch = sys.modules.get("torch")
@@ -399,7 +383,7 @@ def _is_large(part: Any) -> bool:
 
 
 def _stack_rows(parts: Samples) -> Any:
-    """Return the stack that contains the parts, or stack the parts if some are not rows.
+    """Return the stack with these rows, or stack the parts if some are not rows.
 
     If samples were left out, there are fewer parts than rows.
     """

@@ -1,8 +1,7 @@
 """Stage 1: the user's worker turns indices into batches.
 
-A *worker* is the object that the user passes. It is an object with ``__getitem__``, or a class or
-another callable without arguments that creates such an object. An *indexer* is an object whose
-``__getitem__`` accepts an array of indices and returns a batch.
+The user's *worker* is an *indexer*, or a class or other callable that creates one. The indexer's
+``__getitem__`` turns an array of indices into a batch.
 """
 
 from __future__ import annotations
@@ -75,12 +74,12 @@ class Indexer(Protocol[B_co]):
 
 
 def is_indexer(worker: object) -> bool:
-    """Return True for an indexer, and False for a class or a function that creates an indexer."""
+    """Return False for a class or a function that creates an indexer."""
     return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
 
 
 def check_worker(worker: object) -> None:
-    """Raise TypeError if a worker cannot be called or indexed with an array."""
+    """Raise TypeError if the worker cannot be called or indexed."""
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
             f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
@@ -100,10 +99,7 @@ def check_worker(worker: object) -> None:
 
 
 def _refuse_arguments(worker: Callable[[], object]) -> None:
-    """Reject a class or a function that cannot be called without arguments.
-
-    C functions without a signature are accepted.
-    """
+    """Reject a callable with required arguments."""
     try:
         inspect.signature(worker).bind()
     except TypeError as error:
@@ -117,12 +113,12 @@ def _refuse_arguments(worker: Callable[[], object]) -> None:
 
 
 def takes_samples(worker: object) -> bool:
-    """Return True if a worker is a data set whose samples cseq collates."""
+    """Return True for a data set whose samples cseq collates."""
     return isinstance(worker, DatasetIndexer) or is_torchs(worker)
 
 
 def _refuse_table(worker: object, subject: str) -> None:
-    """Reject tables of pandas and polars, where ``[...]`` selects columns or returns a table."""
+    """Reject tables of pandas and polars."""
     kind = type(worker)
     library = kind.__module__.partition(".")[0]
     rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
@@ -135,31 +131,31 @@ def _refuse_table(worker: object, subject: str) -> None:
 
 
 def length_of(worker: object) -> int | None:
-    """Return the length of a worker if it is an indexer with a length, or None."""
+    """Return the length of an indexer, or None."""
     if is_indexer(worker) and hasattr(type(worker), "__len__"):
         return len(worker)  # type: ignore[arg-type]
     return None
 
 
 def is_likely_dataset(indexer: object) -> bool:
-    """Return True if an object may be a map-style data set, which accepts one index at a time."""
+    """Return True if the object may be a map-style data set."""
     kind = type(indexer)
     return hasattr(kind, "__len__") and not hasattr(kind, "__array__")
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
-    """Add a remedy to an exception from the first batch, if the indexer may be a data set.
+    """Add a hint to the first exception if the indexer may be a data set.
 
-    This does not use `isinstance` on the exception, which could run the user's code.
+    `isinstance` on the exception could run the user's code.
     """
     cls = type(error)
     if isinstance(indexer, DatasetIndexer):
-        # If a ValueError was raised by a `raise` statement, it explains the reason.
+        # A `raise` statement explains the error itself.
         is_own = issubclass(cls, ValueError) and failure.is_stated(error)
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    # If an array is used as a number, this is a TypeError, or a ValueError for ``if index > 3:``.
+    # An array used as a number causes TypeError, or ValueError for ``if index > 3:``.
     elif is_likely_dataset(indexer) and (
         issubclass(cls, TypeError)
         or (issubclass(cls, ValueError) and "ambiguous" in failure.str_of(error))
@@ -174,7 +170,7 @@ def build(worker: Any) -> Indexer[Any]:
     Raises
     ------
     TypeError
-        If the object that the worker creates has no ``__getitem__``.
+        If the created object has no ``__getitem__``.
     """
     indexer: Indexer[Any] = worker if is_indexer(worker) else worker()
     if is_torchs(indexer):
@@ -192,10 +188,7 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Seed the global generators and create an indexer; see `build` and `dispose`.
-
-    If this imports the module of a generator for the first time, the indexer is created again.
-    """
+    """Seed the generators and create an indexer, twice if it imports another generator."""
     if seeds is None:
         return build(worker)
     seeds.seed_present()
@@ -208,18 +201,17 @@ def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexe
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
-    """Return an indexer that leaves out samples that raise, or `indexer` if it cannot do that."""
+    """Return an indexer that leaves out samples that raise, if possible."""
     if on_error == "skip" and isinstance(indexer, DatasetIndexer):
         return LeavingIndexer(indexer, batch_context)
     return indexer
 
 
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
-    """Call ``close()`` of an indexer, if there is such a method, when its runner exits.
+    """Call ``close()`` of an indexer, if it exists, when its runner exits.
 
-    If the user has passed the indexer itself as `worker`, it is only closed if it is a copy in a
-    worker process. If `close` raises in a worker process, the process ends, and the trainer notices
-    this. In the trainer, the exception is logged, and other indexers are closed as well.
+    The user's own object is only closed in a worker process, where it is a copy. If `close` raises,
+    a worker process exits, but the trainer only logs the exception.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -233,10 +225,7 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
 
 
 class FirstBatch:
-    """Replaces an indexer for the first batch and warns if labels are cast to floats.
-
-    `output` describes what batches are converted to. `tell` is called with the warning.
-    """
+    """Wraps an indexer for the first batch and warns if labels are cast to floats."""
 
     def __init__(self, indexing: Indexing, output: Output, tell: Callable[[str], object]) -> None:
         self._indexing = weakref.proxy(indexing)
@@ -247,7 +236,7 @@ class FirstBatch:
         indexing.indexer = self
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> object:
-        """Restore the original indexer and return its batch."""
+        """Return the batch, and remove this wrapper."""
         from cseq.converter.output import explain_cast
 
         self._indexing.indexer = self._indexer
@@ -259,31 +248,28 @@ class FirstBatch:
 
 
 class Indexing(BatchMaker):
-    """Makes a batch from the indices of a ticket, and publishes the batch.
-
-    `work` and `make_here` are implemented in C.
-    """
+    """Makes and publishes batches. `work` and `make_here` are implemented in C."""
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
 
     @staticmethod
     def forgotten(indexer: object) -> TypeError:
-        """Create an error for an indexer that has returned None."""
+        """Return the error for an indexer that has returned None."""
         name = type(indexer).__name__
         return TypeError(f"`__getitem__` of {name} returned None; is a `return` missing?")
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception for the current ticket. For a first batch, there may be advice."""
+        """Publish an exception for the current ticket."""
         if not runner.ring.published(runner.owner):
             error = advised(self.indexer, error)
         self.batch_writer.fail(runner, error)
 
 
 class BatchTask(NamedTuple):
-    """The task of a worker, which makes batches from the indices of tickets.
+    """The task of a worker that makes batches.
 
-    In a process that converts batches, `stage` is CONVERTER. Numeric arrays are cast to `cast` when
-    they are written to a slot.
+    In a process that converts batches, `stage` is CONVERTER. Numeric arrays are cast to `cast` in
+    the slot.
     """
 
     stage: int
@@ -298,7 +284,7 @@ class BatchTask(NamedTuple):
     def make(
         self, read: Callable[[], object], batch_context: BatchContext, *, copied: bool
     ) -> tuple[Any, Indexer[Any]]:
-        """Return the user's object and its indexer. `read` may import modules or draw numbers."""
+        """Return the user's object and its indexer."""
         if self.seed_globals:
             batch_context.seeds = Seeds(batch_context)
             batch_context.seeds.seed_present()

@@ -1,8 +1,6 @@
 """``on_error='skip'``: leaves out samples that raise, or whole batches.
 
-The worker fetches the samples of a batch one by one (`Leaving`). If samples are missing, it sends a
-`Partial`, which contains the batch and a list of the missing samples. The trainer logs missing
-samples and batches, and records them as `Skipped`.
+The worker sends a `Partial` if samples are missing. The trainer logs and records them.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class Skipped(NamedTuple):
     Attributes
     ----------
     epoch : int or None
-        The epoch. None for a `cseq.DataLoader`, whose list only covers the latest epoch.
+        The epoch, or None for a `cseq.DataLoader`.
     batch : int
         The number of the batch in the epoch, starting with 0.
     sample : object
@@ -41,7 +39,7 @@ class Skipped(NamedTuple):
     error : str
         The type and text of the exception.
     indices : list
-        The indices that the loop does not get: `sample`, or the whole batch if it is known.
+        The indices that the loop does not get.
     """
 
     epoch: int | None
@@ -54,10 +52,9 @@ class Skipped(NamedTuple):
 def note_batch(
     location: str, epoch: int | None, batch: int, error: BaseException, indices: Sequence[object]
 ) -> Skipped:
-    """Log that a batch was left out, and return a `Skipped` for it.
+    """Log that a batch was left out, and return a `Skipped`.
 
-    Only the text of the exception is logged. A log record with the exception would keep its
-    traceback alive, and all objects that the traceback refers to.
+    Only text is logged, because a log record with the exception would keep its traceback alive.
     """
     text = failure.line_of(error)
     log.error("skipped %s: %s (%s)", location, text, WHOLE)
@@ -65,7 +62,7 @@ def note_batch(
 
 
 def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]]) -> list[Skipped]:
-    """Log the samples that were left out of a batch, and return a `Skipped` for each."""
+    """Log the samples that were left out, and return a `Skipped` for each."""
     location = f"batch {batch}" if epoch is None else f"epoch {epoch}, batch {batch}"
     for sample, text in left:
         log.error("skipped sample %s of %s: %s", sample, location, text)
@@ -73,7 +70,7 @@ def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]])
 
 
 def indices_of(key: object) -> list[Any]:
-    """Return a list of the indices in a key."""
+    """Return the indices in a key."""
     return key if isinstance(key, list) else [] if key is None else [key]
 
 
@@ -85,8 +82,8 @@ def none_text(index: object, dataset: object) -> str:
 class Leaving:
     """Fetches the samples of batches and leaves out samples that raise.
 
-    If a sample draws random numbers and then raises, this is not undone, and the next samples in
-    the batch draw the following numbers. A batch still depends only on its indices and seeds.
+    Random numbers that a failed sample has drawn are not drawn again. A batch still depends only on
+    its indices and seeds.
 
     Parameters
     ----------
@@ -95,13 +92,12 @@ class Leaving:
     skips : bool
         Whether to leave out samples that raise. Otherwise, the exception is raised.
     refuses_none : bool
-        Whether it is an error if a sample is None, because the collate function does not accept it.
+        Whether a sample that is None is an error.
 
     Attributes
     ----------
     left : list of tuple
-        For each sample that was left out of the latest batch, the position, the index, and the type
-        and text of the exception.
+        The position, index and exception text of each sample left out of the latest batch.
     """
 
     def __init__(self, dataset: Any, *, skips: bool, refuses_none: bool) -> None:
@@ -111,7 +107,7 @@ class Leaving:
         self.left: list[tuple[int, Any, str]] = []
 
     def fetch(self, indices: Sequence[object]) -> Iterator[object]:
-        """Return the samples. They are fetched one by one if there is no ``__getitems__``.
+        """Return the samples, from ``__getitems__`` if possible.
 
         Raises
         ------
@@ -138,9 +134,9 @@ class Leaving:
             raise TypeError(none_text(index, self.dataset))
 
     def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
-        """Yield samples one by one, without keeping them. If all were left out, raise `first`.
+        """Yield samples one by one. If all were left out, raise `first`.
 
-        `first` is deleted after it is raised, because its traceback refers to this frame.
+        `first` is deleted afterwards, because its traceback refers to this frame.
         """
         dataset = self.dataset
         for position, index in enumerate(indices):
@@ -163,7 +159,7 @@ class Leaving:
                 del first
 
     def _may_leave(self) -> bool:
-        """Return True if samples may be left out, but not in processes that the data set forks."""
+        """Return False in processes that the data set forks."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:

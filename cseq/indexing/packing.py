@@ -1,4 +1,4 @@
-"""`packed`: pickled objects in a file that all processes map."""
+"""`packed`: pickled objects in shared memory."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ REMEDY = "An item is kept as its pickle: make what cannot be pickled from the it
 def packed(items: Iterable[T]) -> PackedItems[T]:
     """Pack Python objects into a buffer that all workers share, with any start method.
 
-    If worker processes read objects from a list, they update the reference counts of the objects,
-    and soon have their own copies of the list. Packed objects are in memory only once.
+    Reading an object from a list updates its reference count, so each worker process soon has its
+    own copy of the list. Packed objects are in memory only once.
 
     Parameters
     ----------
     items : iterable
-        Objects that can be pickled. If an item cannot be pickled, a TypeError names its number.
+        Objects that can be pickled.
 
     Returns
     -------
@@ -73,10 +73,10 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
 
 
 class PackedItems(Sequence[T]):
-    """The result of `packed`, which consists of pickles, followed by the end offset of each pickle.
+    """The result of `packed`: pickles, followed by the end offset of each.
 
-    `numbers` is the range of item numbers in a slice. `named` contains the classes and functions
-    that items refer to by name.
+    `numbers` are the items in a slice. `named` contains the classes and functions that items refer
+    to.
     """
 
     def __init__(self, data: Any, file: Any, numbers: range, ends: int, named: list[Any]) -> None:
@@ -111,7 +111,7 @@ def _mapped(handed: Any, nbytes: int, *rest: Any) -> PackedItems[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles items and records the classes and functions that they refer to by name."""
+    """Records the classes and functions that items refer to by name."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)

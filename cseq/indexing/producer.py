@@ -1,16 +1,14 @@
 """The worker's side of a stream: makes the items that tickets request.
 
-Each worker has its own ring. A ticket requests item `start` of an epoch, the item for a key, a call
-of a method, or the reply of `begin`. Everything that is needed for an answer is in shared memory.
-The epoch or start in a ticket may be different from the worker's own, for example if a dead worker
-was replaced. The worker then starts the epoch with the assignment in the ticket, and advances to
-`start`.
+Each worker has its own ring. A ticket requests item `start` of an epoch, the item for a key, a
+method call, or the reply of `begin`. A replacement starts the epoch with the assignment in the
+ticket, and advances to `start`.
 
 ::
 
     ticket    epoch, kind, start             fields of the cell
-              call or key, assignment        two requests, which use six words of the cell each
-              key                            a list of ints, which use one word of the cell each
+              call or key, assignment        two requests of six words each
+              key                            a list of ints of one word each
     request   slot, bytes committed, record  data that the trainer has written to a slot
     answer    record, status                 an item, a reply or an exception, encoded as a batch;
                                              ENDED if no more items follow
@@ -50,36 +48,32 @@ class Producer(Protocol):
     def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the items of the epoch, starting with item `start`.
 
-        `start` is 0, unless a dead process was replaced. The new process has the same assignment
-        and must make the same items, except for the items before `start`.
+        `start` is 0 unless a dead process was replaced. The new process must make the same items.
         """
 
 
 class KeyProducer(Protocol):
-    """Makes the items of a worker for keys, and is otherwise like `Producer`."""
+    """Makes items for keys, otherwise like `Producer`."""
 
     def begin(self, assignment: Any, /) -> object:
         """Start an epoch; see `Producer`."""
 
     def make(self, key: Any, /) -> object:
-        """Return the item for a key. If this raises, the exception is raised in the loop.
+        """Return the item for a key. An exception is raised in the loop.
 
-        The key has the same type and value as in the trainer. Arrays may be created with
-        `cseq.empty`, and may be kept. If a process dies, its successor makes some items again.
+        Arrays may be created with `cseq.empty`. If a process dies, some items are made again.
         """
 
 
 class EitherProducer(Producer, KeyProducer, Protocol):
-    """Both protocols. Either `items` or `make` is never called."""
+    """Both protocols."""
 
 
 class Making(Work):
     """Calls the producer for each ticket. `work` is implemented in C.
 
-    `_epoch` is the epoch of the producer, counted from 1. `_reply` is the result of `begin` until a
-    ticket requests it. There are no more items in the epoch `_ended_epoch`. `_failing` is the
-    status to publish if there is an exception. If an item for a key fails, or if an item cannot be
-    sent, this does not end the epoch.
+    Epochs count from 1. `_reply` is the result of `begin` until it is requested. Epoch
+    `_ended_epoch` has no more items. `_failing` is the status for exceptions.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
@@ -105,7 +99,7 @@ class Making(Work):
         self._failing = RAISED
 
     def answer(self, runner: Runner) -> object:
-        """Return the item or reply that the current ticket requests."""
+        """Return the item or reply for the current ticket."""
         epoch, kind, _ = self._ring.ticket(runner.cell)
         room = self._rooms[runner.cell]
         self._failing = RAISED | ENDED
@@ -124,7 +118,7 @@ class Making(Work):
         return self._make_item(runner, partial(self._producer.make, key))
 
     def fail(self, runner: Runner, error: BaseException) -> None:
-        """Publish an exception instead of an item or reply."""
+        """Publish an exception."""
         self._batch_context.allocator = None
         if self._failing & ENDED:
             self._end_epoch(runner.epoch)
@@ -142,14 +136,14 @@ class Making(Work):
         self._epoch, self._ended_epoch = epoch, 0
 
     def _read(self, runner: Runner, which: slice) -> Any:
-        """Copy a request, because its slot will be reused, and decode the copy."""
+        """Copy and decode a request, because its slot will be reused."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
         assert self._room is not None
         memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))
         return codec.decode(memory, record)
 
     def _answer_call(self, runner: Runner, epoch: int, *, begins: bool) -> object:
-        """Return the reply to a call, or the result of `begin`. No arrays are made in the slot."""
+        """Return the reply to a call. Arrays are not created in the slot."""
         if epoch not in (0, self._epoch):
             self._begin_epoch(runner, epoch)
         if begins:
@@ -161,7 +155,6 @@ class Making(Work):
         return reply
 
     def _go_to(self, start: int) -> Iterator[object]:
-        """Return an iterator that starts with item `start`."""
         if self._items is None or self._next_number != start:
             self._items = None
             self._items = iter(self._producer.items(start))
@@ -169,7 +162,7 @@ class Making(Work):
         return self._items
 
     def _make_item(self, runner: Runner, make: Callable[[], object]) -> object:
-        """Make an item. `cseq.empty` creates arrays in the slot."""
+        """Make an item, in which `cseq.empty` creates arrays in the slot."""
         self._writer.begin_ticket()
         self._batch_context.allocator = self._room
         self._batch_context.item = runner.start
@@ -184,7 +177,7 @@ class Making(Work):
 
 
 class Serving(Making):
-    """Calls the producer in a thread, where the ring keeps the objects that tickets refer to."""
+    """Calls the producer in a thread. The ring holds the objects."""
 
     def _read(self, runner: Runner, which: slice) -> object:
         assignment, key, _ = self._ring.kept[runner.cell]
@@ -192,7 +185,7 @@ class Serving(Making):
 
 
 class ItemTask(NamedTuple):
-    """The task of a worker of `Streams`, which makes items and answers calls."""
+    """The task of a worker of `Streams`."""
 
     num_workers: int
     stage: int = INDEXER
@@ -206,7 +199,7 @@ class ItemTask(NamedTuple):
         *,
         copied: bool,  # noqa: ARG002 - for batches
     ) -> tuple[object, Any]:
-        """Return the user's object, and the producer that it creates."""
+        """Return the user's object and its producer."""
         make = read()
         return make, make(batch_context.number, self.num_workers)
 

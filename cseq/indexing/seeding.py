@@ -1,14 +1,11 @@
 """Seeds the global generators of Python, numpy and torch for each batch.
 
-As for `cseq.rng`, the seeds depend only on the seed, the epoch and the position of the batch; see
-`generator-states-v2` in docs/inside/shuffle.md. The numbers that an indexer draws therefore do not
-depend on the process that makes the batch, or on earlier batches.
+The seeds depend only on the seed, the epoch and the position of the batch, as for `cseq.rng`. See
+`generator-states-v2` in docs/inside/shuffle.md.
 
-A generator is only seeded if its module has been imported. `sys.modules` is checked before and
-after each batch. If a batch has imported such a module, it is made again after seeding the
-generator, so that it is made in the same way as later batches.
+Only generators of imported modules are seeded. A batch that imports such a module is made again.
 
-Generators are not seeded in threads of the trainer, which share them with the training loop.
+Threads of the trainer share the generators with the training loop, so they do not seed them.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ __all__ = ["Seeds", "call_here"]
 
 T = TypeVar("T")
 
-# Purpose numbers for deriving random words from a seed; see docs/inside/shuffle.md.
+# Purpose numbers for random words from a seed; see docs/inside/shuffle.md.
 PURPOSE_BATCH = 4
 PURPOSE_MAKING = 5
 
 
 class Generator(NamedTuple):
-    """The methods of a generator, and the index of its seed among the random words for a batch.
+    """The methods of a generator, and the index of its seed.
 
     `lend` is called after `keep`, and may replace the generator.
     """
@@ -53,9 +50,8 @@ def from_python(generator: Any) -> Generator:
 def from_numpy(random: Any) -> Generator:
     """Describe the generator of numpy.random, whose seeds have 32 bits.
 
-    `lend` installs another bit generator of the same class, because setting the trainer's state
-    would take as long as reading it. `restore` only sets the state if it contains the second of two
-    Gaussian numbers, which is not stored in the bit generator.
+    `lend` installs another bit generator, because restoring a state would be slow. `restore` only
+    sets the state if it holds a second Gaussian number.
     """
     own: list[Any] = []
 
@@ -87,7 +83,7 @@ def from_torch(generator: Any) -> Generator:
 FINDERS: dict[str, Callable[[Any], Generator]] = {
     "random": from_python,
     "numpy.random": from_numpy,
-    # torch.manual_seed also seeds all devices, which takes 100 times as long.
+    # torch.manual_seed also seeds all devices and takes 100 times as long.
     "torch": lambda torch: from_torch(torch.default_generator),
 }
 
@@ -99,9 +95,7 @@ def _is_imported(name: str) -> bool:
 
 
 class Seeds:
-    """Seeds the generators of this process before each batch, if their modules are imported.
-
-    The current batch is taken from the context. If there is none, the indexer is being created.
+    """Seeds the generators of imported modules before each batch.
 
     Attributes
     ----------
@@ -121,7 +115,7 @@ class Seeds:
         self._kept: list[tuple[Callable[[Any], object], object]] = []
 
     def seed_present(self) -> None:
-        """Seed the generators for the current batch, or for an indexer that is being created."""
+        """Seed the generators for the current batch or a new indexer."""
         ticket = self._context.ticket
         if ticket is None:
             self._seed(self._context.seed, 0, PURPOSE_MAKING)
@@ -133,7 +127,7 @@ class Seeds:
         self._seed(self._key, ticket.start, PURPOSE_BATCH)
 
     def seed(self, key: int, start: int) -> None:
-        """Seed the generators for the batch or sequence at a position in an epoch."""
+        """Seed the generators for a position in an epoch."""
         self._seed(key, start, PURPOSE_BATCH)
 
     def _seed(self, key: int, start: int, purpose: int) -> None:
@@ -149,7 +143,7 @@ class Seeds:
             seed(words[word])
 
     def has_new(self) -> bool:
-        """Find generators whose modules have been imported. Return True if there are new ones."""
+        """Find generators of newly imported modules. Return True if there are any."""
         if sys.modules.keys().isdisjoint(self.missing):
             return False
         new = [name for name in self.missing if _is_imported(name)]
@@ -159,7 +153,7 @@ class Seeds:
         return bool(new)
 
     def lend(self) -> None:
-        """From now on, save the state of a generator before seeding it for the first time."""
+        """From now on, save a generator's state before seeding it."""
         self._is_lent = True
 
     def restore(self) -> None:
@@ -174,10 +168,9 @@ class Seeds:
 def call_here(
     function: Callable[[], T], batch_context: BatchContext, seeds: Seeds | None = None
 ) -> T:
-    """Call a function that makes a batch or creates an indexer in the trainer's own thread.
+    """Call a function in the trainer's thread, in the context of a worker.
 
-    During the call, the thread has the context of a worker, and `seeds` may seed the trainer's
-    generators. They are restored even if a signal handler raises once in `restore`.
+    The trainer's generators are restored even if a signal handler raises once in `restore`.
     """
     outer = here.batch_context
     try:
