@@ -1,4 +1,4 @@
-"""Counts the workers that die in an epoch, and decides when there are too many."""
+"""Counts dead workers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# How often a ticket may kill workers, and how often in a row a worker may die before it is ready.
+# How often a ticket may kill workers, and how often in a row a worker may die at the start.
 TRIES = 3
 
 
 class Held(NamedTuple):
-    """A ticket that a worker was working on when it died, for messages and errors.
+    """A ticket that a dead worker was working on.
 
     `location` describes the epoch, batch and indices. If `is_batch` is set, the loop can skip it.
     """
@@ -32,18 +32,18 @@ class Held(NamedTuple):
 
 
 class Deaths:
-    """Counts the workers that die in an epoch, and creates an error if there are too many.
+    """Counts the dead workers in an epoch.
 
     Parameters
     ----------
     budget : int
         The maximum number of replacements per epoch.
     unit, advice : str
-        A noun for a ticket in messages ('batch'), and advice for tickets that kill workers.
+        A noun for tickets ('batch'), and advice for tickets that kill workers.
     lost : str
-        Text to add to the log message when a worker is replaced.
+        Text for the log message about a replacement.
     fails : bool
-        If True, a batch that kills workers is replaced by a `WorkerDied`, and the run continues.
+        If True, a batch that kills workers becomes a `WorkerDied`, and the run continues.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class Deaths:
     ) -> WorkerDied | None:
         """Count a dead worker. Return an error if there are too many.
 
-        In this case, `has_failed` is True if the run continues without the batch. `is_overdue`
-        means that the worker was killed because of a timeout.
+        If `has_failed` is True, the run continues without the batch. `is_overdue` means a timeout.
         """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1
@@ -124,7 +123,7 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Return text for a message if there were new out-of-memory kills."""
+        """Return text about new out-of-memory kills."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

@@ -1,7 +1,6 @@
 """Forwards log records from worker processes to the trainer.
 
-A worker that was forked from the trainer inherits the handlers of the trainer, and does not send
-records. This is also true for a worker whose root logger has its own handlers.
+Workers that have the trainer's handlers or their own do not send records.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels", "Records", "Sender", "levels"]
 
-# The levels that are set for loggers, by name. The name of the root logger is "".
+# The levels of loggers by name. The root logger is "".
 Levels = dict[str, int]
 
 MOST = 10_000
@@ -33,18 +32,18 @@ log = logging.getLogger("cseq")
 
 
 class Sender(logging.Handler):
-    """Sends log records to another process, which handles them.
+    """Sends log records to the trainer.
 
-    At first, this is the handler of last resort, which gets records that have no other handler.
-    `settle` adds it to the root logger, unless user code has added a different handler.
+    At first, this is the handler of last resort. `settle` adds it to the root logger, unless user
+    code has added a handler.
 
     Parameters
     ----------
     worker : int
     levels : dict
-        The levels of loggers in the trainer. They are set for loggers without a level here.
+        The levels of the trainer's loggers.
     send : callable
-        A function that is called with the bytes of each record.
+        Called with the bytes of each record.
     """
 
     def __init__(self, worker: int, levels: Levels, send: Callable[[bytes], object]) -> None:
@@ -59,12 +58,12 @@ class Sender(logging.Handler):
                 logger.setLevel(level)
 
     def settle(self) -> None:
-        """Also handle records of loggers that have their own handlers, if they propagate."""
+        """Handle records of all loggers that propagate."""
         if not logging.root.handlers:
             logging.root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record, unless this process was forked from the worker."""
+        """Send a record, unless this is a fork of the worker."""
         if os.getpid() != self._pid:
             if self._usual is not None and record.levelno >= self._usual.level:
                 self._usual.handle(record)
@@ -77,7 +76,7 @@ class Sender(logging.Handler):
 
 
 def _packed(record: logging.LogRecord, name: str) -> bytes:
-    """Pickle a record with its formatted text. Fields that cannot be pickled become strings."""
+    """Pickle a record with its text. Fields that cannot be pickled become strings."""
     record = copy.copy(record)
     record.msg, record.args = record.getMessage(), None
     record.processName = name
@@ -105,15 +104,15 @@ def levels() -> Levels:
 
 
 class Records:
-    """Handles records one after another, in the thread of `cseq.threads.log_later`."""
+    """Handles records in the thread of `cseq.threads.log_later`."""
 
     def __init__(self) -> None:
-        # `queue_record` updates the first pair, and the thread that handles records the second.
+        # `queue_record` updates the first pair, and the logging thread the second.
         self._queued = self._lost = 0
         self._handled = self._reported = 0
 
     def queue_record(self, body: bytes) -> None:
-        """Queue a record, or drop it if too many are pending. Dropped records are logged."""
+        """Queue a record. If too many are pending, drop it and count it."""
         if self._queued - self._handled >= MOST:
             self._lost += 1
             return

@@ -1,9 +1,7 @@
 """Pickles objects of multiprocessing for workers that are not forked.
 
-A lock, event, value or queue can only be pickled while multiprocessing starts a child, because
-pickling passes descriptors to the current `Popen` of the thread. For this reason, cseq installs its
-own `Popen` while it pickles objects. Workers reopen the descriptors, and the files of tensors in
-shared memory.
+Locks, events and queues pass their descriptors to the current `Popen`, so cseq installs its own
+while it pickles. Workers reopen the descriptors.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ if TYPE_CHECKING:
     from cseq.encoding.pickling import Reduced, Reducers
 __all__ = ["Reopened", "spawning"]
 
-# Typeshed does not know the attributes that are used below.
+# Typeshed does not know the attributes used below.
 CONTEXT: Any = context
 PICKLER: Any = reduction.ForkingPickler
 
 
 class Reopened(NamedTuple):
-    """A descriptor in the trainer, which every worker can reopen, even a replacement."""
+    """A descriptor in the trainer that every worker can reopen."""
 
     pid: int
     fd: int
@@ -51,7 +49,7 @@ class Reopened(NamedTuple):
 
 
 class Workers:
-    """Acts as the `Popen` of all workers of a manager."""
+    """The `Popen` of all workers of a manager."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:
@@ -64,7 +62,7 @@ class Workers:
 
     @staticmethod
     def DupFd(fd: int) -> Reopened:  # noqa: N802
-        """Return an object with which a worker can reopen a descriptor."""
+        """Return an object that reopens a descriptor in a worker."""
         import fcntl
 
         status = os.fstat(fd)
@@ -74,10 +72,7 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[Reducers]:
-    """Yield `reducers`, with which `dump` can pickle objects of multiprocessing in this context.
-
-    On Windows, these objects are handles, and there are no reducers.
-    """
+    """Yield `reducers` that pickle objects of multiprocessing (none on Windows)."""
     if os.name == "nt":
         yield {}
         return
@@ -103,7 +98,7 @@ def _reducers() -> Reducers:
 
 
 def _reduce_storage(storage: torch.UntypedStorage) -> Reduced:
-    """Reduce a torch storage. If it is in shared memory, the workers share it."""
+    """Reduce a torch storage, which is shared if it is in shared memory."""
     strategy: str = sys.modules["torch"].multiprocessing.get_sharing_strategy()
     is_file = storage.device.type == "cpu" and storage.is_shared() and storage.nbytes()
     if not is_file or strategy != "file_descriptor":

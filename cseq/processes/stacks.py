@@ -1,4 +1,4 @@
-"""Summarizes output of faulthandler in a line that shows where a process is."""
+"""Summarizes faulthandler output in one line."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ class Frame(NamedTuple):
 
     @property
     def imports(self) -> bool:
-        """Whether the frame belongs to Python's import system."""
+        """Whether this is Python's import system."""
         return self.path.startswith("<frozen importlib")
 
     @property
     def is_ours(self) -> bool:
-        """Whether the frame belongs to cseq, or to the command that starts a worker."""
+        """Whether this is cseq, or the command that starts a worker."""
         return self.path == "<string>" or _is_in(self.path, PACKAGE)
 
     @property
     def shown(self) -> str:
-        """The frame as text. The path of the module is relative to its folder in sys.path."""
+        """The frame as text, with a path relative to sys.path."""
         return f"{_from_package(self.path)}:{self.line} in {self.function}"
 
 
 def location_in(stacks: str) -> str:
-    """Describe in one line where the main thread is, and which modules it is importing.
+    """Describe where the main thread is, and what it is importing.
 
     Parameters
     ----------
     stacks : str
-        The stack traces of all threads in the format of faulthandler. The main thread is last.
+        The output of faulthandler. The main thread is last.
 
     Returns
     -------
     str
         For example, ``still imports data → torch (torch/__init__.py:12 in <module>)`` or ``is still
-        in data.py:4 in __init__``. The innermost frame, and the innermost frame of user code, are
-        included.
+        in data.py:4 in __init__``.
     """
     last = re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)[-1]
     frames = [Frame(*match.groups()) for match in FRAME.finditer(last)]
@@ -73,6 +72,6 @@ def _is_in(path: str, folder: str | None) -> bool:
 
 
 def _from_package(path: str) -> str:
-    """Return a path relative to its folder in `sys.path`, or the file name if there is none."""
+    """Return a path relative to `sys.path`, or the file name."""
     folders = [folder for folder in map(os.path.abspath, sys.path) if _is_in(path, folder)]
     return os.path.relpath(path, max(folders, key=len)) if folders else os.path.basename(path)

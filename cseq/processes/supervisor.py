@@ -1,7 +1,7 @@
 """Starts, replaces and stops the worker processes of a pool.
 
-The supervisor is a thread in the trainer, which waits for the sockets of workers. End of file means
-that a worker process is exiting. When the exit status is known, its tickets are reposted.
+The supervisor is a thread in the trainer. When a worker's socket is at end of file and its exit
+status is known, its tickets are posted again.
 
 ::
 
@@ -62,18 +62,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# These selectors do not open a descriptor, which might get the number of a closed standard stream.
+# These do not open a descriptor, which could get the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# If the first item takes longer than SLOW seconds and longer than twice `slowest`, this is logged.
+# A first item that takes longer than SLOW seconds and twice `slowest` is logged.
 SLOW, slowest = 10.0, 0.0
-# How many seconds a worker may take to exit on its own, after it was killed, and after its socket
-# was closed.
+# How many seconds a worker may take to exit: on its own, when killed, and after its socket was
+# closed.
 GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
 STARTING = (ENTERED, LOADED)
 
 
 class Supervisor:
-    """Supervises worker processes, which use rings and slots in shared memory.
+    """Supervises the worker processes of a pool.
 
     The constructor does not start anything.
 
@@ -82,21 +82,21 @@ class Supervisor:
     shared : Arena
         The shared memory. The caller must close it after calling `close`.
     readers : int
-        The maximum number of workers. Processes with higher numbers do not get the user's object.
+        The maximum number of workers. Processes with higher numbers are converters.
     task, describe : callable
-        ``task(runner_number)`` returns `Setup.task` for a process. ``describe(worker, cell)``
-        describes a ticket of a worker. Both are called in the supervisor thread.
+        ``task(runner_number)`` returns `Setup.task`, and ``describe(worker, cell)`` describes a
+        ticket. Both are called in the supervisor thread.
 
     Attributes
     ----------
     failure : Failure
-        The failure of a worker or of the supervisor thread, if there is one. `check` raises it.
+        The failure that `check` raises, if any.
     takes_objects : bool
-        Whether workers are forked from this process, and inherit objects without pickling.
+        Whether workers inherit objects without pickling.
     closed : bool
-        Whether `close` was called. Dead workers are not replaced after that.
+        Whether `close` was called.
     processes : dict
-        The latest process of each worker by number, even if the process has exited.
+        The latest process of each worker, by number.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        # How many readers should be running, and the id of the thread that has called `launch`.
+        # The number of readers to run, and the thread that has called `launch`.
         self._active, self._caller = readers, 0
-        # The runners to fork while the loop's thread is waiting, and the latches it is waiting for.
+        # The runners to fork while the loop's thread waits, and its latches.
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
         self._beside = ""
@@ -129,11 +129,11 @@ class Supervisor:
         self._failed: dict[str, WorkerDied] = {}
         self._noted, self._preloads, self._gone = False, True, False
         self._records = Records()
-        # Latches that are set when `Launcher.prepare` has returned, when workers may start, when
-        # all workers have been started, and when all workers are gone.
+        # Set when `Launcher.prepare` has returned, when workers may start, when all have started,
+        # and when all are gone.
         self._prepared, self._wanted = Latch(), Latch()
         self._launched, self._ended = Latch(), Latch()
-        # Only the supervisor thread uses the selector. Other threads wake it up with the waker.
+        # For the supervisor thread only. Other threads use the waker.
         self._selector: selectors.BaseSelector
         self._waker: socket.socket | None = None
         self._thread = Threads()
@@ -150,8 +150,8 @@ class Supervisor:
     ) -> None:
         """Prepare everything that the workers need before `launch`.
 
-        The launcher and the workers are started by the supervisor thread. No process can get lost,
-        because signal handlers do not run in that thread. If this method raises, `close` cleans up.
+        The supervisor thread starts all processes, because signal handlers do not run there. If
+        this method raises, `close` cleans up.
 
         Parameters
         ----------
@@ -160,18 +160,17 @@ class Supervisor:
         name : str
             The name of `worker` in error messages.
         preload : bool
-            Whether a fork server imports the modules that `worker` and the workers' code need, once
-            for all workers.
+            Whether a fork server imports the modules, once for all workers.
         needs : sequence of str
             The modules that the workers' code imports.
         timeout : float, optional
-            The time limit for a batch or item in seconds. For imports, it is `START_SHARE` times as
+            The time limit for a batch or item in seconds. Imports may take `START_SHARE` times as
             long.
         """
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        # Only wait for now, because this thread would compete with the supervisor for the GIL.
+        # Otherwise, this thread would compete with the supervisor for the GIL.
         self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:
@@ -186,41 +185,41 @@ class Supervisor:
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            # The pickled buffers refer to the memory of the user's object.
+            # It refers to the memory of the user's object.
             del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
     def launch(self) -> None:
-        """Start the workers, without waiting until they are ready.
+        """Start the workers, without waiting for them.
 
-        If a signal handler raises during this call, or calls this method, the next call continues.
+        If a signal handler raises, the next call continues.
 
         Raises
         ------
         OSError
-            If a worker cannot be forked. Errors from other start methods are not raised here.
+            If a worker cannot be forked.
         """
         if not self._wanted.wait(0):
             self._launcher.context = contextvars.copy_context()
             self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
-            # This process must not be forked while this thread imports a module or holds a lock,
-            # because the child would wait forever. See `_staff`.
+            # While this thread imports a module or holds a lock, a forked child would wait forever.
+            # See `_staff`.
             self._launched.wait()
-        # Exceptions from workers are always raised in the loop, even if they occur early.
+        # Exceptions from workers are always raised in the loop.
         if self._ended.wait(0):
             self.check()
 
     def begin_epoch(self) -> None:
-        """Start an epoch. Reset the count of dead workers, and free unused memory."""
+        """Reset the count of dead workers, and free unused memory."""
         self.deaths.begin_epoch()
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
-        """Write the user's object to a file, in the same format as requests in slots."""
+        """Write the user's object to a file, in the format of requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # An upper bound for the size of the aligned buffers, their table and the structure.
+        # An upper bound for the buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -248,14 +247,14 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            # Set `_ended` before `_let_go`, because `_await_forks` adds a latch and then checks it.
+            # Before `_let_go`, because `_await_forks` adds a latch and then checks this one.
             self._ended.set()
             self._prepared.set()
             self._launched.set()
             self._let_go()
 
     def _serve(self) -> None:
-        """Start the workers and watch them until `close` has been called and they are gone."""
+        """Start and watch the workers until `close` was called and they are gone."""
         self._launcher.prepare(preload=self._preloads)
         self._prepared.set()
         self._wanted.wait()
@@ -268,7 +267,7 @@ class Supervisor:
             self._handle_events()
             self._staff()
             if self.shared.ended:
-                # If a worker has sent LOADED before the ring was closed, it must not be killed.
+                # A worker that has sent LOADED before the ring was closed must not be killed.
                 self._handle_events(0)
                 self._kill_starting()
 
@@ -280,11 +279,10 @@ class Supervisor:
                 self._receive(key.data)
 
     def _staff(self) -> None:
-        """Start all missing workers, which may be replacements for dead workers.
+        """Start all missing workers.
 
-        This process is only forked while the loop's thread is waiting in `_await_forks`. At other
-        times, that thread may import a module or hold a lock, for which a child process would wait
-        forever.
+        This process is only forked while the loop's thread waits in `_await_forks`. At other times,
+        that thread may hold a lock that a child would wait for.
         """
         missing = [
             runner_number for runner_number in self.wanted() if runner_number not in self._workers
@@ -349,10 +347,10 @@ class Supervisor:
                 log_later(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Make sure that a worker has exited, and repost its tickets. `_staff` replaces it."""
+        """Make sure that a worker has exited, and post its tickets again."""
         child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
-        # A process may have closed its socket but keep running, or the server may report it late.
+        # A process may have closed its socket but keep running, or the report may be late.
         if exitcode is None:
             if not child.gone:
                 child.kill()
@@ -375,13 +373,13 @@ class Supervisor:
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         was_ready = worker.state == READY
-        # Whether the worker has exited on its own because of `resize`.
+        # Whether the worker has exited because of `resize`.
         left = was_ready and exitcode == 0 and not held
         event = "end" if left else "death"
         self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        # Count the dead worker first. After tickets are reposted, the epoch may end at any time.
+        # Before tickets are posted again. After that, the epoch may end at any time.
         if counts:
             error = self.deaths.count_death(
                 runner_number - 1,
@@ -415,15 +413,15 @@ class Supervisor:
     # -- in any thread
 
     def died_of(self, ring_number: int, cell: int) -> WorkerDied | None:
-        """Return the error to raise if the batch in a cell has killed its workers, or None."""
+        """Return the error if the batch in a cell has killed its workers, or None."""
         if not self._failed:
             return None
         return self._failed.pop(self._describe(ring_number, cell).location, None)
 
     def check(self) -> None:
-        """Raise an error that has occurred in a worker or in the supervisor thread.
+        """Raise an error from a worker or the supervisor thread.
 
-        The loop's thread calls this before it waits. Forked workers that are dead are replaced.
+        The loop's thread calls this before it waits. Dead forked workers are replaced.
         """
         if self.closed:
             raise InterruptedError(
@@ -434,7 +432,7 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """If the first item takes a long time, log why. The wait began at `began` (`now_ns`)."""
+        """Log why the first item takes long. The wait began at `began` (`now_ns`)."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
@@ -458,7 +456,6 @@ class Supervisor:
         log_later(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
-        """Wait while the supervisor thread forks missing workers."""
         forked = Latch()
         try:
             self._waiting.append(forked)
@@ -477,8 +474,8 @@ class Supervisor:
     def _snapshot(self) -> list[WorkerProcess]:
         """Return the current workers.
 
-        This needs no lock, because only the supervisor thread changes the dict, and it is copied by
-        a single call to C code.
+        No lock is needed: only the supervisor thread changes the dict, and C code copies it in one
+        call.
         """
         return list(self._workers.values())
 
@@ -488,7 +485,6 @@ class Supervisor:
         """Raise WorkerTimeout if a worker exceeds `timeout`, or kill it if `restart` is set.
 
         `working` contains the number, start time and task of each busy runner; see `overdue`.
-        Workers that are still starting are also checked.
         """
         starting = [(w.runner_number, w.entered) for w in self._snapshot() if w.state in STARTING]
         for runner_number, took in overdue(working, starting, timeout):
@@ -503,47 +499,45 @@ class Supervisor:
                 worker.child.kill()
 
     def await_launch(self) -> None:
-        """If `launch` was called, wait until all workers have been started."""
+        """If `launch` was called, wait until all workers have started."""
         if self._thread.begun and self._wanted.wait(0):
             self._launched.wait()
 
     def wanted(self) -> list[int]:
-        """Return the numbers of runners that should have a process."""
+        """Return the numbers of the runners that should exist."""
         runner_numbers = range(1, self.shared.owners + 1)
         return [k for k in runner_numbers if not self._active < k <= self._readers]
 
     def resize(self, count: int) -> None:
-        """Change the number of workers to `count` (at least 1). Start new workers if necessary.
+        """Change the number of workers to `count` (at least 1).
 
-        If there are too many workers, some of them exit after a call to `Ring.fit`.
+        Surplus workers exit after a call to `Ring.fit`.
         """
         if count != self._active:
             self._active = count
             self._wake()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Return True if a worker has reported READY, and is not known to have exited."""
+        """Return True if a worker has reported READY and not exited."""
         worker = self._workers.get(runner_number)
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of all workers, or None for workers without a process."""
+        """Return the process ids of all workers, or None for missing ones."""
         workers = [self._workers.get(runner_number) for runner_number in self.wanted()]
         return [None if worker is None else worker.child.pid for worker in workers]
-
-    # -- shutdown
 
     def close(self, *, hurried: bool = False) -> None:
         """Close the rings and stop all workers. Kill workers that do not exit in `GRACE` seconds.
 
-        Workers that are still loading the user's object are killed immediately, because that may be
-        slow. If `hurried` is set, workers that are busy or not ready are killed after `HURRY`
-        seconds. This may be called again, even if a signal handler has raised during a call.
+        Workers that are still loading the user's object are killed immediately. If `hurried` is
+        set, busy workers are killed after `HURRY` seconds. If a signal handler raises, call this
+        again.
 
         Raises
         ------
         RuntimeError
-            If a process does not exit although it was killed.
+            If a killed process does not exit.
         """
         self.closed = True
         self.shared.end()
@@ -561,14 +555,14 @@ class Supervisor:
                     log_later(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
-        # The thread was not started or hangs, or some processes are still alive.
+        # The thread was not started or hangs, or processes are still alive.
         if not self._gone:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_logged(time.monotonic() + LAST_GRACE)
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        # Break the reference cycle with the supervisor, which would keep the user's object alive.
+        # Break a reference cycle, which would keep the user's object alive.
         self._launcher.local = None
         for worker in self._snapshot():
             worker.close()
@@ -576,7 +570,7 @@ class Supervisor:
             self._object.close()
 
     def hurry(self, deadline: float) -> None:
-        """If `close` was called, kill workers that are still busy at `deadline`. Thread-safe."""
+        """If `close` was called, kill workers that are busy at `deadline`. Thread-safe."""
         if not (self.closed and self._thread.begun):
             return
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
@@ -588,7 +582,7 @@ class Supervisor:
 
 
 def _other_threads(caller: int) -> str:
-    """Describe the threads that a fork would not copy. Omit `caller`, this one and cseq's own."""
+    """Describe threads that a fork would not copy, except for `caller` and cseq's own."""
     threads = threading.enumerate()
     pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())

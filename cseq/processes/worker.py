@@ -1,4 +1,4 @@
-"""A worker process: setup, messages and stack traces, on both sides.
+"""A worker process and its messages, on both sides.
 
 ::
 
@@ -7,12 +7,11 @@
       WorkerProcess.receive ◄── ENTERED, LOADED … ─  send_state
                             ◄── end of file ───────  exit
 
-A worker sends ENTERED before it reads the user's object, which may import modules. When the object
-is loaded, it sends LOADED, and READY when it is ready to work. FAILED is sent with an exception
-that has kept the worker from becoming ready, NOTED with a warning, and LOGGED with a log record.
+A worker sends ENTERED before it reads the user's object, LOADED afterwards, and READY or FAILED
+when it has created its indexer. NOTED is a warning, and LOGGED a log record.
 
-When a worker gets a signal, it writes stack traces to an anonymous file that it shares with the
-trainer. The signal handler does not use the socket, because it may interrupt another message.
+On a signal, a worker writes stack traces to a file that it shares with the trainer. The signal may
+interrupt another message on the socket.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ NOT_FOUND = (
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
-# A message consists of a kind, the length of the body, and the body. A setup message has no kind.
+# A message: a kind, the length of the body, and the body. A setup has no kind.
 HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
@@ -80,12 +79,11 @@ NO_STACK = "(its stack is not available)\n"
 
 
 class Setup(NamedTuple):
-    """The setup message for a worker process. File descriptors are sent with this message.
+    """The setup message for a worker process. File descriptors are sent with it.
 
-    The message contains the number of the worker, its number in the ring, the offset and size of
-    the ring in its file, the width of slots in bytes, the number of slots that the worker may use,
-    the record of the user's object in its file, and the levels of loggers, unless they are
-    inherited.
+    It contains the runner's number and its number in the ring, the offset and size of the ring, the
+    slot width in bytes, the number of slots that the worker may use, the record of the user's
+    object, and the levels of loggers, unless they are inherited.
     """
 
     worker: int
@@ -102,7 +100,7 @@ class Setup(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """The result of `enter` in a worker process. `sender` forwards log records."""
+    """The result of `enter`. `sender` forwards log records."""
 
     sock: socket.socket
     setup: Setup
@@ -112,10 +110,7 @@ class Entered(NamedTuple):
     sender: Sender | None
 
     def read_object(self, local: object) -> object:
-        """Return the user's object, which is read from a file, or is `local` in a forked worker.
-
-        The file is mapped copy-on-write, so changes to arrays do not affect other processes.
-        """
+        """Return the user's object from a copy-on-write file, or `local` in a forked worker."""
         record, worker = self.setup.record, local
         if record is not None:
             (fd,) = self.object_fd
@@ -126,14 +121,14 @@ class Entered(NamedTuple):
                 failure.annotate(error, NOT_FOUND)
                 raise
             send_state(self.sock, LOADED)
-        # If the trainer has closed the ring before it gets LOADED, it will kill this worker.
+        # The trainer has closed the ring, and will kill this worker.
         if self.ring.closed == 1:
             _leave(0)
         return worker
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Send READY at the end of the context. If there is an exception, send it and exit."""
+        """Send READY at the end of the context. After an exception, send it and exit."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -145,7 +140,7 @@ class Entered(NamedTuple):
 
 
 def enter(sock: socket.socket) -> Entered:
-    """Set up this process as a worker, which exits when the trainer closes `sock`."""
+    """Set up this process as a worker. It exits when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:
@@ -174,21 +169,20 @@ def _receive_setup(sock: socket.socket) -> tuple[Setup, list[int]]:
 
 
 def _leave(code: int = 1) -> NoReturn:
-    """Exit without a message, because the trainer is gone or is shutting down."""
+    """Exit without a message, because the trainer is gone or shutting down."""
     os._exit(code)
 
 
 _outgoing: deque[bytes] = deque()
-# The thread that holds this lock sends the messages of all threads.
+# The holder of this lock sends the messages of all threads.
 _sending = threading.RLock()
 _is_sending = False
 
 
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
-    """Send the state of this worker to the trainer, or a NOTED or LOGGED message.
+    """Send the state of this worker, or a NOTED or LOGGED message. Thread-safe.
 
-    This function is thread-safe. If a signal handler calls it while a message is being sent, the
-    new message is sent after that one.
+    If a signal handler calls this during another call, its message is sent afterwards.
     """
     global _is_sending
     with _sending:
@@ -207,16 +201,16 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 
 
 class WorkerProcess:
-    """A worker process, as the trainer sees it.
+    """A worker process, in the trainer.
 
     Attributes
     ----------
     runner_number : int
         The number of the runner, starting with 1.
     state : bytes
-        The latest state that was received (ENTERED, LOADED, READY or FAILED), or b"".
+        The latest state (ENTERED, LOADED, READY or FAILED), or b"".
     entered : int
-        The time when the first message was received (`now_ns`).
+        When the first message was received (`now_ns`).
     is_overdue : bool
         Whether the worker was killed because of a timeout.
     """
@@ -237,13 +231,13 @@ class WorkerProcess:
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
-        # Ignore errors, because if the worker is dead, `receive` will find end of file.
+        # If the worker is dead, `receive` will find end of file.
         with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:
-        """Read from the socket. Return complete messages with a body, or None at end of file."""
+        """Return complete messages with a body, or None at end of file."""
         try:
             data = self.child.sock.recv(65536)
         except ConnectionError:
@@ -269,19 +263,19 @@ class WorkerProcess:
         return messages
 
     def stack(self) -> str:
-        """Return the stack traces of the worker, even if C code is holding its GIL."""
-        # This reference keeps the file open during this call.
+        """Return the worker's stack traces, even if C code holds its GIL."""
+        # Keep the file open during this call.
         file = self._stacks
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK
         fd = file.fd
-        # This descriptor has the same file offset as the descriptor of the worker.
+        # Both processes share the file offset.
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
         self.child.send_signal(STACK_SIGNAL)
         size, grown = 0, 0.0
         deadline = time.monotonic() + STACK_SECONDS
-        # This latch is never set. Waiting for it is a pause without the GIL.
+        # A latch that is never set pauses without the GIL.
         quiet = Latch()
         while (now := time.monotonic()) < deadline:
             written = os.fstat(fd).st_size

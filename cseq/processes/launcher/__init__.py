@@ -1,7 +1,7 @@
-"""Starts worker processes with a fork server, spawn or fork, behind one interface.
+"""Starts worker processes with a fork server, spawn or fork.
 
-A worker process gets one end of a pair of connected sockets, and calls ``entry(sock)``. The trainer
-keeps the other end. End of file means that the process at the other end is dead or about to exit.
+A worker calls ``entry(sock)`` with one end of a socket pair. End of file means that the process at
+the other end is dead or about to exit.
 
 ::
 
@@ -13,16 +13,14 @@ keeps the other end. End of file means that the process at the other end is dead
 
 With all three methods:
 
-- A worker never runs the user's script. It has the same ``sys.path`` and ``sys.argv`` as the
-  trainer and an empty standard input, and it may start processes.
-- From the start, workers and the server ignore signals that are meant for the trainer (`SHIELDED`),
-  such as Ctrl-C or a signal from a job scheduler. Processes that a worker forks do not ignore them.
-- Only the worker and the trainer keep their ends of the socket. If user code forks a process from
-  one of them, it closes the inherited copy (`close_in_forks`). Executed programs do not inherit it.
-- Exit codes are the same as in `subprocess`. A negative number is the signal that killed a process.
-- A worker exits when ``entry`` returns. Its process pools are shut down and its ``atexit``
-  functions are called, but it does not wait for threads. On Linux, if a worker is killed, the
-  processes that it has started are killed as well.
+- A worker never runs the user's script. It has the trainer's ``sys.path`` and ``sys.argv``, and an
+  empty standard input.
+- Workers and the server ignore signals for the trainer (`SHIELDED`), such as Ctrl-C. Processes that
+  a worker forks do not.
+- Processes that user code forks close their copies of the socket (`close_in_forks`).
+- Exit codes are the same as in `subprocess`.
+- A worker exits when ``entry`` returns. It calls ``atexit`` functions, but does not wait for
+  threads. On Linux, if a worker is killed, its descendants are killed as well.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ __all__ = [
 
 
 def make_launcher(method: str | None = None, *, entry: str, threads: int | None = None) -> Launcher:
-    """Create a launcher. No process is started before `launch` or `prepare` is called.
+    """Create a launcher, without starting a process.
 
     Parameters
     ----------
@@ -67,8 +65,8 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
     ValueError
         If the method is not available on this system.
     RuntimeError
-        If a worker process or the fork server is importing a module, or if gevent or eventlet has
-        patched modules that the processes need.
+        If a worker or the fork server is importing a module, or if gevent or eventlet has patched
+        modules.
     """
     check_reading()
     refuse_patches("threading", "thread", "socket", "select", "subprocess")

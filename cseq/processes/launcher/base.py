@@ -1,4 +1,4 @@
-"""Code for both sides of a launcher: signals, messages, exit codes and waiting."""
+"""Signals, messages and exit codes of processes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A timeout without a limit, and how long killed processes may take to exit, in seconds.
+# No time limit, and the seconds that killed processes may take to exit.
 FOREVER, LAST = 1e6, 1.0
 
-# Windows does not have SIGKILL, but SIGTERM kills there. `KILLED` is the exit code after `KILL`.
+# On Windows, SIGTERM kills. `KILLED` is the exit code after `KILL`.
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))
 KILLED = 0xC5E9 if os.name == "nt" else -KILL
 
-# Terminals and job schedulers send these signals to all processes, but only the trainer reacts.
+# Terminals and job schedulers send these to all processes, but only the trainer reacts.
 SHIELDED: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
@@ -29,25 +29,24 @@ SHIELDED: tuple[signal.Signals, ...] = tuple(
 )
 
 Start: TypeAlias = dict[str, Any]
-# The name of the trainer in multiprocessing, and its process id.
+# The trainer's name in multiprocessing, and its process id.
 Identity: TypeAlias = tuple[str, int]
 
-# A message to or from a fork server, which consists of a kind and a number. The socket for replies,
-# to which only the server writes, is sent with each request. The worker's socket is sent with FORK.
+# A message to or from a fork server: a kind and a number. Each request comes with a socket for the
+# replies, and FORK also with the worker's socket.
 MESSAGE = struct.Struct("=cq")
-# IMPORT is sent with the length of the module name that follows. IMPORTED is sent with the outcome.
+# IMPORT has the length of the module name that follows. IMPORTED has the outcome.
 IMPORT, IMPORTED = b"i", b"I"
 KEPT, FAILED, THREADS, FILES = range(4)
-# FORK is sent with the number of the worker. The replies are REFUSED with a system error number, or
-# BORN with the process id, and later ENDED with the exit code.
+# FORK has the number of the worker. The replies are REFUSED with an errno, or BORN with the process
+# id and later ENDED with the exit code.
 FORK, REFUSED, BORN, ENDED = b"f", b"R", b"B", b"E"
 
 
 def start_methods() -> tuple[str, ...]:
-    """Return the start methods of this system in order of preference.
+    """Return the start methods of this system, best first.
 
-    On macOS, 'spawn' comes first, because forking may fail if a process has used Apple's libraries,
-    such as the BLAS of numpy.
+    On macOS, forking may fail after a process has used Apple's libraries.
     """
     if sys.platform == "win32" or not hasattr(os, "fork"):
         return ("spawn",)
@@ -56,7 +55,7 @@ def start_methods() -> tuple[str, ...]:
 
 
 def readable(fd: int, seconds: float) -> bool:
-    """Wait until a descriptor has data or is at end of file. Return False after a timeout."""
+    """Wait for data or end of file. Return False after a timeout."""
     if os.name == "nt":
         return bool(select.select([fd], [], [], seconds)[0])
     poll = select.poll()
@@ -65,13 +64,13 @@ def readable(fd: int, seconds: float) -> bool:
 
 
 def answer(sock: socket.socket, kind: bytes, number: int) -> None:
-    """Send a reply. Ignore errors, because a reader will notice that the other end is gone."""
+    """Send a reply. A reader will notice if the other end is gone."""
     with contextlib.suppress(OSError):
         sock.sendall(MESSAGE.pack(kind, number))
 
 
 def answered(sock: socket.socket) -> tuple[bytes, int] | None:
-    """Receive a reply, which is never split. Return None at end of file."""
+    """Receive a reply. It is never split. Return None at end of file."""
     with contextlib.suppress(ConnectionError):
         data = sock.recv(MESSAGE.size)
         if data:
@@ -81,7 +80,7 @@ def answered(sock: socket.socket) -> tuple[bytes, int] | None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe an exit code, for example 'was killed by SIGKILL' or 'exited with code 3'."""
+    """Describe an exit code: 'was killed by SIGKILL', 'exited with code 3'."""
     if code is None:
         return "ended (its exit code is unknown)"
     if code == KILLED and code > 0:
@@ -99,7 +98,7 @@ def describe_exit(code: int | None) -> str:
 
 
 def zombie_status(pid: int) -> int | None:
-    """Return the wait status of a zombie. Return None if `pid` is not a zombie or without /proc.
+    """Return the wait status of a zombie, or None.
 
     If the status is 0, the real status may be unknown.
     """
@@ -108,12 +107,12 @@ def zombie_status(pid: int) -> int | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    # If there are other threads in the process, they may still be writing to memory.
+    # Other threads of the process may still be writing to memory.
     return int(fields[49]) if fields[0] == b"Z" and int(fields[17]) <= 1 else None
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the descendants of a process, or an empty list if the system does not list them."""
+    """Return the descendants of a process, or [] if unknown."""
     children: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -126,7 +125,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def exit_code_of(value: object) -> int:
-    """Return the exit code for an argument to `sys.exit`."""
+    """Return the exit code for an argument of `sys.exit`."""
     if value is None or isinstance(value, int):
         return (value or 0) & 0xFF
     sys.stderr.write(f"{value}\n")
@@ -134,11 +133,7 @@ def exit_code_of(value: object) -> int:
 
 
 def end_copy(error: BaseException | None) -> NoReturn:
-    """Exit from a process that user code has forked from a worker, and in which that code returned.
-
-    Such a process is not a worker, because the ring, the slots and the socket belong to the parent.
-    `error` is the exception that the user code raised, or None.
-    """
+    """Exit from a process that user code has forked from a worker."""
     code = 1
     with contextlib.suppress(Exception):
         if isinstance(error, SystemExit):
@@ -153,7 +148,7 @@ def end_copy(error: BaseException | None) -> NoReturn:
 
 
 def flush_output() -> None:
-    """Flush the standard streams, so that forked processes do not repeat buffered output."""
+    """Flush the standard streams, so that forked processes do not repeat output."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -164,7 +159,7 @@ _reading = False
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Forbid new launchers in this context, because a worker or a server is importing modules."""
+    """Forbid new launchers during imports in a worker or a server."""
     global _reading
     _reading = True
     try:
@@ -174,7 +169,7 @@ def reading() -> Iterator[None]:
 
 
 def check_reading() -> None:
-    """Raise RuntimeError if an import in a worker would start workers recursively."""
+    """Raise RuntimeError if an import would start workers recursively."""
     if _reading:
         raise RuntimeError(
             "a module that worker processes import starts worker processes when it is imported: "

@@ -1,4 +1,4 @@
-"""How a worker process starts and exits. This code runs in the new process."""
+"""How a worker process starts and exits, in the new process."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ if TYPE_CHECKING:
 
 
 LOKY = ("loky", "joblib.externals.loky")
-# Modules of process pools that stop their processes when the interpreter exits, before `atexit`.
+# Modules whose process pools are stopped before `atexit`.
 POOLS = ("concurrent.futures.process", *(f"{name}.process_executor" for name in LOKY))
 
 
 def prepare(start: Start) -> socket.socket:
-    """Set up this new interpreter as described in `start` and return its socket."""
+    """Set up this interpreter and return its socket."""
     _shield()
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    # Import this for `_adopt`. If it were imported later, it would mistake this process for the
-    # trainer.
+    # A later import would mistake this process for the trainer.
     importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Enable garbage collection and run the worker that this interpreter was started for."""
+    """Run a worker in this interpreter."""
     sock = prepare(start)
     gc.enable()
     work(sock, start["worker"], start["entry"], start["trainer"])
@@ -69,7 +68,7 @@ def begin_as_copy(
         threading.current_thread().name = "MainThread"
         _shield()
         _empty_stdin()
-        # There may be buffered input in the trainer's stream.
+        # The trainer's stream may contain buffered input.
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     except BaseException:  # noqa: BLE001
         leave(report(worker), worker)
@@ -112,8 +111,7 @@ def _own_socket(handle: int | bytes) -> socket.socket:
 def _shield() -> None:
     """Ignore signals that are meant for the trainer.
 
-    This installs a handler instead of `SIG_IGN`, which executed programs would inherit. As a
-    result, a worker could not stop its own children with SIGTERM.
+    Executed programs would inherit `SIG_IGN`, but not this handler.
     """
     for signum in SHIELDED:
         signal.signal(signum, ignore)
@@ -124,7 +122,7 @@ def _shield() -> None:
 
 
 def _unshield() -> None:
-    """Restore the default handlers in a process that was forked from a worker."""
+    """Restore the default handlers in a fork of a worker."""
     for signum in SHIELDED:
         if signal.getsignal(signum) is ignore:
             usual = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
@@ -142,14 +140,13 @@ def _drop_handlers() -> None:
 
 
 def _empty_stdin() -> None:
-    """Make standard input empty, because input from the terminal belongs to the trainer.
+    """Make standard input empty, because the terminal belongs to the trainer.
 
-    Standard output and error are opened if the trainer has closed them. Otherwise, other files
-    might get their descriptors.
+    Closed output streams are opened, so that other files do not get their descriptors.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
-    # In a container without devices, use the end of a pipe.
+    # A container may have no devices.
     except OSError:
         fd, writer = os.pipe()
         os.close(writer)
@@ -164,14 +161,14 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Clear ``__main__``, so that classes of the user's script can be added."""
+    """Make room for classes of the user's script."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]
 
 
 def set_name(name: str) -> None:
-    """Set the name that the system shows for this process."""
+    """Set the name of this process."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w", encoding="utf-8") as file:
         file.write(name)
 
@@ -179,7 +176,7 @@ def set_name(name: str) -> None:
 def work(
     sock: socket.socket, worker: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
-    """Call the entry function of a worker, and exit. Forked copies that return here also exit."""
+    """Call the worker's entry function, and exit. Forked copies that return here also exit."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
@@ -204,8 +201,7 @@ def work(
 def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     """Tell multiprocessing and process pools that this is a new process.
 
-    Otherwise, they would use threads and finalizers of the parent process. This calls the same
-    private functions as `multiprocessing.Process`.
+    Otherwise, they would use threads and finalizers of the parent.
     """
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
@@ -228,7 +224,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# Joblib's pools are kept alive, because their finalizers would wait for threads that do not exist.
+# Keeps joblib's pools alive. Their finalizers would wait for threads that do not exist.
 _inherited: list[Any] = []
 
 
@@ -237,7 +233,7 @@ def _imported(*names: str) -> list[Any]:
 
 
 def _hung_up(sock: socket.socket) -> bool:
-    """Return True if the other end of a socket was closed. Unread data is discarded."""
+    """Return True if the other end was closed. Unread data is discarded."""
     try:
         while sock.fileno() >= 0 and readable(sock.fileno(), 0):
             if not sock.recv(65536):
@@ -248,7 +244,7 @@ def _hung_up(sock: socket.socket) -> bool:
 
 
 def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
-    """Report an exception from the entry function and return the exit code of the worker."""
+    """Report an exception and return the exit code."""
     if isinstance(error, SystemExit):
         return exit_code_of(error.code)
     if isinstance(error, ConnectionError) and _hung_up(sock):
@@ -257,7 +253,7 @@ def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
 
 
 def report(worker: int) -> int:
-    """Print the current exception, which ends a worker, and return the exit code."""
+    """Print the exception that ends a worker, and return the exit code."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) ends with an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
@@ -265,9 +261,9 @@ def report(worker: int) -> int:
 
 
 def leave(code: int, worker: int) -> NoReturn:
-    """Exit from the process without waiting for threads."""
+    """Exit without waiting for threads."""
     try:
-        # Otherwise, multiprocessing would wait forever for the processes of pools.
+        # Otherwise, multiprocessing would wait forever for their processes.
         for pools in _imported(*POOLS):
             with contextlib.suppress(OSError):
                 pools._python_exit()

@@ -1,4 +1,4 @@
-"""Closes sockets in forked processes, which must not keep them open."""
+"""Closes sockets in forked processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-# Held while a new socket is not yet in _private. (Typeshed does not know all methods of RLock.)
+# Held while a new socket is not yet in _private. (Typeshed lacks methods of RLock.)
 _fork_guard: Any = threading.RLock()
 
 
@@ -26,10 +26,7 @@ def in_forked_children(function: Callable[[], object]) -> None:
 
 
 def close_in_forks(sock: socket.socket) -> None:
-    """Make forked processes close their copies of a socket.
-
-    Otherwise, a copy would keep the connection open, and there would be no end of file.
-    """
+    """Close a socket in forked processes, because a copy would prevent end of file."""
     _private.add(sock)
 
 
@@ -39,9 +36,8 @@ def _close_private() -> None:
     _private.clear()
 
 
-# Any user thread may fork, so the guard is acquired before a fork, and released after it, in
-# C code. In Python code, a signal handler could raise before the guard is released, and the thread
-# that starts workers would wait forever. In a child process, the guard is free.
+# The guard is held during a fork. It is acquired and released in C code, because a signal handler
+# could raise in Python code before the release. In a child process, it is free.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_fork_guard.acquire,
@@ -56,7 +52,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     with _fork_guard:
         ours, theirs = map(lifted, socket.socketpair())
         for sock in (ours, theirs):
-            # These are TCP sockets, on which messages would otherwise wait up to 200 ms for an ACK.
+            # On TCP sockets, messages would wait up to 200 ms for an ACK.
             if os.name == "nt":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             close_in_forks(sock)
@@ -65,7 +61,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def handing_over(sock: socket.socket) -> Iterator[None]:
-    """Let a process that is forked in this context keep this socket, but no other private one."""
+    """Let processes forked in this context keep this socket, but no other private one."""
     with _fork_guard:
         _private.discard(sock)
         yield

@@ -1,11 +1,11 @@
-"""Fork servers, as the trainer sees them, and the launcher that uses them.
+"""Fork servers and their launcher, in the trainer.
 
 ::
 
     trainer ── IMPORT, FORK ──► server
             ◄─ replies ── on a socket that is sent with the request
 
-A worker inherits the server's end of this socket. End of file means that both processes are gone.
+Workers inherit the server's end. End of file means that both processes are gone.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SERVER = "cseq.processes.launcher.server"
-# How long a server can take to start (it may load torch from a slow network disk), and how often
-# a thread that waits for a server checks it, in seconds.
+# How long a server may take to start, and how often a waiting thread checks it, in seconds.
 START, LOOK = 120.0, 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
@@ -52,10 +51,10 @@ REASONS = {
     None: "ends the process",
 }
 
-# The fork servers by their start arguments.
+# The fork servers by start arguments.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()
-# If a server has become unfit, every worker imports modules on its own.
+# True if workers have to import modules on their own.
 _any_unfit = False
 
 
@@ -68,7 +67,7 @@ in_forked_children(_forget_servers)
 
 
 class ForkServer:
-    """A fork server process, as the trainer sees it."""
+    """A fork server, in the trainer."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         self.has: set[str] = set()
@@ -78,13 +77,13 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the server is in use, and is not known to be unfit or dead."""
+        """Whether the server can be used."""
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
-        """Send a request and return the socket for the replies, which also reports end of file."""
+        """Send a request and return the socket for the replies."""
         ours, theirs = pair()
-        # Send the request in one piece, because other launchers may send requests at the same time.
+        # In one piece, because other launchers may send requests at the same time.
         request = MESSAGE.pack(kind, value) + data
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
@@ -101,9 +100,9 @@ class ForkServer:
 
 
 class _ServedChild(Child):
-    """A worker that a fork server starts and reaps. The server reports how the worker has exited.
+    """A worker that a fork server starts and reaps.
 
-    A zombie counts as exited, because the server may be stopped, or may import modules for minutes.
+    A zombie counts as exited, because the server may be busy for minutes.
     """
 
     def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
@@ -111,12 +110,12 @@ class _ServedChild(Child):
         self._reports = reports
 
     def _send(self, number: int, *, tree: bool) -> None:
-        # When there is a report, the pid may belong to another process.
+        # After the report, the pid may belong to another process.
         if not readable(self._reports.fileno(), 0):
             super()._send(number, tree=tree)
 
     def status(self, timeout: float) -> int | None:
-        """Return the exit code like `Child.status`, even if the server reports it late."""
+        """Return the exit code like `Child.status`, even if the report is late."""
         super().status(timeout)
         self._has_ended(unreported=True)
         return self.code
@@ -125,7 +124,7 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # Read the status first. If there is no report after that, it is the worker's pid.
+            # Read the status first. Without a report afterwards, the pid was the worker's.
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)
@@ -140,18 +139,18 @@ class _ServedChild(Child):
 
 
 class ForkServerLauncher(Launcher):
-    """Starts workers by forking a small process that has imported the modules they need."""
+    """Forks workers from a small process that has imported their modules."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         super().__init__(entry, threads)
-        # The modules that a server imports before the first fork, and the time limit for each.
+        # The modules to import before the first fork, and the time limit for each.
         self._modules: Sequence[str] = ()
         self._preloads = True
         self._seconds = FOREVER
         self._servers: list[ForkServer] = []
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start the server without waiting for it."""
+        """Start the server without waiting."""
         self._preloads = preload
         self._present()
 
@@ -162,7 +161,7 @@ class ForkServerLauncher(Launcher):
     def _answer(
         self, server: ForkServer, answers: socket.socket, seconds: float
     ) -> tuple[bytes, int] | None:
-        """Wait for a reply from a server. Return None if the server is dead or unfit.
+        """Wait for a reply. Return None if the server is dead or unfit.
 
         Earlier imports for other launchers do not count toward the time limit.
         """
@@ -192,7 +191,7 @@ class ForkServerLauncher(Launcher):
             self._import(server, lacking[0])
 
     def _import(self, server: ForkServer, name: str) -> None:
-        """Make a server import a module. If it cannot fork safely after that, stop using it."""
+        """Make a server import a module. Stop using it if it can no longer fork safely."""
         global _any_unfit
         self.importing, data = name, name.encode()
         server.importers.append(self)
@@ -202,7 +201,7 @@ class ForkServerLauncher(Launcher):
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
                 _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # The server died from an import for another launcher, and not because of this module.
+            # An import for another launcher has ended the server.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)
@@ -226,7 +225,7 @@ class ForkServerLauncher(Launcher):
         )
 
     def _present(self) -> ForkServer:
-        """Return the current server. If it is dead or unfit, start a new one."""
+        """Return a usable server."""
         with _guard:
             if self._servers and self._servers[-1].is_usable:
                 return self._servers[-1]
@@ -240,10 +239,10 @@ class ForkServerLauncher(Launcher):
             return server
 
     def _launch(self, worker: int) -> Child:
-        # Try twice, because a server may have died unnoticed before the request.
+        # Try twice, because a server may have died unnoticed.
         for _ in range(2):
             server = self._serving()
-            # If there is an error, the worker exits because the socket is closed.
+            # After an error, the closed socket makes the worker exit.
             with contextlib.ExitStack() as undo:
                 ours, theirs = pair()
                 undo.callback(ours.close)
@@ -256,7 +255,7 @@ class ForkServerLauncher(Launcher):
                         raise OSError(value, f"no worker process: {os.strerror(value)}")
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
-            # Wait until the server has exited. Otherwise, it may seem to be alive, and be reused.
+            # Otherwise, a server that is exiting could be reused.
             code = server.process.status(LAST)
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {worker}; if it "
@@ -268,7 +267,7 @@ class ForkServerLauncher(Launcher):
         return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
-        """Stop a server, unless another launcher uses it. Return True if it is gone or in use."""
+        """Stop a server that no other launcher uses. Return False if this fails."""
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False
         server.users -= 1

@@ -1,4 +1,4 @@
-"""The trainer's side: child processes, launchers and new interpreters."""
+"""Child processes and launchers, in the trainer."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ PAUSE = 0.001
 
 
 class Child:
-    """A child process, as the trainer sees it.
+    """A child process.
 
-    `gone` and `status` reap the process, and set `ended` and `code`. They are only called by
-    threads that watch workers, because the exit status would be lost if a signal handler raised in
-    one of them. Any thread may read `ended` and `code`, and may send signals.
+    `gone` and `status` reap the process. Only threads that watch workers call them, because the
+    exit status would be lost if a signal handler raised. Any thread may send signals.
 
     Parameters
     ----------
@@ -60,8 +59,7 @@ class Child:
     handle : int or None
         The handle of the process on Windows.
     ended, code : Latch, int or None
-        A latch that is set when the process has exited, and the exit code, which is set before the
-        latch if it is known.
+        A latch that is set on exit, and the exit code, if known. It is set before the latch.
     """
 
     handle: int | None = None
@@ -71,25 +69,22 @@ class Child:
         self.ended = Latch()
         self.code: int | None = None
         self._parent_pid = os.getpid()
-        # Held while a signal is sent, because the pid may be reused after the process is reaped.
-        # The lock is reentrant, because a signal handler may send a signal during this time.
+        # Held while a signal is sent, because a reaped pid may be reused. Reentrant, because a
+        # signal handler may send a signal.
         self._lock = Lock()
 
     @property
     def gone(self) -> bool:
-        """Whether the process has definitely exited, and no longer accesses memory."""
+        """Whether the process has exited and no longer accesses memory."""
         self.status(0)
         return self.ended.wait(0)
 
     def kill(self) -> None:
-        """Kill the process, unless it is gone. On Linux, also kill its descendants."""
+        """Kill the process and, on Linux, its descendants."""
         self.send_signal(KILL, tree=True)
 
     def send_signal(self, signum: int, *, tree: bool = False) -> None:
-        """Send a signal to the process, unless it is gone, but never to a later process.
-
-        On Linux, with `tree=True`, the descendants of the process also get the signal.
-        """
+        """Send a signal to the process, unless it is gone. On Linux, `tree` adds descendants."""
         if os.getpid() != self._parent_pid:
             return
         try:
@@ -104,9 +99,8 @@ class Child:
     def status(self, timeout: float) -> int | None:
         """Wait until the process exits, and return the exit code.
 
-        Return None if the process does not exit within `timeout` seconds (`gone` is False), or if
-        the exit code is unknown (`gone` is True), because the fork server died before the process
-        or because other code in the trainer has reaped it.
+        Return None after `timeout` seconds (`gone` is False), or if the exit code is unknown
+        (`gone` is True), because the fork server died or other code has reaped the process.
         """
         deadline = time.monotonic() + timeout
         while not self._has_ended():
@@ -123,10 +117,10 @@ class Child:
                 os.kill(pid, signum)
 
     def _has_ended(self) -> bool:
-        """Reap the process. Return False if it has not exited."""
+        """Reap the process. Return False if it is still running."""
         with self._lock.hold():
             if not self.ended.wait(0):
-                # If other code has reaped the process, the status is lost.
+                # Other code has reaped the process, so the status is lost.
                 with contextlib.suppress(ChildProcessError):
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                     if pid == 0:
@@ -137,7 +131,7 @@ class Child:
 
 
 class _WindowsChild(Child):
-    """A child process on Windows, where a pid is not reused as long as a handle is open."""
+    """A child process on Windows. An open handle protects its pid."""
 
     def __init__(self, sock: socket.socket, popen: subprocess.Popen[bytes]) -> None:
         super().__init__(sock, popen.pid)
@@ -162,8 +156,8 @@ class _WindowsChild(Child):
 class Launcher:
     """The base class of all start methods.
 
-    A launcher may only be used in the process that created it, and only by threads in which signal
-    handlers do not run. `cancel` is thread-safe.
+    Use a launcher only in the process that created it, and in threads without signal handlers.
+    `cancel` is thread-safe.
 
     Parameters
     ----------
@@ -173,9 +167,9 @@ class Launcher:
     Attributes
     ----------
     takes_objects : bool
-        Whether workers inherit `context`, and `local`, which is passed to ``entry(sock, local)``.
+        Whether workers inherit `context` and `local`.
     importing : str
-        The module that is being imported for all workers, or "".
+        The module that is being imported, or "".
     """
 
     takes_objects = False
@@ -189,13 +183,13 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start a fork server without waiting for it. `preload` says if it will import modules."""
+        """Start a fork server without waiting. `preload` says if it will import modules."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
-        """Make a fork server import modules for all workers, before the next `launch`.
+        """Make a fork server import modules for all workers.
 
-        If importing a module before a fork is not safe, ends the server or takes longer than
-        `seconds`, workers import all modules on their own, and a log message names the module.
+        If this is not safe or takes longer than `seconds`, workers import all modules on their own,
+        and a message is logged.
         """
 
     def cancel(self) -> None:
@@ -203,13 +197,13 @@ class Launcher:
         self._cancelled = True
 
     def launch(self, worker: int) -> Child:
-        """Start a worker process, which calls ``entry(sock)``. Its name contains its number.
+        """Start a worker process.
 
         Raises
         ------
         OSError
-            If the process cannot be started, if it does not start in time (TimeoutError), or if
-            `cancel` was called (InterruptedError).
+            If the process cannot be started in time (TimeoutError) or at all, or if `cancel` was
+            called (InterruptedError).
         """
         self._check()
         self._children -= {child for child in set(self._children) if child.ended.wait(0)}
@@ -227,8 +221,8 @@ class Launcher:
     def close(self, deadline: float) -> bool:
         """Kill workers that are still running, and stop the servers.
 
-        A server that is still running at `deadline` (`time.monotonic`) is killed. Return True if
-        all processes are gone and have been reaped. Otherwise, this may be called again.
+        A server that still runs at `deadline` (`time.monotonic`) is killed. Return True if all
+        processes are gone. Otherwise, this may be called again.
         """
         children = set(self._children)
         for child in children:
@@ -239,16 +233,16 @@ class Launcher:
         return self._end_servers(deadline) and all(child.gone for child in children)
 
     def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """Stop the servers that have started workers. Return True if they are gone."""
+        """Return True if the servers that have started workers are gone."""
         return True
 
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield a socket for this process, and a socket for a process that is started in this context.
+    """Yield a socket for this process, and one for a process that is started in this context.
 
-    Signals that are meant for the trainer are blocked in this thread until the context exits, and
-    in the new process until it can ignore them.
+    Signals for the trainer are blocked in this thread, and in the new process until it ignores
+    them.
     """
     ours, theirs = pair()
     with contextlib.ExitStack() as undo:
@@ -261,9 +255,9 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         undo.pop_all()
 
 
-# The program that a new interpreter runs. It sets sys.path as in the trainer before it imports
-# cseq, so that files in the current folder do not shadow modules of the standard library. It
-# disables the garbage collector, which would traverse imported objects again and again.
+# The program of a new interpreter. sys.path is set before cseq is imported, so that files in the
+# current folder do not shadow the standard library. The garbage collector would traverse imported
+# objects again and again.
 _BOOTSTRAP = """\
 import gc, marshal, os, sys
 gc.disable()
@@ -278,10 +272,7 @@ import_module(start["module"]).begin_process(start)
 
 
 def spawn(start: Start, title: str, threads: int | None) -> Child:
-    """Start a new interpreter, which calls `begin_process(start)` in the module that `start` names.
-
-    Libraries in this interpreter and its children use `threads` compute threads.
-    """
+    """Start a new interpreter that calls `begin_process(start)`."""
     executable, environment = _executable()
     environment |= system.thread_variables(threads, environment)
     subprocess = importlib.import_module("subprocess")
@@ -289,7 +280,7 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
     with connected() as (ours, theirs):
         if os.name == "nt":
-            # pythonw has no streams, and subprocess would create pipes that nobody reads.
+            # pythonw has no streams, and nobody would read from pipes.
             lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
             popen = subprocess.Popen(
                 command,
@@ -299,18 +290,18 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
                 creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
-            # Ignore errors, because if the process is dead, the socket is at end of file.
+            # If the process is dead, the socket is at end of file.
             with contextlib.suppress(OSError), popen.stdin as pipe:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
             return _WindowsChild(ours, popen)
-        # Do not use a pipe of `Popen`, which may get the numbers of closed standard streams.
+        # A pipe of `Popen` may get the numbers of closed standard streams.
         given, _ = anonymous_file("cseq-start")
         fd = theirs.fileno()
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        # Keep `Popen` from waiting, because `Child` waits for the process.
+        # Keep `Popen` from waiting. `Child` waits for the process.
         popen.returncode = 0
         return Child(ours, popen.pid)
 
@@ -323,7 +314,7 @@ def trainer_identity() -> Identity:
 
 
 def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
-    """Create the first message to a new interpreter, which is a worker or a fork server."""
+    """Create the first message to a new interpreter."""
     words = [str(word) for word in sys.argv] if hasattr(sys, "argv") else []
     start: Start = {"module": module, "entry": entry, "worker": worker}
     start |= {"path": _search_path(), "argv": words}
@@ -331,10 +322,10 @@ def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
 
 
 def _search_path() -> list[str]:
-    """Return sys.path, to which the folder of cseq is added if it is missing."""
+    """Return sys.path, including the folder of cseq."""
     path = [os.fsdecode(folder) for folder in sys.path if isinstance(folder, (str, bytes))]
     home = os.path.dirname(os.path.abspath(sys.modules["cseq"].__path__[0]))
-    # Relative paths remain relative, because the working directory may have been deleted.
+    # Relative paths stay relative, because the working directory may be deleted.
     folders = [os.path.normpath(folder) for folder in path if os.path.isabs(folder)]
     return path if home in folders else [*path, home]
 
@@ -352,26 +343,26 @@ def _executable() -> tuple[str, dict[str, str]]:
         )
     base = getattr(sys, "_base_executable", executable)
     if os.name == "nt" and executable == sys.executable != base:
-        # Start the base interpreter, like python.exe of a virtual environment, which is a stub.
+        # python.exe of a virtual environment is a stub, so start the base interpreter.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
 
 
 class SpawnLauncher(Launcher):
-    """Starts each worker as a new interpreter."""
+    """Starts each worker in a new interpreter."""
 
     def _launch(self, worker: int) -> Child:
         return spawn(describe_start(self._entry, WORKER, worker), f"cseq-w{worker}", self._threads)
 
 
 class ForkLauncher(Launcher):
-    """Starts each worker as a forked copy of the trainer."""
+    """Forks each worker from the trainer."""
 
     takes_objects = True
 
     def _launch(self, worker: int) -> Child:
         flush_output()
-        # The thread that logs may hold locks of the standard streams.
+        # The logging thread may hold locks of the standard streams.
         await_logged(time.monotonic() + LAST)
         if self._threads is not None:
             system.find_openblas()

@@ -1,4 +1,4 @@
-"""The process of the fork server, which imports modules once and forks workers."""
+"""The fork server process."""
 
 from __future__ import annotations
 
@@ -36,20 +36,17 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
 
 IS_LINUX = sys.platform == "linux"
-# The names of threads that libraries start again after a fork. Only jemalloc (in pyarrow) has one.
+# Names of threads that libraries restart after a fork (jemalloc, in pyarrow).
 FORKING = ("jemalloc_bg_thd",)
 
 
 def begin_process(start: Start) -> NoReturn:
-    """Run the server that this interpreter was started for, without garbage collection."""
+    """Run the server in this interpreter."""
     Forker(prepare(start), start["entry"], start["trainer"]).serve()
 
 
 class Forker:
-    """The fork server, which has a single thread. It forks and reaps workers, and reports both.
-
-    The server exits when the trainer dies or closes the socket. Each worker has its own socket.
-    """
+    """The fork server. It forks and reaps workers in a single thread."""
 
     def __init__(self, sock: socket.socket, entry: str, trainer: Identity) -> None:
         close_in_forks(sock)
@@ -77,10 +74,10 @@ class Forker:
         os._exit(0)
 
     def _step(self) -> bool:
-        """Handle a request, or the exit of a child. Return False if the trainer is gone."""
+        """Handle a request or an exit. Return False if the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            # Drain the socket before reaping, so that a later exit wakes up the server again.
+            # Drain before reaping, so that a later exit wakes up the server again.
             self._woken.recv(4096)
             self._reap()
         if self._sock.fileno() not in ready:
@@ -103,8 +100,8 @@ class Forker:
         return True
 
     def _fork(self, reports: socket.socket, fd: int, worker: int) -> None:
-        """Fork a worker, which gets the socket `fd`, and report its process id."""
-        # Otherwise, the garbage collector of each worker would copy memory pages of the server.
+        """Fork a worker with the socket `fd`, and report its process id."""
+        # Otherwise, each worker's garbage collector would copy the server's pages.
         gc.freeze()
         try:
             pid = fork()
@@ -115,14 +112,14 @@ class Forker:
             return
         if pid == 0:
             self._become_worker(reports, fd, worker)
-        # Close this copy before the reply, so that the socket is closed when the worker exits.
+        # Before the reply, so that the socket is closed when the worker exits.
         os.close(fd)
         answer(reports, BORN, pid)
         close_in_forks(reports)
         self._reports[pid] = reports
 
     def _become_worker(self, reports: socket.socket, fd: int, worker: int) -> NoReturn:
-        """Run a worker in this copy of the server. `reports` is closed when both have exited."""
+        """Run a worker in this copy of the server."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -142,7 +139,7 @@ class Forker:
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
                 if reports is not None:
                     answer(reports, ENDED, code)
-            # Report the exit before reaping, because the system may then reuse the process id.
+            # Report before reaping, because the process id may then be reused.
             if IS_LINUX:
                 os.waitpid(pid, 0)
 
@@ -160,7 +157,7 @@ def _ended_child() -> tuple[int, int] | None:
 
 
 def _import(name: str) -> int:
-    """Import a module for all workers. Return the outcome: KEPT, FAILED, THREADS or FILES."""
+    """Import a module. Return KEPT, FAILED, THREADS or FILES."""
     tasks, files, outcome = _tasks(), _files(), KEPT
     try:
         with reading():
@@ -174,7 +171,7 @@ def _import(name: str) -> int:
 
 
 def _tasks() -> set[str]:
-    """Return the threads that a fork would not copy, or an empty set if they cannot be listed."""
+    """Return the threads that a fork would not copy, if known."""
     tasks = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -188,7 +185,7 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """Return open descriptors, such as CUDA's, or an empty set if they cannot be listed."""
+    """Return open descriptors, such as CUDA's, if known."""
     files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
