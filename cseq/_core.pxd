@@ -8,7 +8,7 @@ cimport numpy as cnp
 from cseq._headers cimport *
 from cseq._memory cimport Memory
 
-# The maximum time in ns for which a sleeper does not check signals, workers and deadlines.
+# How long a sleeper may ignore signals, workers and deadlines, in ns.
 cdef enum:
     PARK = 100_000_000
 
@@ -32,12 +32,10 @@ cdef class Turns:
 
 @cython.final
 cdef class Ring:
-    # Tickets are `outstanding` until they are committed or cancelled. Calls do not count. The search
-    # for a free cell starts at `next_cell`, which is the cell to post in if this is a queue. `unwoken`
-    # counts the tickets that were posted since the last wake-up, and `wake_at` tickets cause a wake-up.
-    # `calling` is the cell of a queue's pending call, or -1. `meter` is the trainer's meter, which is in
-    # the ring at offset 0. All thread queues share `turns`. This queue's cell objects start at
-    # `first_entry`.
+    # Tickets are `outstanding` until they are committed or cancelled, except for calls. A search for a free
+    # cell starts at `next_cell`. `unwoken` tickets were posted since the last wake-up, and `wake_at` cause
+    # one. `calling` is the cell of a queue's pending call, or -1. `meter` is in the ring at offset 0. All
+    # thread queues share `turns`. This queue's objects start at `first_entry`.
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
@@ -55,26 +53,26 @@ cdef class Ring:
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void committed(self, cseq_cell* c) noexcept:
-        """Count a committed ticket. Call this before another ticket is posted in the cell."""
+        """Call this before another ticket is posted in the cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
             cseq_count_u64(&self.meter.batches, 1)
             cseq_count_u64(&self.meter.samples, c.count)
             cseq_count_u64(&self.meter.nbytes, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
-        """Free a cell of the trainer for another ticket. The old ticket is no longer `outstanding`."""
+        """Free a cell of the trainer."""
         if self.kept is None:
             self.next_cell = cell
         else:
             self.kept[cell] = None
         cseq_ring_free(self.r, cell)
     cdef inline uint64_t sleep(self) noexcept:
-        """Record that the trainer goes to sleep now, and return the current time."""
+        """Record that the trainer goes to sleep. Return the time."""
         cdef uint64_t now = cseq_now_ns()
         cseq_store_rlx_u64(&self.meter.asleep_ns, now)
         return now
     cdef inline void slept(self, uint64_t before, uint64_t awake) noexcept:
-        """Record how long the trainer slept and how long it then waited for the GIL."""
+        """Record how long the trainer slept, and then waited for the GIL."""
         cdef uint64_t now = cseq_now_ns()
         cseq_histogram_add(&self.meter.gil, now - awake)
         cseq_meter_slept(self.meter, before, now)
@@ -82,9 +80,9 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
-# The layout of stream tickets (see producer.py). A request consists of six words: the slot, the number of
-# committed bytes, and the record. A cell contains two requests, one for the call or key and one for the
-# assignment, followed by the number of ints in the key (or one of the two negative values) and the ints.
+# The layout of stream tickets (see producer.py). A request is six words: the slot, the committed bytes, and
+# the record. A cell has two, for the call or key and for the assignment, then the number of ints in the key
+# (or a negative value), and the ints.
 cdef enum:
     ASK_ITEM = 0
     ASK_CALL = 1

@@ -1,9 +1,7 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The core that runs without the GIL: the ring, the shuffle and batch indices.
+"""The ring, the shuffle and batch indices, without the GIL.
 
-The algorithms are written in plain C and do not depend on Python (``include/cseq_*.h``). The classes
-in this module validate arguments, release the GIL for long operations, and turn status codes into
-exceptions.
+The algorithms are plain C (``include/cseq_*.h``). These classes validate arguments and release the GIL.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -33,7 +31,7 @@ ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
-# Shuffles of up to BRIEF steps keep the GIL. Longer shuffles check for signals every SLICE steps.
+# Shuffles of up to BRIEF steps keep the GIL. Longer ones check for signals every SLICE steps.
 cdef enum:
     BRIEF = 4096
     SLICE = 1 << 20
@@ -55,7 +53,7 @@ cdef const int64_t* int64s(cnp.ndarray array) except? NULL:
 
 
 def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
-    """Return the first `count` 64-bit words of the random stream for (seed, epoch, purpose)."""
+    """Return the first `count` words of the stream for (seed, epoch, purpose)."""
     cdef uint64_t words[8]
     cdef Py_ssize_t k
     if not 0 <= count <= 8:
@@ -144,31 +142,31 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
 
 
 cdef class Reader:
-    """The base class of objects that read the units of an `order.base.Order` with a given seed.
+    """The base class of readers of an `order.base.Order` with a given seed.
 
-    The result depends only on the seed, the epoch and the position, and not on earlier calls. State that is
-    kept between calls only improves the speed. Only one thread at a time can use a reader. An epoch has
-    `units` units with up to `room` samples each.
+    The result depends only on the seed, the epoch and the position. Only one thread at a time can use a
+    reader. An epoch has `units` units of up to `room` samples.
     """
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
-        """Write the samples of the units [start, start + count), which must exist, and return their number.
+        """Write the samples of the units [start, start + count), and return their number.
 
-        `out` has space for `count` * `room` samples. If `sizes` is not NULL, the size of each unit is
-        written there. Long operations release the GIL and run signal handlers. After an exception, the
-        caller can try again.
+        `out` has space for `count` * `room` samples. The size of each unit is written to `sizes`, unless it
+        is NULL. Long operations release the GIL and run signal handlers. After an exception, try again.
         """
         raise NotImplementedError
 
     cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
-        """Like `read`, but for one rank's part of the global batch [first, first + together). An order may
-        select other units of the batch for this rank, but their number must stay the same."""
+        """Like `read`, for one rank's part of the global batch [first, first + together).
+
+        An order may select other units of the batch, but not change their number.
+        """
         return self.read(epoch, start, count, out, sizes)
 
     def samples(self, epoch, uint64_t start, uint64_t count):
-        """Return the samples and the sizes of the units [start, start + count) as new int64 arrays."""
+        """Return the samples and the sizes of the units [start, start + count)."""
         if start > self.units or count > self.units - start:
             raise IndexError(f"units [{start}, {start + count}) exceed the epoch's {self.units} units")
         sizes = numpy.ones(count, numpy.int64)
@@ -181,7 +179,7 @@ cdef class Reader:
 @cython.final
 @cython.no_gc
 cdef class RangeReader(Reader):
-    """A reader of the samples 0 … n-1 in ascending order."""
+    """Reads the samples 0 … n-1 in order."""
 
     def __cinit__(self, n, seed=0):
         self.units, self.room, self.seed = natural(n, "n", MOST_SAMPLES), 1, seed
@@ -197,7 +195,7 @@ cdef class RangeReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class FeistelReader(Reader):
-    """A reader of feistel-v1, which needs no table. The order has at least `FEISTEL_LEAST` samples."""
+    """Reads feistel-v1. The order has at least `FEISTEL_LEAST` samples."""
 
     cdef cseq_feistel feistel
     cdef uint64_t epoch
@@ -226,11 +224,7 @@ cdef class FeistelReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class TableReader(Reader):
-    """A reader of fisher-yates-v1 that shuffles incrementally, just before the samples are needed.
-
-    The table (4 bytes per sample) is created by the first read, and only the required part is accessed.
-    The time to start an epoch therefore does not depend on the number of samples.
-    """
+    """Reads fisher-yates-v1 and shuffles only as far as needed."""
 
     cdef cseq_order order
     cdef uint32_t* table
@@ -264,7 +258,7 @@ cdef class TableReader(Reader):
                       int64_t* sizes) except -1:
         if self.table == NULL:
             self.make_table()
-        # Check the epoch in each iteration, because a signal handler may have read another epoch.
+        # A signal handler may have read another epoch.
         while True:
             if epoch != self.epoch:
                 cseq_order_start(&self.order, self.seed, epoch)
@@ -280,14 +274,14 @@ cdef class TableReader(Reader):
 
 
 def ring_bytes(uint32_t capacity, uint32_t batch_size, uint32_t runners):
-    """Return the size in bytes of a ring with `capacity` cells for `batch_size` indices each."""
+    """Return the size of a ring in bytes."""
     return cseq_ring_bytes(capacity, batch_size, runners)
 
 
 @cython.final
 @cython.no_gc
 cdef class Turns:
-    """The state of threads that take turns. They do so only while it is faster. See cseq_turns.h."""
+    """The state of threads that take turns. See cseq_turns.h."""
 
     def __cinit__(self, uint32_t runners):
         self.t.runners, self.t.between = runners, 1
@@ -298,17 +292,17 @@ cdef class Turns:
 
     @property
     def holder(self):
-        """The runner whose turn it is, as `Ring.first_entry` plus its number, or 0."""
+        """The runner whose turn it is (`Ring.first_entry` plus its number), or 0."""
         return self.t.holder
 
     def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
-        """Record that the trainer slept from `before` to `awake` (ns), after `taken` batches in total."""
+        """Record that the trainer slept from `before` to `awake` (ns), after `taken` batches."""
         cseq_turns_learn(&self.t, before, awake, taken)
 
 
 @cython.final
 cdef class Ring:
-    """The trainer's side of a ring, whose cells contain tickets. See docs/inside/ring.md.
+    """The trainer's side of a ring. See docs/inside/ring.md.
 
     Only one thread at a time can post, commit and cancel. The methods `repost`, `notify_all`, `close`,
     `depths` and `holder` are thread-safe. `Feed` defines the order in which tickets are delivered.
@@ -318,29 +312,28 @@ cdef class Ring:
     memory : Memory
         The memory of the ring: a `Mapping`, or a zeroed `Block` for threads.
     capacity : int
-        The number of cells, which limits the number of open tickets, or 0 to attach to an existing ring.
+        The number of cells, or 0 to attach to an existing ring.
     batch_size : int
         The maximum number of indices in a ticket.
     runners : int
         The number of runners. Owners are numbered from 1 to `runners`.
     calls : int
-        0 for a shared ring, in which any runner can claim any ticket. Otherwise, the ring is the queue of a
-        single runner, which claims tickets in the order they were posted and checks the last `calls` cells
-        first.
+        0 for a shared ring, in which any runner can claim any ticket. Otherwise, the ring is the queue of one
+        runner, which claims tickets in order and checks the last `calls` cells first.
     at : int
-        The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring with
-        offset 0, so it can wait for several rings in the same memory (`Feed.wait`).
+        The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring with offset
+        0.
     limit : int
         The initial limit on outstanding tickets, or 0 for the number of cells.
     threads : bool
-        Whether all parties are threads of this process. Other processes may still read the memory.
+        Whether all parties are threads of this process.
 
     Attributes
     ----------
     limit : int
         The maximum number of outstanding tickets.
     kept : list or None
-        The objects that the ticket in each cell of a queue refers to.
+        The objects of the ticket in each cell of a queue.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -383,14 +376,13 @@ cdef class Ring:
         return self.r.capacity
 
     def published(self, uint32_t owner):
-        """Return the number of tickets that a runner has published, not including calls."""
+        """Return how many tickets a runner has published, without calls."""
         if not 1 <= owner <= self.r.runners:
             raise IndexError(f"owner {owner} is not in [1, {self.r.runners}]")
         return cseq_load_rlx_u64(&cseq_ring_meter(self.r, owner).batches)
 
     def meters(self):
-        """Return the meters of all parties as bytes, in the layout `meters.METER`, with the trainer's
-        first. This method is thread-safe."""
+        """Return all meters as bytes (`meters.METER`), the trainer's first. Thread-safe."""
         cdef Py_ssize_t k, count = (self.r.runners + 1) * <Py_ssize_t>sizeof(cseq_meter) // 8
         cdef uint64_t* words = <uint64_t*>cseq_ring_meter(self.r, 0)
         copied = PyBytes_FromStringAndSize(NULL, 8 * count)
@@ -401,20 +393,18 @@ cdef class Ring:
 
     @property
     def closed(self):
-        """0 if the ring is open, 1 if it is closed, or n > 1 if indexers numbered n and above must exit."""
+        """0 if the ring is open, 1 if it is closed, or n > 1 if indexers from number n on must exit."""
         return cseq_load_sc_u32(&self.r.closed)
 
     def set_spin(self, uint32_t ns, uint32_t crew=0):
-        """Set how long runners and the trainer spin before they sleep (in ns), and how many runners
-        alternate with the trainer (`crew`). See cseq_spin.h."""
+        """Set how long runners and the trainer spin before they sleep, in ns.
+
+        `crew` runners alternate with the trainer. See cseq_spin.h.
+        """
         cseq_ring_set_spin(self.r, ns, crew)
 
     def fit(self, uint32_t limit, uint32_t indexers):
-        """Limit the number of outstanding tickets and the number of indexers.
-
-        Indexers with higher numbers exit when they hold no ticket. The thread that posts tickets can call
-        this method at any time. The numbers of converters follow the highest possible number of an indexer.
-        """
+        """Limit outstanding tickets and indexers. Higher indexers exit when they hold no ticket."""
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
                              f"is not in [1, {self.r.runners}]")
@@ -423,13 +413,13 @@ cdef class Ring:
         cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
-        """Return the space for the indices of a cell as an int64 array in the ring's memory."""
+        """Return the indices of a cell as an array in the ring."""
         self.at(cell)
         cdef Py_ssize_t offset = <char*>cseq_ring_indices(self.r, cell) - self.memory.data
         return self.memory.view(offset, numpy.dtype(numpy.int64), (self.r.batch_size,))
 
     def depths(self):
-        """Return how many tickets are waiting for an indexer, for a converter, and for the trainer."""
+        """Return how many tickets wait for an indexer, for a converter, and for the trainer."""
         cdef Py_ssize_t[3] depth
         cdef uint32_t c
         cdef int state
@@ -445,7 +435,7 @@ cdef class Ring:
         return depth[0], depth[1], depth[2]
 
     def holder(self, uint32_t cell):
-        """Return the owner and claim time (ns of `now_ns`) of a cell, or (0, 0) if it is not claimed."""
+        """Return the owner and claim time (ns of `now_ns`) of a cell, or (0, 0)."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
         cdef int state = CSEQ_STATE(word)
@@ -454,7 +444,7 @@ cdef class Ring:
         return CSEQ_OWNER(word), cseq_load_rlx_u64(&cseq_cell_stint(c, state == CSEQ_CONVERTING).started_ns)
 
     cdef int find_vacant(self) noexcept:
-        """Return a free cell, or -1 if there is none. In a queue, check only the next cell to post in."""
+        """Return a free cell, or -1. In a queue, check only the next cell."""
         cdef uint32_t k
         cdef uint32_t c = self.next_cell
         if self.outstanding >= self.limit:
@@ -467,11 +457,10 @@ cdef class Ring:
 
     cdef void offer(self, uint32_t cell, uint64_t ticket, uint64_t epoch, uint64_t batch,
                      uint32_t count, uint64_t start, uint64_t seed) noexcept:
-        """Post a ticket in a free cell that already contains the indices of the ticket.
+        """Post a ticket in a free cell that already contains its indices.
 
-        `start` is the position of the first sample in the order of the epoch. `seed` is the seed for the
-        order and the generators of the batch. Runners are woken up after `wake_at` tickets, and before the
-        trainer waits. The cells of calls are outside the round.
+        `start` is the position of the first sample in the epoch. Runners are woken up after `wake_at`
+        tickets, and before the trainer waits. The cells of calls are outside the round.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
@@ -492,12 +481,12 @@ cdef class Ring:
             self.wake()
 
     cpdef void wake(self) noexcept:
-        """Wake up the runners that are waiting for tickets."""
+        """Wake up runners that wait for tickets."""
         self.unwoken = 0
         cseq_gate_notify(&self.r.gate[0])
 
     cdef uint32_t unanswered(self) noexcept:
-        """Return the number of tickets that the runner of a queue has not published yet."""
+        """Return how many tickets of a queue are not published yet."""
         cdef uint32_t count = 0, n = cseq_ring_round(self.r)
         while (count < self.outstanding
                and not cseq_ring_ready(self.r, (self.next_cell + n - count - 1) % n)):
@@ -505,10 +494,9 @@ cdef class Ring:
         return count
 
     def peek(self, uint32_t cell, uint64_t ticket):
-        """Return what the runners have published for a ticket: (status, slot, capacity, record).
+        """Return what was published for a ticket: (status, slot, capacity, record).
 
-        Return None if the ticket is not ready yet, or () if it is no longer in the cell. The method does
-        not change any state.
+        Return None if the ticket is not ready, or () if it is no longer in the cell.
         """
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)
@@ -521,7 +509,7 @@ cdef class Ring:
         return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
     cdef bint cancel_newest(self, uint32_t cell) noexcept:
-        """Cancel the newest ticket of a queue if it is not claimed. Return whether it was cancelled."""
+        """Cancel the newest ticket of a queue if it is not claimed. Return whether it was."""
         if not cseq_ring_cancel_newest(self.r, cell):
             return False
         self.next_cell = cell
@@ -529,9 +517,11 @@ cdef class Ring:
         return True
 
     cdef void wait(self, uint32_t seen, int cell) noexcept:
-        """Sleep for up to `PARK` ns, until the ticket in a cell (-1 for any cell) is ready or `notify_all`
-        is called. `seen` is the result of `cseq_ring_notices`, which the caller must call before it checks
-        for failures and interruptions. The caller holds the lock of the run, which protects `unwoken`."""
+        """Sleep for up to `PARK` ns, until a cell (-1 for any) is ready or `notify_all` is called.
+
+        The caller gets `seen` from `cseq_ring_notices` before it checks for failures and interruptions, and
+        holds the lock of the run, which protects `unwoken`.
+        """
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake
         if self.unwoken:
@@ -542,7 +532,7 @@ cdef class Ring:
         self.slept(before, awake)
 
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept:
-        """Spin until a ticket is ready, for a limited time. Return whether the ticket is ready."""
+        """Spin until a ticket is ready. Return False if it is not."""
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake
         cdef int ready
@@ -555,22 +545,22 @@ cdef class Ring:
         return ready
 
     def ticket(self, uint32_t cell):
-        """Return (epoch, batch, count) for the ticket in a cell."""
         cdef cseq_cell* c = self.at(cell)
         return c.epoch, c.batch, c.count
 
     def start(self, uint32_t cell):
-        """Return where the ticket in a cell starts: a position in the order, or the number of an item."""
+        """Return the ticket's position in the order, or the number of its item."""
         return self.at(cell).start
 
     def token(self, uint32_t cell):
-        """Return the word of a cell. It is 0 if the cell is free, differs between states, and is larger for
-        later tickets."""
+        """Return the word of a cell: 0 if it is free, and larger for later tickets."""
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
-        """Return what the runners have written to a cell: (last stage that wrote, status, slot, capacity,
-        indexer's record, converter's record). The values are valid until the next `offer` for the cell."""
+        """Return (last stage that wrote, status, slot, capacity, indexer's record, converter's record).
+
+        The values are valid until the next `offer` for the cell.
+        """
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t* i = c.record
         cdef uint64_t* f = c.converted
@@ -578,15 +568,12 @@ cdef class Ring:
                 (f[0], f[1], f[2], f[3]))
 
     def held(self, uint32_t owner):
-        """Return a list of the cells that `owner` has claimed."""
+        """Return the cells that `owner` has claimed."""
         cdef uint32_t c
         return [c for c in range(self.r.capacity) if self.holder(c)[0] == owner]
 
     def repost(self, uint32_t owner, uint32_t status=0):
-        """Repost the tickets of `owner`, which must have exited, and return a list of their cells.
-
-        With a `status`, publish the tickets with this status instead.
-        """
+        """Post the tickets of an exited `owner` again, or publish them with `status`. Return their cells."""
         cdef uint32_t count, k
         cdef uint32_t* held = <uint32_t*>PyMem_RawMalloc(4 * <size_t>self.r.capacity)
         if held == NULL:
@@ -598,9 +585,9 @@ cdef class Ring:
             PyMem_RawFree(held)
 
     def slots(self):
-        """Return the set of slots that published tickets use.
+        """Return the slots that published tickets use.
 
-        If a slot is removed from the ring in the meantime, it already belongs to the trainer.
+        A slot that is removed from the ring in the meantime already belongs to the trainer.
         """
         cdef uint32_t k, slot
         cdef int state
@@ -614,14 +601,14 @@ cdef class Ring:
         return published
 
     def notify_all(self):
-        """Wake up the trainer, regardless of which cell it is waiting for."""
+        """Wake up the trainer."""
         cseq_gate_notify_all(cseq_ring_output(self.r))
 
     def close(self):
-        """Close the ring. Runners exit when there are no more tickets to claim."""
+        """Close the ring. Runners exit when there are no more tickets."""
         cseq_ring_close(self.r)
 
 
 def now_ns():
-    """Return the time in nanoseconds on the monotonic clock that `Ring.holder` uses."""
+    """Return the time of the monotonic clock in nanoseconds."""
     return cseq_now_ns()

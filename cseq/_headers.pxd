@@ -239,8 +239,7 @@ cdef extern from "cseq_reuse.h":
     void cseq_reuse_count_thread(cseq_reuse* r, bint begins) noexcept
 
 
-# Without a GIL, each reference to an object of another thread is counted with an atomic operation, which
-# moves a cache line between cores.
+# Without a GIL, counting references to another thread's object is atomic and moves a cache line.
 
 cdef extern from *:
     """

@@ -1,4 +1,4 @@
-"""Locks and latches for threads, which the core uses without Python calls."""
+"""Locks and latches without Python calls."""
 
 from libc.stdint cimport uint32_t, uint64_t
 
@@ -18,9 +18,8 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    # The thread `owner` (0 for none) has acquired the lock `depth` times. If `asleep` is set, a thread may
-    # be waiting for the lock. `forks` is the value of `forks_here` at the last check. `calls` contains
-    # the deferred calls, and `due` is set if there are any.
+    # The thread `owner` (0: none) has acquired the lock `depth` times. If `asleep` is set, a thread may be
+    # waiting. `forks` is `forks_here` at the last check. `due` is set if there are deferred `calls`.
     cdef uint64_t owner
     cdef uint32_t asleep, depth, forks, due
     cdef list calls
@@ -34,7 +33,7 @@ cdef class Lock:
     cdef object next_call(self)
     cpdef int refuse_mine(self) except -1
     cdef inline int acquire_once(self) except -1:
-        """Acquire the lock, or raise RuntimeError if this thread already holds it."""
+        """Acquire the lock. Raise RuntimeError if this thread already holds it."""
         return self.refuse_mine() if self.has() else self.acquire_first(-1)
 
 

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Locks and latches that survive signal handlers; hangups; interpreter exit."""
+"""Locks and latches that survive signal handlers."""
 
 from cpython.exc cimport PyErr_CheckSignals
 from libc.stdint cimport intptr_t, uint32_t, uint64_t
@@ -15,7 +15,7 @@ from threading import current_thread
 
 cseq_wait_choose()
 
-# The number of frames that are reserved for a sampler or a key iterator.
+# The number of frames for a sampler or a key iterator.
 cdef enum:
     ROOM = 100
 
@@ -25,7 +25,7 @@ cdef extern from "Python.h":
 
 
 cpdef int check_depth() except -1:
-    """Raise RecursionError if the stack is too deep for code that must run to completion."""
+    """Raise RecursionError if the stack is too deep for code that must not be interrupted."""
     cdef int limit = Py_GetRecursionLimit()
     if is_deep(max(limit - ROOM, limit // 2)):
         raise RecursionError("the stack is too deep to take a batch, and none was taken; call next() from "
@@ -34,8 +34,10 @@ cpdef int check_depth() except -1:
 
 
 cpdef bint is_deep(int depth=0) except -1:
-    """Return True if the stack has at least `depth` frames, by default half of the limit. If so, the cause
-    of a RecursionError may be the stack of the caller and not the called code."""
+    """Return True if the stack has at least `depth` frames, by default half of the limit.
+
+    A RecursionError may then be the caller's fault.
+    """
     try:
         _getframe(depth or Py_GetRecursionLimit() // 2)
     except ValueError:
@@ -44,21 +46,20 @@ cpdef bint is_deep(int depth=0) except -1:
 
 
 cdef uint64_t ns_of(double seconds) noexcept:
-    """Convert seconds to nanoseconds. A negative value means no limit."""
+    """Convert seconds to nanoseconds. Negative: no limit."""
     return <uint64_t>-1 if seconds < 0 else <uint64_t>(min(seconds, 1e9) * 1e9)
 
 
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    """A reentrant lock like `threading.RLock`, which the core acquires without Python calls.
+    """A reentrant lock like `threading.RLock`, without Python calls.
 
-    A signal handler runs either before the lock is acquired or inside the protected section. Inside, a
-    handler that only reads can acquire the lock again. Other handlers are rejected (`refuse_mine`) or
-    deferred (`put_off`). Python code must use ``with lock.hold()``. Otherwise, since Python 3.14, a handler
-    can raise after the lock is acquired and before the body starts, and the lock would never be released.
+    A signal handler that runs inside the protected section and only reads can acquire the lock again. Other
+    handlers are rejected (`refuse_mine`) or deferred (`put_off`). Python code must use ``with lock.hold()``,
+    because since Python 3.14 a handler can raise between acquiring the lock and the body.
 
-    In a forked process, only the forking thread can hold the lock, because other threads do not exist.
+    In a forked process, only the forking thread can hold the lock.
     """
 
     def __cinit__(self):
@@ -66,15 +67,17 @@ cdef class Lock:
         self.forks = forks_here[0]
 
     cdef bint has(self) noexcept:
-        """Return True if this thread holds the lock. Each thread sets and clears only its own id."""
+        """Each thread sets and clears only its own id."""
         if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
 
     @cython.critical_section
     cdef int look_at_fork(self) noexcept:
-        """In a forked process, free the lock once unless the forking thread holds it. A new thread could
-        have the same id as a thread that no longer exists."""
+        """In a forked process, free the lock once, unless the forking thread holds it.
+
+        A new thread could have the id of a thread that no longer exists.
+        """
         if self.forks != forks_here[0]:
             if cseq_load_rlx_u64(&self.owner) != forker_here[0]:
                 cseq_store_rlx_u64(&self.owner, 0)
@@ -83,7 +86,7 @@ cdef class Lock:
 
     @property
     def is_mine(self):
-        """Whether this thread holds the lock and is inside the protected section."""
+        """Whether this thread holds the lock."""
         return bool(self.has())
 
     def hold(self, double timeout=-1):
@@ -93,7 +96,7 @@ cdef class Lock:
         return hold
 
     cpdef int refuse_mine(self) except -1:
-        """Raise RuntimeError if this thread holds the lock. It is then in the middle of another call."""
+        """Raise RuntimeError if this thread is in the middle of another call."""
         if self.has():
             raise RuntimeError(
                 "this thread is in the middle of another call on the same object. A signal handler, or other "
@@ -104,9 +107,9 @@ cdef class Lock:
         return 0
 
     cdef bint acquire(self, double timeout) except -1:
-        """Acquire the lock within `timeout` seconds (-1 for no limit). Return whether it was acquired.
+        """Acquire the lock within `timeout` seconds (-1: no limit). Return whether it was acquired.
 
-        Signal handlers run while the thread waits. If a handler raises, the lock is not acquired.
+        Signal handlers run in the meantime. If one raises, the lock is not acquired.
         """
         if not self.has():
             return self.acquire_first(timeout)
@@ -114,7 +117,7 @@ cdef class Lock:
         return True
 
     cdef bint acquire_first(self, double timeout) except -1:
-        """Acquire the lock. This thread must not hold it already."""
+        """This thread must not hold the lock already."""
         if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
             if not timeout or not self.sleep(timeout):
                 return False
@@ -122,7 +125,7 @@ cdef class Lock:
         return True
 
     cdef bint sleep(self, double timeout) except -1:
-        """Sleep for up to `timeout` seconds until the lock is acquired, and run signal handlers."""
+        """Sleep for up to `timeout` seconds, and run signal handlers."""
         cdef uint64_t limit = ns_of(timeout), begun = cseq_now_ns(), waited = 0
         while waited < limit:
             cseq_swap_sc_u32(&self.asleep, 1)  # SYNC: sleeper seen
@@ -135,7 +138,7 @@ cdef class Lock:
         return False
 
     cdef int release(self) except -1:
-        """Release the lock and execute the deferred calls. The caller must hold the lock."""
+        """Release the lock and make the deferred calls."""
         self.depth -= 1
         if not self.depth:
             cseq_swap_sc_u64(&self.owner, 0)
@@ -144,16 +147,14 @@ cdef class Lock:
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def put_off(self, call not None):
-        """Defer ``call()`` until the thread that holds the lock has released it. That thread executes the
-        call. If the lock is free, execute the call immediately."""
+        """Call ``call()`` now if the lock is free. Otherwise, its holder calls it after the release."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
         if self.acquire(0):
             self.release()
 
     cdef int make_calls(self) except -1:
-        """Execute the deferred calls, unless this thread still holds the lock. If a call raises, the
-        remaining calls stay deferred."""
+        """Make the deferred calls, unless this thread holds the lock. If one raises, the rest wait."""
         if self.has() or not cseq_swap_sc_u32(&self.due, 0):
             return 0
         try:
@@ -173,10 +174,9 @@ cdef class Lock:
 @cython.no_gc
 @cython.freelist(8)
 cdef class Hold:
-    """A context manager that holds a lock inside a ``with`` statement.
+    """Holds a lock inside a ``with`` statement.
 
-    If an exception is raised before the body, this object is deallocated and releases the lock. With a
-    `timeout`, the body may run without the lock. `has` is True if the lock was acquired.
+    Before the body, deallocation also releases the lock. `has` is False if a `timeout` has expired.
     """
 
     cdef Lock lock
@@ -200,7 +200,7 @@ cdef class Hold:
 @cython.final
 @cython.no_gc
 cdef class Latch:
-    """A one-time event that several threads can wait for."""
+    """A one-time event."""
 
     cdef uint32_t word
 
@@ -209,10 +209,7 @@ cdef class Latch:
         cseq_wake(&self.word, 0)
 
     def wait(self, double timeout=-1):
-        """Wait up to `timeout` seconds (-1 for no limit) until the latch is set. Return whether it is set.
-
-        Signal handlers run while the thread waits.
-        """
+        """Wait up to `timeout` seconds and run signal handlers. Return whether the latch is set."""
         cdef uint64_t limit, begun
         cdef uint64_t waited = 0
         if cseq_load_acq_u32(&self.word):  # SYNC: what is done before a latch is set
@@ -229,10 +226,9 @@ cdef class Latch:
 
 @cython.final
 cdef class RunState:
-    """The part of a run that iterators use for every batch.
+    """The state of a run that iterators use for every batch.
 
-    Iterators with a different `generation` are invalid and receive no batches. The `lock` protects every
-    use of the pool except `interrupt`.
+    Only iterators with the current `generation` receive batches. The `lock` protects the pool.
     """
 
     def __cinit__(self):
@@ -243,7 +239,7 @@ cdef class RunState:
         return cseq_load_acq_u64(&self.number)
 
     def interrupt(self):
-        """Start the next generation and return its number. Any thread or signal handler can call this."""
+        """Start the next generation and return its number. Thread-safe."""
         return cseq_add_sc_u64(&self.number, 1) + 1
 
 
@@ -260,8 +256,7 @@ cdef extern from *:
     void cseq_exit(int code) noexcept nogil
 
 def exit_on_hangup(intptr_t socket):
-    """Wait until the peer of `socket` is gone, and then exit this process without finalizing the
-    interpreter. This function never returns, so call it in a dedicated thread."""
+    """Exit without finalizing the interpreter when the peer of `socket` is gone."""
     with nogil:
         cseq_await_hangup(socket)
         cseq_exit(1)
@@ -271,17 +266,16 @@ cdef bint ends = False
 
 
 def end_daemons():
-    """Make `rest` block daemon threads from now on. Call this when the interpreter exits."""
+    """Make `rest` block daemon threads from now on."""
     global ends
     ends = True
 
 
 cpdef int rest() except -1:
-    """Block a user's daemon thread permanently if the interpreter is exiting. The thread must hold no lock.
+    """Block a daemon thread forever if the interpreter is exiting. It must hold no lock.
 
-    When a daemon thread tries to reacquire the GIL, Python stops the thread, and up to version 3.13 unwinds
-    its stack. If this happens in the destructor of a tensor, which releases the GIL, the process aborts. A
-    blocked thread drops no objects and prints no traceback.
+    Up to version 3.13, Python unwinds the stack of a daemon thread that reacquires the GIL. In the destructor
+    of a tensor, this aborts the process.
     """
     cdef uint32_t word = 0
     if not ends:

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Private or shared memory for arrays."""
+"""Memory for arrays."""
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
@@ -105,18 +105,14 @@ forks_here, forker_here = &cseq_forks, &cseq_forker
 
 
 def fork_depth():
-    """Return the number of forks between the program that was executed and this process.
-
-    An object can compare this number with a stored value to detect that it is a copy in a forked process.
-    """
+    """Return the number of forks since the last exec. It differs in a forked process."""
     return cseq_forks
 
 
 def fork():
-    """Fork like `os.fork`, but without the warning in Python 3.12 that this process has threads.
+    """Fork like `os.fork`, but without the warning about threads in Python 3.12.
 
-    `warnings.catch_warnings` would change the filters of all threads, including the user's. Python issues
-    the warning after the fork, so if warnings are errors, the caller could lose track of the child.
+    The warning comes after the fork, so if warnings are errors, the caller could lose the child.
 
     Raises
     ------
@@ -139,10 +135,7 @@ SMALL = LEAST
 
 
 cdef class Memory:
-    """Memory for arrays, which remains valid until the last array in it is gone.
-
-    The class supports the buffer protocol (writable, format 'B').
-    """
+    """Memory that stays valid until its last array is gone. A writable buffer."""
 
     @property
     def address(self):
@@ -163,10 +156,7 @@ cdef class Memory:
         return 0
 
     def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape):
-        """Return an array in this memory, which starts at `offset` and keeps the memory alive.
-
-        `dtype` must not contain Python objects.
-        """
+        """Return an array at `offset` that keeps the memory alive. It must not contain objects."""
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef int nd = <int>len(shape)
         cdef int i
@@ -187,7 +177,7 @@ cdef class Memory:
 
     @cython.final
     cdef int put(self, Py_ssize_t offset, const char* source, Py_ssize_t nbytes) except -1:
-        """Copy bytes to `offset`. Copies of `LARGE` bytes or more release the GIL."""
+        """Copy bytes to `offset`. Large copies release the GIL."""
         self.inside(offset, nbytes)
         CSEQ_POINT("encode")
         if nbytes < LARGE:
@@ -198,7 +188,7 @@ cdef class Memory:
         return 0
 
     def store_from(self, Py_ssize_t offset, Memory source not None, Py_ssize_t nbytes):
-        """Copy the first `nbytes` bytes of another memory to `offset`."""
+        """Copy `nbytes` bytes of another memory to `offset`."""
         source.inside(0, nbytes)
         self.put(offset, source.data, nbytes)
 
@@ -206,7 +196,7 @@ cdef class Memory:
 @cython.final
 @cython.no_gc
 cdef class Block(Memory):
-    """Private memory that is aligned to 128 bytes."""
+    """Private memory, aligned to 128 bytes."""
 
     def __cinit__(self, Py_ssize_t nbytes, *, bint zero=False):
         if nbytes < 0:
@@ -222,14 +212,12 @@ cdef class Block(Memory):
 
 
 def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
-    """Copy the bytes [offset, offset + nbytes) of a memory into a new `Block`."""
+    """Copy the bytes [offset, offset + nbytes) into a new `Block`."""
     cdef Block block = Block(nbytes)
     source.inside(offset, nbytes)
     block.put(0, source.data + offset, nbytes)
     return block
 
-
-# -- dense arrays, whose bytes can be copied directly
 
 cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
     """Return True if an array is dense and its axes have this order in memory, outermost first."""
@@ -243,10 +231,9 @@ cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
 
 
 cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
-    """Return True if an array is dense but not in row-major order. Set `axes` to the order of the axes in
-    memory, or to row-major order if the result is False.
+    """Return True if an array is dense but not row-major. Set `axes` to the order in memory.
 
-    The strides of axes with a single element also count, because some torch formats differ only in these.
+    Strides of axes with one element also count, because some torch formats differ only in these.
     """
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int nd = cnp.PyArray_NDIM(array)
@@ -276,18 +263,16 @@ cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
 
 
 def axes_of(cnp.ndarray array not None):
-    """Return the order of an array's axes in a slot as bytes, outermost first. If there are gaps, the order
-    is row-major."""
+    """Return the order of an array's axes in a slot as bytes, outermost first."""
     cdef uint8_t axes[MAX_DIMS]
     is_permuted(array, axes)
     return (<char*>axes)[:cnp.PyArray_NDIM(array)]
 
 
 def flat_of(cnp.ndarray array not None):
-    """Return the elements of an array as a one-dimensional array in memory order. Return None if the array
-    has gaps or negative strides.
+    """Return the elements as a one-dimensional array in memory order, or None.
 
-    Callers must only read the result. It is marked as writable because objects made from its bytes must be.
+    The result is marked as writable, because objects made from it must be. Callers must only read it.
     """
     cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
@@ -305,7 +290,7 @@ def flat_of(cnp.ndarray array not None):
 @cython.final
 @cython.no_gc
 cdef class Loan(Memory):
-    """The first `nbytes` bytes of another memory (all by default), with support for weak references."""
+    """The first `nbytes` bytes of another memory, with weak references."""
 
     cdef Memory whole
     cdef object __weakref__
@@ -320,10 +305,9 @@ cdef class Loan(Memory):
 @cython.final
 @cython.no_gc
 cdef class Mapping(Memory):
-    """A mapping of part of a file, which is unmapped when its last array is gone.
+    """A mapping of part of a file, until its last array is gone.
 
-    `offset` is in bytes and must be a multiple of the page size. The file can be closed afterwards. With
-    `own`, writes are visible only to this process. Otherwise, the mapping is shared.
+    `offset` is a multiple of the page size. With `own`, writes are private.
     """
 
     def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):
@@ -345,10 +329,9 @@ cdef class Mapping(Memory):
 @cython.final
 @cython.no_gc
 cdef class Descriptor:
-    """A file descriptor (on Windows, a handle) above 2, which is closed when this object is deallocated.
+    """A file descriptor above 2 (on Windows, a handle) that is closed on deallocation.
 
-    `opener` is a function from `os` that is called with `args`. Because the constructor makes the call, no
-    signal handler can run between the call and the assignment.
+    The constructor calls ``opener(*args)``, so no signal handler can run before the assignment.
     """
 
     cdef readonly int fd
@@ -369,8 +352,7 @@ cdef class Descriptor:
 
 
 cpdef int lift(int fd) except -1:
-    """Return `fd` if it is above 2 (the last standard stream), otherwise a copy above 2. In this case, the
-    original is closed, even if no more descriptors are available (OSError)."""
+    """Return `fd` if it is above 2. Otherwise, close it and return a copy above 2."""
     fd = cseq_lift(fd)
     if fd < 0:
         raise OSError(errno, os.strerror(errno))
@@ -378,7 +360,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """Create a section of `nbytes` zeros on Windows and return its handle for a `Descriptor`."""
+    """On Windows, return the handle of a section of zeros."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -388,7 +370,7 @@ def section(uint64_t nbytes):
 
 
 def commit(int fd, uint64_t offset, uint64_t nbytes):
-    """Allocate the pages for part of a file, so that writes to these pages cannot fail."""
+    """Allocate the pages for part of a file. Writes to them cannot fail."""
     cdef int error
     with nogil:
         error = cseq_commit(fd, offset, nbytes)
@@ -397,7 +379,7 @@ def commit(int fd, uint64_t offset, uint64_t nbytes):
 
 
 def ram():
-    """Return the memory size of this machine in bytes on Windows, and 0 on other systems."""
+    """Return the memory size in bytes on Windows, and 0 elsewhere."""
     return cseq_ram()
 
 
@@ -406,19 +388,19 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make malloc keep freed blocks of up to 32 MB in this process, because the system clears new pages.
-    Larger blocks are still mapped and unmapped. Return whether this is supported (only with glibc)."""
+    """Make malloc keep freed blocks of up to 32 MB, because the system clears new pages.
+
+    Return False if this is not supported (only glibc).
+    """
     return bool(cseq_keep_freed())
 
-
-# -- NumPy allocators
 
 cdef PyDataMem_Handler slot_handler, reuse_handler
 
 
 cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
                    PyDataMemAllocator allocator) except -1:
-    """Initialize a handler that wraps NumPy's handler, whose allocator is copied into `below`."""
+    """Wrap NumPy's handler, whose allocator is copied into `below`."""
     handler[0] = (<PyDataMem_Handler*>PyCapsule_GetPointer(numpys, "mem_handler"))[0]
     memcpy(below, &handler.allocator, sizeof(cseq_allocator))
     strcpy(handler.name, name)
@@ -427,17 +409,16 @@ cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* hand
 
 
 cdef void release_slot(void* owner) noexcept:
-    """Release a `Mapping` when its region contains no more arrays."""
+    """Release a `Mapping` without arrays."""
     Py_DECREF(<object>owner)
 
 
 @cython.final
 @cython.no_gc
 cdef class SlotAllocator:
-    """A hook that makes NumPy allocate the arrays of a batch in its slot. See cseq_slot_allocator.h.
+    """Makes NumPy allocate the arrays of a batch in its slot. See cseq_slot_allocator.h.
 
-    The hook stays active in the thread and `contextvars` context that created it until the process exits.
-    Each worker process has one hook.
+    Each worker process has one. It stays active in this thread and context.
     """
 
     def __cinit__(self):
@@ -455,7 +436,6 @@ cdef class SlotAllocator:
 
     @property
     def used(self):
-        """The number of bytes that are allocated in the slot."""
         return cseq_slot_arrays.used
 
     @used.setter
@@ -464,11 +444,10 @@ cdef class SlotAllocator:
 
     @property
     def live(self):
-        """The number of arrays that exist in the slot."""
         return cseq_slot_arrays.slot.live
 
     def serve(self, Mapping slot not None, uint64_t nbytes):
-        """Start numbering large allocations, and serve the wanted ones from this slot of `nbytes` bytes."""
+        """Start serving wanted allocations from a slot of `nbytes` bytes."""
         if cseq_slot_arrays.slot.live:
             raise RuntimeError(f"the previous slot still holds {cseq_slot_arrays.slot.live} arrays; "
                                "call stop() first")
@@ -479,11 +458,11 @@ cdef class SlotAllocator:
         Py_INCREF(slot)
 
     def pause(self):
-        """Stop serving allocations from the slot until the next `serve`."""
+        """Serve nothing until the next `serve`."""
         cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
-        """Mark the allocations that contain these arrays. They are served from the slot next time."""
+        """Serve the allocations of these arrays from the slot next time."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
@@ -491,11 +470,11 @@ cdef class SlotAllocator:
         cseq_slot_arrays.wanted = wanted
 
     def stop(self):
-        """Stop using the slot and return the number of arrays that still exist in it."""
+        """Stop using the slot. Return how many arrays still exist in it."""
         return cseq_slot_stop(&cseq_slot_arrays)
 
     def holds(self, Mapping slot not None):
-        """Return whether arrays still exist in a slot that was stopped earlier."""
+        """Return whether arrays exist in a stopped slot."""
         return bool(cseq_slot_holds(&cseq_slot_arrays, slot.data))
 
 
@@ -506,10 +485,7 @@ put_above(
 
 @cython.final
 cdef class Reuse:
-    """A context manager that makes this thread's large arrays reuse freed memory. See cseq_reuse.h.
-
-    If the user has set a custom NumPy handler in this thread, the handler stays active.
-    """
+    """Makes this thread's large arrays reuse freed memory. See cseq_reuse.h."""
 
     def __enter__(self):
         cseq_reuse_count_thread(&cseq_reused, True)

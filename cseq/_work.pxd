@@ -1,4 +1,4 @@
-"""Runners, and the writers that publish their batches."""
+"""Runners, and the writers of their batches."""
 
 cimport cython
 cimport numpy as cnp
@@ -14,10 +14,9 @@ cdef class Runner:
     cdef readonly Ring ring
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
-    # `cell` is the cell of the current ticket, or -1. `claim` waits for up to `park` ns. If runners take
-    # turns, `turn` is the number of this runner, which is unique among the queues of the pool. If `owes` is
-    # set, the runner must notify the trainer before it leaves its turn. `since` is the time of the last
-    # claim, publication or unsuccessful wait. `room` contains the indices of a ticket.
+    # `cell` is the current cell, or -1. `claim` waits for up to `park` ns. `turn` is this runner's number if
+    # runners take turns. If `owes` is set, the runner must notify the trainer before it leaves its turn.
+    # `since` is the time of the last claim, publication or empty wait. `room` is for indices.
     cdef cseq_cell* c
     cdef cseq_meter* meter
     cdef readonly int cell

@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Runners and their work: making and publishing batches."""
+"""Runners and their work."""
 
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
@@ -20,15 +20,14 @@ cnp.import_array()
 
 cseq_wait_choose()
 
-# How long a thread sleeps before it requests the GIL. Without the sleep, it would get the GIL immediately.
+# How long a thread sleeps before it requests the GIL. Otherwise, it would get it immediately.
 cdef enum:
     PROBE_NS = 50000
 NO_MORE = object()
 
 
 cdef class BatchState:
-    """The part of a `context.BatchContext` that changes with every batch: the current ticket, and the
-    random generator for the batch, which is None until it is requested."""
+    """The current ticket of a `context.BatchContext`, and its generator or None."""
 
     cdef public object ticket
     cdef public object drawn
@@ -53,10 +52,10 @@ cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)
 
 @cython.final
 cdef class Runner:
-    """The runner's side of a ring, which claims and publishes the tickets of one stage.
+    """A runner's side of a ring. It claims and publishes the tickets of one stage.
 
-    `stage` is 0 for indexers and 1 for converters. `owner` is the number of the runner, starting with 1. If
-    the stage is the `last` one, tickets are published to the output.
+    `stage` is 0 for indexers and 1 for converters. Owners count from 1. The `last` stage publishes to the
+    output.
     """
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
@@ -78,8 +77,7 @@ cdef class Runner:
         cseq_meter_renew(self.meter)
 
     def claim(self):
-        """Claim a ticket. Return True on success, False if no ticket was posted within `park` ns, or None
-        if the ring is closed."""
+        """Return True for a claimed ticket, False after `park` ns, or None if the ring is closed."""
         cdef int cell = CSEQ_CLOSED
         if self.cell >= 0:
             raise RuntimeError(f"cell {self.cell} has not been published; publish it first")
@@ -101,7 +99,7 @@ cdef class Runner:
         return True
 
     cdef void pause(self) noexcept nogil:
-        """Leave the turn and notify the trainer if this was put off."""
+        """Leave the turn, and notify the trainer if this was put off."""
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
@@ -111,7 +109,7 @@ cdef class Runner:
         return self
 
     def __next__(self):
-        """Claim a ticket, using the end time of the last ticket. Stop when the ring is closed."""
+        """Claim a ticket. Stop when the ring is closed."""
         if (self.since and self.since - self.meter.polled_ns < CSEQ_POLL
                 and self.claim_at_once(self.since)):
             return True
@@ -121,7 +119,6 @@ cdef class Runner:
         return claimed
 
     cdef void hold(self, int cell, uint64_t now) noexcept:
-        """Start the ticket in a claimed cell."""
         self.cell = cell
         self.c = cseq_ring_cell(self.r, cell)
         self.since = now
@@ -129,7 +126,7 @@ cdef class Runner:
         cseq_store_rlx_u64(&self.meter.since_ns, now)
 
     cdef bint claim_at_once(self, uint64_t now) noexcept:
-        """Claim a ticket at the time `now` if one is posted. The runner must not hold a ticket."""
+        """Claim a ticket if one is posted. The runner must not hold one."""
         cdef int cell = CSEQ_NONE
         if not cseq_ring_leaves(self.r, self.stage, self.owner):
             cell = cseq_ring_claim(self.r, self.stage, self.owner)
@@ -139,13 +136,13 @@ cdef class Runner:
         return True
 
     cdef void repost(self) noexcept:
-        """Repost the current ticket. Its batch was interrupted and must be made again."""
+        """Post the current ticket again, because its batch was interrupted."""
         cdef uint32_t cell
         self.cell = -1
         cseq_ring_repost(self.r, self.owner, &cell, 0)
 
     cdef void poll(self) noexcept:
-        """Read the system counters and measure how long a thread waits for the GIL."""
+        """Read the system counters and measure the wait for the GIL."""
         cdef uint32_t word = 0
         cdef uint64_t awake
         cdef bint shared = self.r.gate[0].shared
@@ -158,7 +155,7 @@ cdef class Runner:
 
     @property
     def seed(self):
-        """The seed for the order of the epoch and for the random generators."""
+        """The seed for the order and the generators."""
         return self.held().seed
 
     @property
@@ -167,12 +164,11 @@ cdef class Runner:
 
     @property
     def batch(self):
-        """The number of the batch within the epoch."""
         return self.held().batch
 
     @property
     def start(self):
-        """The position of the first sample in the order of the epoch."""
+        """The position of the first sample in the epoch."""
         return self.held().start
 
     @property
@@ -185,15 +181,13 @@ cdef class Runner:
 
     @property
     def record(self):
-        """The record that the previous stage has written."""
         cdef uint64_t* f = self.held().record
         return f[0], f[1], f[2], f[3]
 
     cpdef object indices(self):
-        """Return the indices of the batch in an int64 array to which there are no other references.
+        """Return the indices in an array without other references.
 
-        If the array of the last ticket is small and no longer referenced, it is reused. A large array can
-        be in the slot of the batch (cseq_slot_allocator.h).
+        A small array from the last ticket may be reused. A large one can be in the batch's slot.
         """
         cdef cnp.npy_intp n = self.held().count
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
@@ -207,7 +201,7 @@ cdef class Runner:
         return array
 
     def parts(self):
-        """Return the number of indices in each unit of the batch, as an int64 array."""
+        """Return the number of indices in each unit."""
         cdef cseq_cell* c = self.held()
         cdef int64_t* sizes = cseq_ring_indices(self.r, <uint32_t>self.cell) + c.count
         return numpy.array([sizes[k] for k in range(c.parts)] if c.parts else [1] * c.count, numpy.int64)
@@ -218,14 +212,13 @@ cdef class Runner:
         Parameters
         ----------
         status : int
-            0 for a batch. Tickets with any other status are published directly to the output.
+            0 for a batch. Other tickets go directly to the output.
         record : tuple of int
-            The location of the batch in the slot: up to `FIELDS` sizes in bytes. Their sum is the size of
-            the batch.
+            Up to `FIELDS` sizes in bytes, which add up to the size of the batch.
         capacity : int
-            The number of bytes that are now committed in the slot.
+            The number of committed bytes in the slot.
         slot : int
-            The slot that an indexer has written to, or -1. From now on, the slot belongs to the ticket.
+            The slot of the batch, or -1. It belongs to the ticket from now on.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -240,7 +233,7 @@ cdef class Runner:
         self.deliver(c, status)
 
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the ticket. The slot and the record must already be written."""
+        """The slot and the record must be written before."""
         cdef uint32_t cell = <uint32_t>self.cell
         cdef bint later = self.turns and cseq_turns_has(self.turns, self.turn)
         c.status = status
@@ -253,49 +246,46 @@ cdef class Runner:
 
 
 cdef class BatchWriter:
-    """A writer that publishes the batches of a runner. With slots, arrays can be created in its `room`."""
+    """Publishes the batches of a runner. Arrays can be created in `room`."""
 
     room = None
 
     cdef int open_ticket(self) except -1:
-        """Prepare for the current ticket."""
         return 0
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """If C code can do both, write a batch and publish its ticket. Return True if it was published."""
+        """Write and publish a batch, if C code can do both. Return False otherwise."""
         return False
 
     def begin_ticket(self):
-        """Prepare for the current ticket."""
         self.open_ticket()
 
     def cast_to(self, dtype):
-        """Convert numbers to this type when they are written. None means that they keep their type."""
+        """Convert numbers to this type, unless it is None."""
 
     def write(self, Runner runner not None, batch):
-        """Write a batch and return its location, which is an argument of `publish`."""
+        """Write a batch and return the record for `publish`."""
         raise NotImplementedError
 
     def publish(self, Runner runner not None, record):
-        """Publish the ticket. The caller must not hold a reference to the batch any more."""
+        """Publish the ticket. The caller must not hold a reference to the batch."""
         raise NotImplementedError
 
     def fail(self, Runner runner not None, error, uint32_t status=1):
-        """Publish the ticket with an exception."""
+        """Publish an exception."""
         raise NotImplementedError
 
     def end_items(self, Runner runner not None):
-        """Publish an empty ticket, which marks the end of the items in this queue."""
+        """Publish the end of the items."""
         raise NotImplementedError
 
 
 cdef class Work:
-    """The work of a runner, which makes and publishes the result for each ticket.
+    """The work of a runner: makes and publishes results.
 
-    Python subclasses implement three methods. ``answer(runner)`` makes the result, or returns `NO_MORE` if
-    this ticket and all later tickets have no result. ``fail(runner, error)`` publishes an exception.
-    ``end_copy(error)`` exits a process that user code has forked. The fork count of this process differs
-    from `depth`, and the process must not use the ring.
+    Subclasses implement ``answer(runner)``, which returns the result or `NO_MORE`, ``fail(runner, error)``,
+    which publishes an exception, and ``end_copy(error)``, which exits a forked process. Its fork count
+    differs from `depth`, and it must not use the ring.
     """
 
     cdef readonly BatchWriter batch_writer
@@ -306,14 +296,13 @@ cdef class Work:
         self.depth = forks_here[0]
 
     cdef object make_batch(self, Runner runner):
-        """Make the result for the current ticket."""
         return self.answer(runner)
 
     cpdef int work(self, Runner runner) except -1:
-        """Make and publish the result for the current ticket. If this fails, publish the exception.
+        """Make and publish the result for the current ticket, or an exception.
 
-        A SystemExit is published like any other exception. There must be no reference to the batch when
-        `publish` is called, because it checks whether user code has kept arrays in the slot.
+        `publish` checks whether user code has kept arrays in the slot, so there must be no reference to the
+        batch.
         """
         try:
             batch = self.make_batch(runner)
@@ -343,10 +332,9 @@ cdef bint has_imported(dict missing) except -1:
 
 
 cdef class BatchMaker(Work):
-    """The C part of `indexer.Indexing`, which makes batches.
+    """The C part of `indexer.Indexing`.
 
-    `batch_state` is the context that this thread has entered. `convert` is applied to every batch. `seeds`
-    sets the seeds of the global generators before each batch.
+    `batch_state` is this thread's context. `convert` is applied to every batch. `seeds` seeds the generators.
     """
 
     cdef public object indexer
@@ -360,7 +348,7 @@ cdef class BatchMaker(Work):
         self.convert, self.seeds = convert, seeds
 
     cdef bint is_to_repeat(self) except -1:
-        """Return True if the batch imported the module of a generator, and may have used the generator."""
+        """Return True if the batch imported a generator's module."""
         return (forks_here[0] == self.depth and has_imported(self.seeds.missing)
                 and self.seeds.has_new())
 
@@ -373,8 +361,7 @@ cdef class BatchMaker(Work):
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
-        """Call the indexer. If the call imported the module of a generator, set the seed and call the
-        indexer again. The first call may replace `self.indexer`."""
+        """Call the indexer. If this imports a generator's module, seed it and repeat."""
         indexer = self.indexer
         if self.seeds is None: return indexer[runner.indices()]
         if self.seeds.present or has_imported(self.seeds.missing):
@@ -392,11 +379,10 @@ cdef class BatchMaker(Work):
         return self.indexer[runner.indices()]
 
     def make_here(self, Runner runner not None, here):
-        """In test mode, claim a ticket if one is posted, and process it in the trainer's thread.
+        """In test mode, process a posted ticket in the trainer's thread.
 
-        If `fail` raises, the ticket is posted again, and its batch will be remade. A signal handler can
-        raise at any point, including before the claim and at the very start of `restore`. `here` holds the
-        context of this thread.
+        If `fail` raises, the ticket is posted again. A signal handler can raise at any point, even before the
+        claim and at the start of `restore`. `here` holds the context of this thread.
         """
         if runner.cell >= 0:
             raise RuntimeError("this manager's indexer is making a batch; neither the indexer nor a signal "

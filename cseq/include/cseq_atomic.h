@@ -38,8 +38,8 @@
 #define CSEQ_INLINE static __forceinline
 
 /* With /volatile:ms, volatile reads acquire and volatile writes release. Interlocked operations are full
- * barriers. All sequentially consistent writes are interlocked, so acquire is sufficient for a sequentially
- * consistent read. (An interlocked read would take the cache line away from the writer.) */
+ * barriers, and all sequentially consistent writes are interlocked, so a plain read is enough. (An
+ * interlocked read would take the cache line away from the writer.) */
 #define CSEQ_MSVC_ATOMIC_OF(T, S, I, SUFFIX)                                                  \
     CSEQ_INLINE T cseq_load_rlx_##S(const T *p) { return *(const volatile T *)p; }            \
     CSEQ_INLINE T cseq_load_acq_##S(const T *p) { return *(const volatile T *)p; }            \
@@ -67,8 +67,7 @@
 CSEQ_ATOMIC_OF(uint32_t, u32)
 CSEQ_ATOMIC_OF(uint64_t, u64)
 
-/* Add to a counter that only one thread at a time writes. Any thread can read the counter
- * (`cseq_load_rlx_u64`), but may see an older value. */
+/* Add to a counter that only one thread at a time writes. Readers may see an older value. */
 CSEQ_INLINE void cseq_count_u64(uint64_t *p, uint64_t more) {
     cseq_store_rlx_u64(p, cseq_load_rlx_u64(p) + more);
 }

@@ -6,7 +6,7 @@
 #ifndef CSEQ_FAULT_H
 #define CSEQ_FAULT_H
 
-/* If this is 1, memory is overwritten when it is no longer in use. */
+/* If 1, unused memory is overwritten. */
 #ifdef CSEQ_DEBUG
 #define CSEQ_POISON 1
 #else
@@ -20,8 +20,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The number of passes until the process dies, or -1 if the environment was not read yet. Only workers are
- * killed (CSEQ_WORKER is their number), although the trainer passes these points as well. */
+/* The number of passes until the process dies, or -1 before the environment is read. Only workers are killed. */
 static long cseq_fault_left = -1;
 static char cseq_fault_name[32];
 

@@ -20,7 +20,7 @@ enum {
 };
 #define CSEQ_FEISTEL_LEAST 65536
 
-/* A network for n samples, with a rows, b columns, and the keys x and m for each round. */
+/* A network for n samples: a rows, b columns, and the keys x and m of each round. */
 typedef struct {
     uint64_t n, a, b;
     uint64_t x[CSEQ_ROUNDS], m[CSEQ_ROUNDS];
@@ -28,7 +28,7 @@ typedef struct {
 
 #define CSEQ_NO_KEY UINT64_MAX
 
-/* Derive the first `count` words from (seed, epoch, purpose), and from `key` if it is not CSEQ_NO_KEY. */
+/* Derive `count` words from (seed, epoch, purpose) and, unless it is CSEQ_NO_KEY, `key`. */
 static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t purpose, uint64_t key,
                                      uint64_t *words, size_t count)
 {
@@ -36,7 +36,6 @@ static inline void cseq_derive_keyed(uint64_t seed, uint64_t epoch, uint64_t pur
     cseq_words(key == CSEQ_NO_KEY ? z : cseq_mix(z ^ key), words, count);
 }
 
-/* Hash words into `z`, one after the other, and return the fingerprint. */
 static inline uint64_t cseq_fold(uint64_t z, const uint64_t *words, size_t count)
 {
     for (size_t k = 0; k < count; k++)
@@ -58,7 +57,7 @@ static inline uint64_t cseq_ceil_sqrt(uint64_t n)
     return low;
 }
 
-/* Initialize a network. n is in [1, 2^63], and `words` has 2 * CSEQ_ROUNDS words. */
+/* n is in [1, 2^63], and `words` has 2 * CSEQ_ROUNDS words. */
 static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t *words)
 {
     f->n = n;
@@ -70,7 +69,7 @@ static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t
     }
 }
 
-/* Return the value of the round function for a digit in round i, which is below `range`. */
+/* Return the round function for a digit in round i, below `range`. */
 CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint64_t digit,
                                               uint64_t range)
 {
@@ -78,7 +77,6 @@ CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint
     return cseq_multiply(low ^ high, range, &low);
 }
 
-/* Apply all rounds to the rows and columns of several positions, in place. */
 CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row, uint64_t *column,
                                            int lanes)
 {
@@ -94,7 +92,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_rounds(const cseq_feistel *f, uint64_t *row,
     }
 }
 
-/* Return the sample for a value after the rounds. If the value is >= n, the rounds are repeated. */
+/* Return the sample for a value after the rounds. While it is >= n, repeat them. */
 static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
 {
     while (value >= f->n) {
@@ -105,7 +103,6 @@ static inline uint64_t cseq_feistel_walk(const cseq_feistel *f, uint64_t value)
     return value;
 }
 
-/* Write the samples for the positions with these rows and columns. */
 CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows, uint64_t *columns,
                                           int lanes, int64_t *out)
 {
@@ -114,7 +111,7 @@ CSEQ_FORCE_INLINE void cseq_feistel_write(const cseq_feistel *f, uint64_t *rows,
         out[k] = (int64_t)cseq_feistel_walk(f, rows[k] * f->b + columns[k]);
 }
 
-/* Write the samples at the given positions, which must be below n. `out` can be equal to `positions`. */
+/* Write the samples at positions below n. `out` can be equal to `positions`. */
 static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *positions, uint64_t count,
                                        int64_t *out)
 {
@@ -129,7 +126,7 @@ static inline void cseq_feistel_gather(const cseq_feistel *f, const int64_t *pos
     }
 }
 
-/* Write the samples at positions start .. start+count-1, which must be below n, with a single division. */
+/* Write the samples at positions start .. start+count-1 below n, with one division. */
 static inline void cseq_feistel_range(const cseq_feistel *f, uint64_t start, uint64_t count,
                                      int64_t *out)
 {

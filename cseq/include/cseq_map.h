@@ -39,7 +39,7 @@
 #define CSEQ_HIGH(n) ((DWORD)((n) >> 32))
 #endif
 
-/* On Windows, create a section of `nbytes` zeros without memory. Return its handle, or -1 with errno set. */
+/* On Windows, create a section of zeros. Return its handle, or -1 with errno set. */
 CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #if defined(_WIN32)
     HANDLE section = CreateFileMappingW(INVALID_HANDLE_VALUE, 0, PAGE_READWRITE | SEC_RESERVE,
@@ -67,7 +67,7 @@ CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #endif
 }
 
-/* On Windows, return the memory size in bytes, or 0 if it is unknown. Elsewhere, return 0; see sysconf. */
+/* Return the memory size in bytes on Windows, or 0 if unknown. Elsewhere, return 0; see sysconf. */
 CSEQ_INLINE uint64_t cseq_ram(void) {
 #if defined(_WIN32)
     MEMORYSTATUSEX status;
@@ -95,9 +95,8 @@ CSEQ_INLINE void cseq_close(int fd) {
 #endif
 }
 
-/* Return `fd` if it is above the standard streams. Otherwise, close `fd` and return a copy above them, or
- * -1 with errno set. If a file had the descriptor of a closed standard stream, C libraries could print to the
- * file. */
+/* Return `fd` if it is above the standard streams. Otherwise, close it and return a copy above them, or -1
+ * with errno set. C libraries could print to a file with the descriptor of a standard stream. */
 CSEQ_INLINE int cseq_lift(int fd) {
 #if defined(_WIN32)
     return fd;
@@ -113,7 +112,7 @@ CSEQ_INLINE int cseq_lift(int fd) {
 }
 
 #if !defined(_WIN32)
-/* Commit pages by writing zeros, which is what uncommitted pages contain. Return 0 or an errno. */
+/* Commit pages by writing zeros. Return 0 or an errno. */
 CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
     static const char zeros[1 << 16];
     while (nbytes > 0) {
@@ -162,8 +161,8 @@ CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
-/* Release the pages of [offset, offset + nbytes). They then contain zeros, and must be committed before they
- * are written again. Return 0, or an errno if no pages were released. */
+/* Release the pages of [offset, offset + nbytes). They must be committed again before they are written.
+ * Return 0 or an errno. */
 CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(__linux__)
     int error;
@@ -178,7 +177,7 @@ CSEQ_INLINE int cseq_punch(int fd, uint64_t offset, uint64_t nbytes) {
 #endif
 }
 
-/* Wait without the interpreter until the peer of a socket is gone. Another thread reads the messages. */
+/* Wait until the peer of a socket is gone. Another thread reads the messages. */
 CSEQ_INLINE void cseq_await_hangup(intptr_t socket) {
     char byte;
     for (;;) {

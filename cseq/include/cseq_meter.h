@@ -32,8 +32,8 @@
 /* Four buckets per octave, from 64 ns to 73 minutes. */
 #define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
-/* The minimum time in ns between two polls of the system counters, and between two readings of the wait for a
- * core, which take 5 to 50 us each. */
+/* The minimum ns between two polls of the system counters, and between two readings of the wait for a core.
+ * They take 5 to 50 us each. */
 #define CSEQ_POLL 100000000u
 #define CSEQ_READ_GAP 50000000u
 
@@ -43,7 +43,7 @@ typedef struct {
     char pad[56];
 } cseq_histogram;
 
-/* A ticket and the time it took. `ns` is 0 if there is no ticket. */
+/* A ticket and its time, or 0. */
 typedef struct {
     uint64_t ns, epoch, batch;
 } cseq_slow;
@@ -100,7 +100,7 @@ CSEQ_INLINE void cseq_histogram_add(cseq_histogram *h, uint64_t ns) {
 
 /* ── a runner ─────────────────────────────────────────────────────────────────────────── */
 
-/* Record a ticket that took `ns`. `slowest` is sorted. The `ns` of an entry is 0 while the entry changes. */
+/* Record a ticket that took `ns`. `slowest` is sorted. `ns` is 0 while an entry changes. */
 CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, uint64_t batch) {
     cseq_histogram_add(&m->work, ns);
     cseq_count_u64(&m->batches, 1);
@@ -118,7 +118,7 @@ CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, u
     cseq_store_rel_u64(&m->slowest[k].ns, ns);
 }
 
-/* Prepare the record of a runner that has exited for the next runner with the same number. */
+/* Prepare the record of an exited runner for the next one. */
 CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
     cseq_store_rlx_u64(&m->since_ns, 0);
     cseq_store_rlx_u64(&m->polled_ns, 0);
@@ -126,7 +126,7 @@ CSEQ_INLINE void cseq_meter_renew(cseq_meter *m) {
 
 /* ── the trainer ──────────────────────────────────────────────────────────────────────── */
 
-/* Start the clock for an epoch. The startup time is how long the loop waits for its very first batch. */
+/* Start the clock for an epoch. The startup time is the wait for the very first batch. */
 CSEQ_INLINE void cseq_meter_start_epoch(cseq_meter *m, uint64_t now) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns);
     if (cseq_load_rlx_u64(&m->first_ns)) {
@@ -136,14 +136,12 @@ CSEQ_INLINE void cseq_meter_start_epoch(cseq_meter *m, uint64_t now) {
     cseq_store_rlx_u64(&m->since_ns, now);
 }
 
-/* Record that the trainer waited from `before` to `now`. */
 CSEQ_INLINE void cseq_meter_slept(cseq_meter *m, uint64_t before, uint64_t now) {
     cseq_count_u64(&m->waited_ns, now - before);
     cseq_store_rlx_u64(&m->asleep_ns, 0);
 }
 
-/* End a step of the loop after a batch, and return how long the loop waited. `first` is 1 if the epoch had no
- * batch before this step. */
+/* End a step of the loop, and return how long it waited. `first` is 1 for the first batch of the epoch. */
 CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
     const uint64_t since = cseq_load_rlx_u64(&m->since_ns), waited = cseq_load_rlx_u64(&m->waited_ns);
     const uint64_t took = now - since, step = since && took > waited ? took - waited : 0;
@@ -158,8 +156,8 @@ CSEQ_INLINE uint64_t cseq_meter_step(cseq_meter *m, uint64_t now, int first) {
 
 /* ── system counters ──────────────────────────────────────────────────────────────────── */
 
-/* Return the time in ns that the calling thread has waited for a core, or 0 if it is unknown. The file
- * contains three numbers: the time on a core, the waiting time, and the number of time slices. */
+/* Return how long this thread has waited for a core in ns, or 0 if unknown. The file contains the time on a
+ * core, the waiting time, and the number of time slices. */
 CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     uint64_t queued = 0;
 #if defined(__linux__)
@@ -176,9 +174,9 @@ CSEQ_INLINE uint64_t cseq_queued_ns(void) {
     return queued;
 }
 
-/* Read the CPU time of the calling thread (or of the process if `whole` is set), and the time that the thread
- * waited for a core. With `counts`, add the increase since the last reading if it was for the same thread. The
- * wait is read at most once in CSEQ_READ_GAP, so that short epochs do not pay for it. */
+/* Read the CPU time of the thread (or of the process, with `whole`), and its wait for a core. With `counts`,
+ * add the increase since the last reading of the same thread. The wait is read at most once in CSEQ_READ_GAP,
+ * so that short epochs do not pay for it. */
 CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, int counts) {
     uint64_t cpu = 0, queued, thread = 0;
     int goes_on;
@@ -203,7 +201,7 @@ CSEQ_INLINE void cseq_meter_read_system(cseq_meter *m, uint64_t now, int whole, 
     cseq_store_rlx_u64(&m->read_ns, now);
 }
 
-/* Read the counters, and record the time of this poll. Readings between two polls do not delay the next. */
+/* Read the counters, and record the time of this poll. */
 CSEQ_INLINE void cseq_meter_poll(cseq_meter *m, uint64_t now, int whole, int counts) {
     cseq_meter_read_system(m, now, whole, counts);
     cseq_store_rlx_u64(&m->polled_ns, now);

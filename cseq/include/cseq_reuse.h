@@ -21,15 +21,14 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* The size of the smallest block to keep (glibc's malloc maps larger blocks), and the maximum total size and
- * number of the free blocks. Sizes are in bytes. */
+/* The size of the smallest block to keep, in bytes, and the maximum total size and number of free blocks. */
 #define CSEQ_REUSE_LEAST ((size_t)128 << 10)
 #define CSEQ_REUSE_MOST ((size_t)128 << 20)
 #define CSEQ_REUSE_BLOCKS 128u
 
-/* `below` is NumPy's own allocator. The words after `lock` belong to the thread that has set `lock` to 1.
- * `threads` is the number of threads that make arrays. If it is 0, no blocks are kept. `blocks` contains the
- * `count` free blocks, newest last, which have `nbytes` bytes in total. */
+/* `below` is NumPy's own allocator. The words after `lock` belong to the thread that has set it to 1. No
+ * blocks are kept if no `threads` make arrays. `blocks` are the `count` free blocks, newest last, of `nbytes`
+ * bytes in total. */
 typedef struct {
     cseq_allocator below;
 
@@ -41,7 +40,7 @@ typedef struct {
     } blocks[CSEQ_REUSE_BLOCKS];
 } cseq_reuse;
 
-/* Round up to a block size, in steps of an eighth, so that batches of padded samples can share blocks. */
+/* Round up in steps of an eighth, so that batches of padded samples can share blocks. */
 CSEQ_INLINE size_t cseq_reuse_room(size_t size) {
     size_t step = CSEQ_REUSE_LEAST / 8;
     if (size < CSEQ_REUSE_LEAST || size > CSEQ_REUSE_MOST) return size;
@@ -53,7 +52,7 @@ CSEQ_INLINE int cseq_reuse_try(cseq_reuse *r) { return cseq_cas_sc_u32(&r->lock,
 
 CSEQ_INLINE void cseq_reuse_unlock(cseq_reuse *r) { cseq_store_rel_u32(&r->lock, 0); }
 
-/* Remove a block from the table. The caller must hold the lock. */
+/* The caller must hold the lock. */
 CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
     void *p = r->blocks[k].p;
     r->nbytes -= r->blocks[k].size;
@@ -61,7 +60,7 @@ CSEQ_INLINE void *cseq_reuse_remove(cseq_reuse *r, uint32_t k) {
     return p;
 }
 
-/* Free the oldest blocks until another block of this size fits. The caller must hold the lock. */
+/* Free the oldest blocks until one of this size fits. The caller must hold the lock. */
 CSEQ_INLINE void cseq_reuse_trim(cseq_reuse *r, size_t size) {
     while (r->count && (r->count == CSEQ_REUSE_BLOCKS || r->nbytes > CSEQ_REUSE_MOST - size)) {
         size_t oldest = r->blocks[0].size;
@@ -115,8 +114,8 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
     if (p) r->below.free(r->below.ctx, p, room);
 }
 
-/* Count a thread that starts or stops making arrays. The last thread frees all blocks. This function waits
- * for the lock, which is safe because the holder does not need the interpreter. */
+/* Count a thread that starts or stops making arrays. The last one frees all blocks. Waiting for the lock is
+ * safe, because its holder does not need the interpreter. */
 CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     while (!cseq_reuse_try(r)) {
     }
@@ -128,8 +127,7 @@ CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     cseq_reuse_unlock(r);
 }
 
-/* Discard the table in a forked process, which has no worker threads. The blocks stay allocated, because the
- * table may have been copied in the middle of an update. */
+/* Discard the table in a forked process. It may be half updated, so the blocks stay allocated. */
 CSEQ_INLINE void cseq_reuse_forget(cseq_reuse *r) {
     r->threads = r->count = 0;
     r->nbytes = 0;

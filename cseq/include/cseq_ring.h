@@ -37,17 +37,17 @@
 #include "cseq_spin.h"
 #include "cseq_wait.h"
 
-/* A point where tests can kill a process. The macro is empty unless the including file defines it. */
+/* A point where tests can kill a process. */
 #ifndef CSEQ_POINT
 #define CSEQ_POINT(name) ((void)0)
 #endif
 
-/* Many processors fetch adjacent 64-byte cache lines in pairs. */
+/* Many processors fetch 64-byte cache lines in pairs. */
 #define CSEQ_LINE 128
 #define CSEQ_MAGIC 0x63736571u
 #define CSEQ_LAYOUT 12u
 #define CSEQ_NO_SLOT 0xffffffffu
-/* The number of words in a record, which describes where a batch is in its slot. */
+/* The words of a record, which says where a batch is in its slot. */
 #define CSEQ_FIELDS 4
 
 enum {
@@ -59,7 +59,7 @@ enum {
     CSEQ_READY = 5
 };
 
-/* The return values of claim and await that are not the number of a cell. */
+/* Results of claim and await that are not cells. */
 enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
 
 /* word = ticket (40 bits) | owner (16 bits) | state (8 bits) */
@@ -84,8 +84,8 @@ typedef struct {
     char pad1[CSEQ_LINE / 2 - 12];
 } cseq_gate;
 
-/* The times when the owner in a stage claimed and published a ticket, on the clock of `cseq_now_ns`.
- * `started_ns` is 0 before the claim. `published_ns` is valid after the ticket is published. */
+/* When the owner in a stage claimed and published a ticket (`cseq_now_ns`). `started_ns` is 0 before the
+ * claim. `published_ns` is valid after the ticket is published. */
 typedef struct {
     uint64_t started_ns, published_ns;
 } cseq_stint;
@@ -159,7 +159,7 @@ CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
 CSEQ_INLINE cseq_stint *cseq_cell_stint(cseq_cell *c, uint32_t stage) {
     return stage ? &c->converting : &c->indexing;
 }
-/* Owners are numbered from 1. The trainer has the number 0. */
+/* Owners count from 1. The trainer is 0. */
 CSEQ_INLINE cseq_meter *cseq_ring_meter(const cseq_ring *r, uint32_t owner) {
     return (cseq_meter *)(void *)cseq_ring_cell(r, r->capacity) + owner;
 }
@@ -171,7 +171,7 @@ CSEQ_INLINE uint64_t cseq_ring_bytes(uint32_t capacity, uint32_t batch_size, uin
            ((uint64_t)runners + 1) * sizeof(cseq_meter) + (uint64_t)capacity * batch_size * 8;
 }
 
-/* Create a ring in zeroed memory. `shared` is 1 if processes share the ring. */
+/* Create a ring in zeroed memory. */
 CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_size,
                                 uint32_t runners, uint32_t calls, uint32_t shared) {
     r->magic = CSEQ_MAGIC;
@@ -186,7 +186,7 @@ CSEQ_INLINE void cseq_ring_init(cseq_ring *r, uint32_t capacity, uint32_t batch_
     r->output = (int64_t)offsetof(cseq_ring, gate) + 2 * (int64_t)sizeof(cseq_gate);
 }
 
-/* Return the gate where the trainer sleeps. */
+/* The gate where the trainer sleeps. */
 CSEQ_INLINE cseq_gate *cseq_ring_output(cseq_ring *r) {
     return (cseq_gate *)(void *)((char *)r + r->output);
 }
@@ -200,8 +200,7 @@ CSEQ_INLINE void cseq_ring_extend(cseq_ring *r, uint32_t cells) {
     if (cells > r->round) cseq_swap_sc_u32(&r->round, cells);
 }
 
-/* Return 1 if `bytes` of memory contain a ring with this layout. The limit on `batch_size` prevents an
- * overflow in cseq_ring_bytes. */
+/* Return 1 if `bytes` of memory contain a ring. The limit on `batch_size` prevents an overflow. */
 CSEQ_INLINE int cseq_ring_fits(const cseq_ring *r, uint64_t bytes) {
     return bytes >= sizeof(cseq_ring) && r->magic == CSEQ_MAGIC && r->layout == CSEQ_LAYOUT &&
            r->fields == CSEQ_FIELDS && r->batch_size <= bytes &&
@@ -219,7 +218,6 @@ CSEQ_INLINE uint32_t cseq_gate_enter(cseq_gate *g) {
     return seen;
 }
 
-/* Wake up all parties that are asleep or about to sleep. */
 CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_swap_sc_u32(&g->asleep, 0);
     cseq_add_sc_u32(&g->event, 1);
@@ -240,13 +238,13 @@ CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
 
-/* Return 1 if a runner must exit. Runners exit only between two tickets. */
+/* Return 1 if a runner must exit, between two tickets. */
 CSEQ_INLINE int cseq_ring_leaves(const cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint32_t closed = cseq_load_sc_u32(&r->closed);
     return closed && (closed == 1 || (stage == 0 && owner >= closed));
 }
 
-/* Return 1 if ticket `a` comes before ticket `b`. Ticket numbers wrap around at 2^40. */
+/* Return 1 if ticket `a` comes before `b`. Ticket numbers wrap around at 2^40. */
 CSEQ_INLINE int cseq_before(uint64_t a, uint64_t b) {
     return (((a - b) >> 39) & 1) != 0;
 }
@@ -288,8 +286,8 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-/* Spin for a limited time and try to claim a ticket. If there is a crew, try only while the trainer waits.
- * Return a cell, or CSEQ_NONE. Only one runner spins at a time, which is enough for the next ticket. */
+/* Spin for a limited time and try to claim a ticket. A crew tries only while the trainer waits. Return a
+ * cell, or CSEQ_NONE. Only one runner spins at a time. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint64_t ns = cseq_load_rlx_u32(&r->spin);
     const uint32_t crew = cseq_load_rlx_u32(&r->crew);
@@ -307,7 +305,7 @@ CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return cell;
 }
 
-/* Claim a ticket. If there is no ticket, sleep for up to `ns`. Return a cell, CSEQ_NONE, or CSEQ_CLOSED. */
+/* Claim a ticket, sleeping for up to `ns`. Return a cell, CSEQ_NONE, or CSEQ_CLOSED. */
 CSEQ_INLINE int cseq_ring_await(cseq_ring *r, uint32_t stage, uint32_t owner, uint64_t ns) {
     cseq_gate *g = &r->gate[stage];
     const uint32_t crew = cseq_load_rlx_u32(&r->crew) != 0;
@@ -367,7 +365,7 @@ CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_swap_sc_u64(&c->word, CSEQ_WORD(ticket, 0, CSEQ_POSTED));
 }
 
-/* Make the runners of a shared ring check this cell first, because the trainer starts posting here. */
+/* Make the runners of a shared ring check this cell first. */
 CSEQ_INLINE void cseq_ring_set_hints(cseq_ring *r, uint32_t cell) {
     cseq_store_rlx_u32(&r->hint[0], cell);
     cseq_store_rlx_u32(&r->hint[1], cell);
@@ -387,8 +385,8 @@ CSEQ_INLINE int cseq_ring_ready(const cseq_ring *r, uint32_t cell) {
     return cseq_ring_state(r, cell) == CSEQ_READY;
 }
 
-/* Cancel the ticket that was posted last in a queue. Return 1 if no runner had claimed the ticket. The cell
- * is then free, and the next ticket must be posted in it. */
+/* Cancel the ticket that was posted last in a queue. Return 1 if no runner had claimed it. The next ticket
+ * must be posted in the same cell. */
 CSEQ_INLINE int cseq_ring_cancel_newest(cseq_ring *r, uint32_t cell) {
     cseq_cell *c = cseq_ring_cell(r, cell);
     uint64_t w = cseq_load_sc_u64(&c->word);
@@ -410,7 +408,6 @@ CSEQ_INLINE void cseq_ring_free(cseq_ring *r, uint32_t cell) {
     cseq_store_rel_u64(&cseq_ring_cell(r, cell)->word, CSEQ_WORD(0, 0, CSEQ_FREE));
 }
 
-/* Wake up all sleepers of this ring. */
 CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
     for (int g = 0; g < 2; g++) cseq_gate_notify_all(&r->gate[g]);
     cseq_gate_notify_all(cseq_ring_output(r));
@@ -454,9 +451,8 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
     return count;
 }
 
-/* Return how many times the trainer was woken up. The trainer reads this number before it checks for failures
- * and for a close, and passes it to wait_ready. If there is a notification in between, the wait ends
- * immediately. */
+/* Return how many times the trainer was woken up. Read it before checks for failures and for a close, and
+ * pass it to wait_ready. A notification in between ends the wait at once. */
 CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
@@ -480,8 +476,8 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
     cseq_store_rlx_u32(&r->gate[2].spin.who, 0);
 }
 
-/* Spin before the trainer sleeps. Return 1 if one of the cells, each in a separate ring, is ready. The
- * trainer continues only when the crews of the rings are parked, too. */
+/* Spin before the trainer sleeps. Return 1 if one of the cells, each in its own ring, is ready. The crews
+ * must be parked, too. */
 CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells, uint32_t count,
                                  uint32_t seen) {
     cseq_spin *s = &cseq_ring_output(rings[0])->spin;
@@ -517,9 +513,8 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 
-/* Admit `count` indexers (at least 1). Indexers with higher numbers exit, and the others claim the remaining
- * tickets. An indexer that has exited can be restarted when the ring admits it again. Only one thread can
- * call this function. If another thread closes the ring in the meantime, the ring stays closed. */
+/* Admit `count` indexers (at least 1). Higher ones exit, and may be restarted when they are admitted again.
+ * Only one thread can call this. A ring that is closed in the meantime stays closed. */
 CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     uint32_t closed;
     do closed = cseq_load_sc_u32(&r->closed);
@@ -527,7 +522,7 @@ CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     cseq_gate_notify_all(&r->gate[0]);
 }
 
-/* Close the ring. Runners then exit when there are no more tickets to claim. */
+/* Close the ring. Runners exit when there are no more tickets. */
 CSEQ_INLINE void cseq_ring_close(cseq_ring *r) {
     cseq_swap_sc_u32(&r->closed, 1);
     cseq_ring_notify_all(r);

@@ -33,23 +33,23 @@
 #define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
 
-/* "cseq-v1" and a zero byte as a big-endian number, and the step of SplitMix64, 2^64 / golden ratio. */
+/* "cseq-v1" and a zero byte, and the step of SplitMix64, 2^64 / golden ratio. */
 #define CSEQ_IV UINT64_C(0x637365712D763100)
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 /* The number of steps between a draw and its swap. */
 #define CSEQ_AHEAD 64
-/* The size in bytes of a table that fits into a cache, and of a page, which is zeroed as a whole. */
+/* The bytes of a table that fits into a cache, and of a page. */
 #define CSEQ_CACHED (1u << 20)
 #define CSEQ_PAGE 4096
 #define CSEQ_MOST_TABLED (UINT64_C(1) << 32)
 
-/* The other purposes are defined in context.py. */
+/* context.py defines the other purposes. */
 enum { CSEQ_PURPOSE_SHUFFLE = 1 };
 
 /* ---- 64-bit words -------------------------------------------------------------------------- */
 
 /* Return the high half of a * b, and store the low half in *low. CSEQ_PORTABLE_MUL selects plain C. Without
- * the empty assembly, GCC would count down a 128-bit range in addition to the loop variable. */
+ * the empty assembly, GCC would count down a 128-bit range. */
 CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 {
 #if defined(__SIZEOF_INT128__) && !defined(CSEQ_PORTABLE_MUL)
@@ -74,7 +74,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_multiply(uint64_t a, uint64_t b, uint64_t *low)
 #endif
 }
 
-/* Execute one step of SplitMix64: increment the counter and apply the finalizer. */
+/* One step of SplitMix64. */
 CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
 {
     v += CSEQ_GOLDEN;
@@ -83,13 +83,13 @@ CSEQ_FORCE_INLINE uint64_t cseq_mix(uint64_t v)
     return v ^ (v >> 31);
 }
 
-/* Return the start of the stream of words for (seed, epoch, purpose). */
+/* Return the start of the stream for (seed, epoch, purpose). */
 static inline uint64_t cseq_stream(uint64_t seed, uint64_t epoch, uint64_t purpose)
 {
     return cseq_mix(cseq_mix(cseq_mix(CSEQ_IV ^ seed) ^ epoch) ^ purpose);
 }
 
-/* Write the first `count` words of the stream that starts at `z`. */
+/* Write the first `count` words of the stream at `z`. */
 static inline void cseq_words(uint64_t z, uint64_t *words, size_t count)
 {
     for (size_t k = 0; k < count; k++)
@@ -136,8 +136,8 @@ CSEQ_FORCE_INLINE uint64_t cseq_bounded(uint64_t s[4], uint64_t range)
 
 /* ---- the table ----------------------------------------------------------------------------- */
 
-/* The xoshiro256++ generator, and the partners that were drawn for positions below `drawn`. The partner of
- * position i is stored at i % CSEQ_AHEAD until the walk has passed i. */
+/* The generator, and the partners drawn for positions below `drawn`. The partner of position i is at i %
+ * CSEQ_AHEAD until the walk has passed i. */
 typedef struct {
     uint64_t state[4];
     uint64_t drawn;
@@ -145,9 +145,8 @@ typedef struct {
 } cseq_draws;
 
 /* An order of n samples. Positions below `position` are final. `table` has n entries of value XOR position in
- * cseq_table_pages() whole pages. Each epoch that reuses the table increments `generation`. `tags` contains
- * the generation in which each page was last zeroed, and `stale` is the number of pages with an older
- * generation. If `stale` is 0, the table needs no checks. */
+ * whole pages. Epochs that reuse the table increment `generation`. `tags` says in which generation each page
+ * was last zeroed, and `stale` pages are older. If it is 0, the table needs no checks. */
 typedef struct {
     uint64_t n, position;
     cseq_draws draws;
@@ -156,7 +155,7 @@ typedef struct {
     uint32_t generation;
 } cseq_order;
 
-/* Return the number of pages in a table, which is at least 1 and is also the number of tags. */
+/* Return the number of pages (at least 1), and of tags. */
 CSEQ_FORCE_INLINE uint64_t cseq_table_pages(uint64_t n)
 {
     return n ? (n - 1) / (CSEQ_PAGE / 4) + 1 : 1;
@@ -173,7 +172,7 @@ CSEQ_FORCE_INLINE void cseq_refresh(cseq_order *order, uint64_t k)
     }
 }
 
-/* Draw the partner of position `i`. If needed, zero the page of its entry. Prefetch the entry. */
+/* Draw the partner of position `i`, and prefetch its entry. */
 CSEQ_FORCE_INLINE uint64_t cseq_draw(uint32_t *table, uint64_t n, uint64_t i, uint64_t state[4],
                                      cseq_order *order)
 {
@@ -186,7 +185,7 @@ CSEQ_FORCE_INLINE uint64_t cseq_draw(uint32_t *table, uint64_t n, uint64_t i, ui
     return j;
 }
 
-/* Swap the values at i and j. Entries are value XOR position if `masked` is set, otherwise plain values. */
+/* Swap the values at i and j. If `masked` is set, entries are value XOR position. */
 CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64_t j)
 {
     uint32_t mask_i = masked ? (uint32_t)i : 0, mask_j = masked ? (uint32_t)j : 0;
@@ -195,8 +194,8 @@ CSEQ_FORCE_INLINE void cseq_swap(uint32_t *table, int masked, uint64_t i, uint64
     table[i] = at_j ^ mask_i;
 }
 
-/* Execute steps i .. end-1, and draw partners up to `limit` >= `end` in advance. Before `ahead`, each swap is
- * paired with a draw. A constant `masked` and a null `order` (no checks) are optimized away. */
+/* Execute steps i .. end-1, and draw partners up to `limit` >= `end`. Before `ahead`, each swap is paired
+ * with a draw. A constant `masked` and a null `order` (no checks) are optimized away. */
 CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64_t i, uint64_t end,
                                  uint64_t limit, cseq_draws *draws, cseq_order *order)
 {
@@ -219,7 +218,7 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
 
 /* ---- an incremental order ------------------------------------------------------------------ */
 
-/* Initialize an order. `table` and `tags` must be zeroed, and are not accessed. */
+/* `table` and `tags` must be zeroed. They are not accessed. */
 static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *table, uint32_t *tags)
 {
     memset(order, 0, sizeof *order);
@@ -228,8 +227,8 @@ static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *tabl
     order->tags = tags;
 }
 
-/* Start an epoch in O(1). If the table was used before, each page is zeroed when it is needed. The tags are
- * cleared only after 2^32 epochs, when old tags would look like new ones. */
+/* Start an epoch in O(1). Pages of a used table are zeroed when needed. The tags are cleared after 2^32
+ * epochs. */
 static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t epoch)
 {
     uint64_t pages = cseq_table_pages(order->n);
@@ -245,7 +244,7 @@ static inline void cseq_order_start(cseq_order *order, uint64_t seed, uint64_t e
     cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, order->draws.state, 4);
 }
 
-/* Make positions below `upto` final in at most `most` steps. Return the number of remaining steps. */
+/* Make positions below `upto` final in at most `most` steps. Return how many steps remain. */
 static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint64_t most)
 {
     uint64_t n = order->n, start = order->position, end = upto < n ? upto : n;
@@ -261,8 +260,8 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
     return left;
 }
 
-/* Copy the samples at positions start .. start+count-1, which must be final. With 32-bit arithmetic,
- * compilers can vectorize the loop. */
+/* Copy the samples at final positions start .. start+count-1. With 32-bit arithmetic, compilers can vectorize
+ * it. */
 static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint64_t count,
                                    int64_t *out)
 {
@@ -276,7 +275,7 @@ static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint
 
 /* ---- a complete permutation ---------------------------------------------------------------- */
 
-/* Here, entries are plain values, which requires another pass but fewer operations per step. */
+/* Entries are plain values here. This takes another pass, but fewer operations per step. */
 CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
 {
     uint64_t k = 0;
@@ -287,7 +286,7 @@ CSEQ_FORCE_INLINE void cseq_identity(uint32_t *result, uint64_t n)
         result[k] = (uint32_t)k;
 }
 
-/* Execute steps i .. end-1 without prefetching, for a result that fits into the cache. */
+/* Execute steps i .. end-1 without prefetching. */
 CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {
@@ -297,7 +296,7 @@ CSEQ_FORCE_INLINE void cseq_walk_cached(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, s, sizeof s);
 }
 
-/* Like cseq_walk_cached, but for larger results. No partners are drawn beyond `end`, so `state` is exact. */
+/* Execute steps i .. end-1 and draw no partners beyond `end`, so `state` is exact. */
 CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i, uint64_t end,
                                         uint64_t state[4])
 {
@@ -308,8 +307,8 @@ CSEQ_FORCE_INLINE void cseq_walk_result(uint32_t *result, uint64_t n, uint64_t i
     memcpy(state, draws.state, sizeof draws.state);
 }
 
-/* Execute steps start .. end-1 of a permutation of n. If end == n, `result` is then complete. Before step 0,
- * `result` can be uninitialized, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
+/* Execute steps start .. end-1 of a permutation of n. At end == n, `result` is complete. Before step 0, it
+ * can be uninitialized, and `state` is cseq_derive(seed, epoch, CSEQ_PURPOSE_SHUFFLE, 4). */
 static inline void cseq_permute(uint32_t *result, uint64_t n, uint64_t start, uint64_t end,
                                 uint64_t state[4])
 {

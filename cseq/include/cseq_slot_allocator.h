@@ -20,15 +20,13 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* Allocations of fewer than CSEQ_SLOT_LEAST bytes are not numbered. The numbers of a ticket are limited to
- * the number of bits in a word. In a slot, allocations are aligned to cache lines, which are at least as wide
- * as vector registers. */
+/* Smaller allocations are not numbered, and the numbers of a ticket are limited to the bits of a word. In a
+ * slot, allocations are aligned to cache lines, which are at least as wide as vector registers. */
 #define CSEQ_SLOT_LEAST 65536u
 #define CSEQ_SLOT_NUMBERED 64u
 #define CSEQ_SLOT_ALIGN 64u
 
-/* A slot, or the used part of a slot, from which allocations were served. `live` is the number of allocations
- * that are not freed yet. `owner` keeps the region mapped. */
+/* A slot with `live` allocations that are not freed yet. `owner` keeps it mapped. */
 typedef struct {
     char *base;
     uint64_t size, live;
@@ -59,7 +57,7 @@ typedef struct {
     uint32_t kept_count, kept_room;
 } cseq_slot_allocator;
 
-/* Allocate memory in the slot. Return NULL if there is not enough space. */
+/* Allocate memory in the slot, or return NULL. */
 CSEQ_INLINE void *cseq_slot_carve(cseq_slot_allocator *p, uint64_t size) {
     uint64_t offset = (p->used + (CSEQ_SLOT_ALIGN - 1)) & ~(uint64_t)(CSEQ_SLOT_ALIGN - 1);
     if (offset > p->slot.size || size > p->slot.size - offset) return 0;
@@ -68,7 +66,7 @@ CSEQ_INLINE void *cseq_slot_carve(cseq_slot_allocator *p, uint64_t size) {
     return p->slot.base + offset;
 }
 
-/* Return the region that contains an address, or NULL if there is none. */
+/* Return the region of an address, or NULL. */
 CSEQ_INLINE cseq_region *cseq_slot_region_of(cseq_slot_allocator *p, const void *address) {
     const char *a = (const char *)address;
     if (p->slot.live && a >= p->slot.base && a < p->slot.base + p->slot.size) return &p->slot;
@@ -83,13 +81,13 @@ CSEQ_INLINE int cseq_slot_is_numbered(const cseq_slot_allocator *p, size_t size)
     return p->active && size >= CSEQ_SLOT_LEAST && p->count < CSEQ_SLOT_NUMBERED;
 }
 
-/* Number an allocation. Return its memory if it is served from the slot, otherwise NULL. */
+/* Number an allocation. Return memory in the slot, or NULL. */
 CSEQ_INLINE void *cseq_slot_next(cseq_slot_allocator *p, size_t size) {
     uint32_t k = p->count++;
     return p->wanted >> k & 1 ? cseq_slot_carve(p, size) : 0;
 }
 
-/* Record the address of the last numbered allocation, which is NULL if the allocation failed. */
+/* Record the address of the last numbered allocation, or NULL. */
 CSEQ_INLINE void *cseq_slot_note(cseq_slot_allocator *p, void *made, size_t size) {
     p->made[p->count - 1].p = (char *)made;
     p->made[p->count - 1].size = made ? size : 0;
@@ -103,7 +101,7 @@ CSEQ_INLINE void *cseq_slot_malloc(void *ctx, size_t size) {
     return cseq_slot_note(p, made ? made : p->below.malloc(p->below.ctx, size), size);
 }
 
-/* NumPy's own allocator clears its memory itself, because it knows which memory is already zero. */
+/* NumPy's own allocator knows which memory is already zero. */
 CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     if ((size && count > (size_t)-1 / size) || !cseq_slot_is_numbered(p, count * size))
@@ -113,8 +111,7 @@ CSEQ_INLINE void *cseq_slot_calloc(void *ctx, size_t count, size_t size) {
     return cseq_slot_note(p, made, count * size);
 }
 
-/* If the freed allocation is the last one in the slot, the array was temporary, and the next allocation can
- * reuse the memory. */
+/* If the last allocation in the slot is freed, it was temporary, and its memory can be reused. */
 CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
@@ -132,7 +129,7 @@ CSEQ_INLINE void cseq_slot_free(void *ctx, void *address, size_t size) {
     }
 }
 
-/* Copy at most until the end of the region, because the size of the allocation is unknown. */
+/* The size of the allocation is unknown, so copy at most until the end of the region. */
 CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     cseq_slot_allocator *p = (cseq_slot_allocator *)ctx;
     cseq_region *r = cseq_slot_region_of(p, address);
@@ -145,8 +142,8 @@ CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
     return made;
 }
 
-/* Stop serving allocations from the slot, and return the number of live allocations in the slot. If it is 0,
- * the owner is released. Otherwise, the slot is added to `kept`, where cseq_slot_serve has reserved space. */
+/* Stop serving from the slot, and return how many allocations are live. If none are, the owner is released.
+ * Otherwise, the slot is added to `kept`, where cseq_slot_serve has reserved space. */
 CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     cseq_region left = p->slot;
     memset(&p->slot, 0, sizeof p->slot);
@@ -160,8 +157,7 @@ CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     return left.live;
 }
 
-/* Serve the next allocations from a slot that contains no live allocations. Return 0 or an errno. If this
- * fails, the caller keeps `owner`. */
+/* Serve from a slot without live allocations. Return 0 or an errno. After an error, the caller keeps `owner`. */
 CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t size, void *owner) {
     if (p->kept_count == p->kept_room) {
         uint32_t room = p->kept_room ? 2 * p->kept_room : 16;
@@ -180,15 +176,15 @@ CSEQ_INLINE int cseq_slot_serve(cseq_slot_allocator *p, void *base, uint64_t siz
     return 0;
 }
 
-/* Return 1 if the slot of an earlier ticket is mapped at `base` and contains live allocations. */
+/* Return 1 if an earlier slot at `base` has live allocations. */
 CSEQ_INLINE int cseq_slot_holds(const cseq_slot_allocator *p, const void *base) {
     for (uint32_t k = 0; k < p->kept_count; k++)
         if (p->kept[k].base == (const char *)base) return 1;
     return 0;
 }
 
-/* Mark the allocation that contains this address, which is part of the batch, as wanted next time. If there
- * are several, use the latest, because earlier allocations may have been freed. */
+/* Mark the allocation with this address as wanted next time. Of several, use the latest, because earlier ones
+ * may have been freed. */
 CSEQ_INLINE void cseq_slot_learn(cseq_slot_allocator *p, const void *address, uint64_t *wanted) {
     const char *a = (const char *)address;
     for (uint32_t k = p->count; k-- > 0;) {

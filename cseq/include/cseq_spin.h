@@ -18,8 +18,8 @@
 
 #include "cseq_atomic.h"
 
-/* `who` is the owner that is spinning, or 0. After a failure, the next 2^doubt attempts are skipped. `rest`
- * is the number of attempts that are still to be skipped. */
+/* `who` is the owner that is spinning, or 0. After a failure, 2^doubt attempts are skipped, and `rest` are
+ * left. */
 typedef struct {
     uint32_t who, doubt, rest;
 } cseq_spin;
@@ -30,7 +30,7 @@ CSEQ_INLINE int cseq_spin_may(cseq_spin *s) {
     return rest == 0;
 }
 
-/* Record whether spinning helped. One failure outweighs two successes. */
+/* Record whether spinning helped. A failure outweighs two successes. */
 CSEQ_INLINE void cseq_spin_tell(cseq_spin *s, int worth) {
     uint32_t doubt = cseq_load_rlx_u32(&s->doubt);
     if (worth) {

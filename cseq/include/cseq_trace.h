@@ -1,11 +1,11 @@
-/* The log of a trace, which stores the latest tickets that the trainer has received in its private memory. */
+/* The latest tickets that the trainer has received, for a trace. */
 #ifndef CSEQ_TRACE_H
 #define CSEQ_TRACE_H
 
 #include "cseq_ring.h"
 
-/* A ticket that `thread` has received. Times are on the clock of `cseq_now_ns`. Without a converter,
- * `converted_ns` is 0. The loop waited from `asked_ns` to `taken_ns`. */
+/* A ticket that `thread` has received. Times are on the clock of `cseq_now_ns`. `converted_ns` may be 0. The
+ * loop waited from `asked_ns` to `taken_ns`. */
 typedef struct {
     uint64_t started_ns, indexed_ns;
     uint64_t converting_ns, converted_ns;
@@ -15,7 +15,7 @@ typedef struct {
 } cseq_taken;
 
 /* Tickets are recorded while `on` is set. Only one thread at a time writes `on`. There is space for `size`
- * records. `begun` is the number of records that were started, and `done` the number of complete records. */
+ * records. `begun` records were started, and `done` are complete. */
 typedef struct {
     uint32_t on;
     uint32_t pad;
@@ -26,9 +26,8 @@ typedef struct {
 
 typedef char cseq_check_taken[sizeof(cseq_taken) == 72 ? 1 : -1];
 
-/* Record a ticket that is received now, after a wait of `waited` ns. `queue` is the number of its queue, or
- * -1 for a shared ring. The epochs of queues are numbered from 1. The claim time of a converter may be the
- * time when it published its last ticket. */
+/* Record a ticket that is received after a wait of `waited` ns. `queue` is the number of its queue, or -1.
+ * The epochs of queues count from 1. A converter's claim time may be when it published its last ticket. */
 CSEQ_INLINE void cseq_log_add(cseq_log *l, const cseq_cell *c, uint64_t now, uint64_t waited,
                               uint32_t thread, uint16_t feed, int queue) {
     cseq_taken *r = l->taken + cseq_add_sc_u64(&l->begun, 1) % l->size;

@@ -25,18 +25,16 @@
 
 #include "cseq_wait.h"
 
-/* The maximum time in ns that a runner waits for its turn, and the maximum time per batch in a thread for
- * which turns are tried. */
+/* How long a runner waits for its turn, and the longest batch for which turns are tried, in ns. */
 #define CSEQ_PATIENCE 2000000
 #define CSEQ_QUICK 6000000
-/* The number of batches per measurement, and the maximum number of measurements between two trials. */
+/* The batches per measurement, and the maximum measurements between two trials. */
 #define CSEQ_TRIAL 64
 #define CSEQ_RARELY 256
 
-/* If `trial` is set, the current mode is being tried, and `cost` is the cost of the other mode in ns per
- * batch. `left` is the number of measurements until the next trial, and `between` is the number between two
- * trials. The trainer last woke up at `awake_ns`, after it had received `taken` batches. The current
- * measurement covers `count` batches in `ns`. */
+/* If `trial` is set, the current mode is being tried, and `cost` is the other mode's, in ns per batch. `left`
+ * measurements remain until the next trial, of `between`. The trainer last woke up at `awake_ns`, after
+ * `taken` batches. The current measurement covers `count` batches in `ns`. */
 typedef struct {
     uint32_t on, holder, waiters;
     char pad[CSEQ_LINE - 12];
@@ -72,9 +70,8 @@ CSEQ_INLINE void cseq_turns_leave(cseq_turns *t, uint32_t runner) {
     if (cseq_load_sc_u32(&t->waiters)) cseq_wake(&t->holder, 0);
 }
 
-/* Record that the trainer slept from `before` to `awake`, and has received `taken` batches in total. If the
- * trainer was awake for most of the time since its last sleep, it was using a batch or doing other work, and
- * the time does not count. */
+/* Record that the trainer slept from `before` to `awake`, after `taken` batches. If it was mostly awake since
+ * its last sleep, the loop determined the time, which does not count. */
 CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake, uint64_t taken) {
     const uint64_t ns = awake - t->awake_ns, count = taken - t->taken;
     t->awake_ns = awake;

@@ -38,15 +38,15 @@
 #include <sys/syscall.h>
 #endif
 #if defined(__APPLE__)
-/* These functions are linked weakly, because some of the supported systems do not have them. */
+/* Linked weakly, because some supported systems do not have them. */
 extern int os_sync_wait_on_address_with_timeout(void *, uint64_t, size_t, uint32_t, uint32_t,
                                                 uint64_t) __attribute__((weak_import));
 extern int os_sync_wake_by_address_all(void *, size_t, uint32_t) __attribute__((weak_import));
 #endif
 
 #if defined(_WIN32)
-/* These functions exist since Windows 8. They are looked up at run time in kernelbase.dll, which every
- * process has loaded, because their import library differs between toolchains. */
+/* Available since Windows 8. Looked up in kernelbase.dll, because the import library differs between
+ * toolchains. */
 typedef BOOL(WINAPI *cseq_wait_function)(volatile void *, void *, SIZE_T, DWORD);
 typedef void(WINAPI *cseq_wake_function)(void *);
 
@@ -56,18 +56,17 @@ CSEQ_INLINE FARPROC cseq_find_function(const char *name) {
 }
 #endif
 
-/* If this is 1, always nap. The value is set once, before any wait. */
+/* If 1, always nap. Set once, before any wait. */
 static int cseq_wait_nap = 0;
 
-/* Nap if CSEQ_WAIT=nap is set in the environment. Each module that waits or wakes calls this function when it
- * is imported. */
+/* Nap if CSEQ_WAIT=nap is set in the environment. Each module that waits or wakes calls this on import. */
 CSEQ_INLINE void cseq_wait_choose(void) {
     const char *how = getenv("CSEQ_WAIT");
     cseq_wait_nap = how != 0 && strcmp(how, "nap") == 0;
 }
 
-/* Return the time in nanoseconds on a monotonic clock. Like CLOCK_MONOTONIC on Linux, CLOCK_UPTIME_RAW on
- * macOS stops while the system is suspended. */
+/* Return the monotonic time in ns. Like CLOCK_MONOTONIC on Linux, CLOCK_UPTIME_RAW on macOS stops while the
+ * system is suspended. */
 CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #if defined(_WIN32)
     LARGE_INTEGER count, rate;
@@ -86,7 +85,7 @@ CSEQ_INLINE uint64_t cseq_now_ns(void) {
 #endif
 }
 
-/* Yield to the other hardware thread of this core, in a loop that watches a word. */
+/* Yield to the other hardware thread of this core. */
 CSEQ_INLINE void cseq_pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -97,8 +96,8 @@ CSEQ_INLINE void cseq_pause(void) {
 #endif
 }
 
-/* Sleep for `ns`. A signal ends the sleep early, which is intended. On Windows, Sleep has ticks of up to 16
- * ms, so use a timer with flag 2, HIGH_RESOLUTION (Windows 10, 1803), which is more precise. */
+/* Sleep for `ns`, or until a signal. On Windows, Sleep has ticks of up to 16 ms, so use a timer with flag 2,
+ * HIGH_RESOLUTION (Windows 10, 1803). */
 CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #if defined(_WIN32)
     HANDLE timer = CreateWaitableTimerExW(0, 0, 2, TIMER_ALL_ACCESS);
@@ -117,8 +116,7 @@ CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #endif
 }
 
-/* Poll the word between naps of 20 us at first and 2 ms at most. The wait ends late by about a tenth of the
- * time slept. */
+/* Poll the word between naps of 20 us to 2 ms. The wait ends about a tenth late. */
 CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t ns) {
     uint64_t nap = 20000, slept = 0;
     while (slept < ns && cseq_load_acq_u32(word) == seen) {
