@@ -9,9 +9,8 @@ Each batch has a ticket, which is stored in a cell of a ring. The cell's state s
     (seed, epoch)       indexer[…]             device                 of tickets
 
 Without a CUDA device, READY follows INDEXING, and tensors are created when a batch is decoded.
-Processes exchange data through shared-memory slots next to the ring. Threads share the objects
-themselves. To learn how cseq works, read docs/inside/architecture.md, which follows a batch step by
-step, and then the starred modules. Each module imports only modules that are below it::
+Processes exchange data through shared-memory slots, and threads share the objects. Start with
+docs/inside/architecture.md and the starred modules. Each module imports only modules below it::
 
     cseq/
     ├── testing.py      helpers for tests of training scripts: kill workers, wait for workers

@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="the script is a module")
-    # Parse the script and its arguments as a single argument. With two arguments, argparse would
-    # drop a `--` that belongs to the script.
+    # As a single argument, because argparse would drop a `--` that belongs to the script.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument("target", metavar="FILE.py:make", help="a function that returns either")
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(given, "look"):
         parser.print_help()
         return
-    # On Windows, the default encoding of a redirected output may not support arrows.
+    # A redirected output on Windows may not support arrows.
     if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     status = given.look(given)
@@ -106,7 +105,7 @@ def _run(given: argparse.Namespace) -> str | None:
     else:
         _watch()
     sys.argv = given.script
-    # A leading `--` marks the end of cseq's own options.
+    # A leading `--` ends cseq's options.
     if sys.argv[0] == "--" and sys.argv[1:]:
         del sys.argv[0]
     if given.is_module:
@@ -139,7 +138,7 @@ def _top(given: argparse.Namespace) -> int | str:
 
 
 def _replace(given: argparse.Namespace) -> None:
-    """Use cseq's workers in every DataLoader, including in processes that the script starts."""
+    """Use cseq's workers in every DataLoader, even in processes that the script starts."""
     if given.rng is not None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng
 
@@ -164,7 +163,6 @@ def _replace(given: argparse.Namespace) -> None:
 
 
 def _watch() -> None:
-    """Measure every DataLoader without changing how it works."""
     from cseq.observe.watch import Watched, tell, watch
 
     loaders: dict[object, Watched] = {}
@@ -173,7 +171,7 @@ def _watch() -> None:
 
 
 def _tell_engines(pid: int) -> None:
-    """Print which engine each kind of loader used. A forked child prints nothing."""
+    """Print which engine each kind of loader used, but not in a fork."""
     from cseq.adapters.torch.fallback import lines
 
     if os.getpid() == pid and sys.stderr is not None:
@@ -182,7 +180,7 @@ def _tell_engines(pid: int) -> None:
 
 
 def _run_module(name: str) -> None:
-    """Run a module in the same way as ``python -m``."""
+    """Run a module like ``python -m``."""
     _enter(os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -195,13 +193,13 @@ def _run_module(name: str) -> None:
 
 
 def _run_script(script: str) -> None:
-    """Run a file, or a folder or archive with a ``__main__.py``, in the same way as ``python``."""
-    # An absolute `__file__` stays valid after a chdir. Unlike `join`, `abspath` would remove a `..`
-    # that follows a symbolic link.
+    """Run a file, a folder or an archive like ``python``."""
+    # An absolute path stays valid after a chdir. `abspath` would remove a `..` after a symbolic
+    # link.
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)
-        # `run_path` inserts the folder or archive at the front of `sys.path`.
+        # `run_path` changes `sys.path`.
         runpy.run_path(path, run_name="__main__")
         return
     try:
@@ -212,8 +210,8 @@ def _run_script(script: str) -> None:
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     _enter(os.path.dirname(os.path.realpath(path)))
-    # As with `python script.py`, the module outlives the script, so threads and `atexit` functions
-    # can still use its globals. `runpy` would remove the module and change `sys.argv[0]`.
+    # The module outlives the script, so threads and `atexit` functions can use its globals. `runpy`
+    # would remove it.
     module = ModuleType("__main__")
     module.__dict__.update(
         __annotations__={},
@@ -227,8 +225,8 @@ def _run_script(script: str) -> None:
 
 
 def _enter(folder: str | None) -> None:
-    """Replace the folder that ``-m cseq`` added to ``sys.path``. With None, only remove it."""
-    # With these flags, Python adds neither folder to the path.
+    """Replace the folder that ``-m cseq`` added to ``sys.path``."""
+    # Python adds no folder then.
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     if folder is None:

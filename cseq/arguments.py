@@ -1,4 +1,4 @@
-"""The arguments of MSequence: types and checks."""
+"""The arguments of MSequence."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         type: str
         index: int
 
-    # Strings are 'cuda', 'cuda:1', 'cpu' or 'null', typed as str because numbers may be computed.
+    # 'cuda', 'cuda:1', 'cpu' or 'null', typed as str because the number may be computed.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [
@@ -65,24 +65,23 @@ __all__ = [
 F = typing.TypeVar("F", bound="Callable[..., None]")
 
 MOST_EPOCHS = 2**63
-# The name that `repr` shows for the workers of each `thread_type`.
+# How `repr` names the workers of each `thread_type`.
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
-# The default batch size.
 BATCH_SIZE = 32
 AUTO = "auto"
-# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. The number of
-# workers can grow to at least the number of cores, and beyond that to a limit between LEAST_READERS
-# and AUTO_READERS. The number of batches can grow to AUTO_BUFFER or to AUTO_WORDS indices in total.
+# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. Workers can grow
+# to the number of cores, and to a limit between LEAST_READERS and AUTO_READERS. Batches can grow to
+# AUTO_BUFFER or AUTO_WORDS indices in total.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
-# Each batch is mapped in two processes, and Linux allows about 65000 mappings per process.
+# Each batch is mapped in two processes, and Linux allows about 65000 mappings each.
 MOST_BUFFER = 2**14
 # A ticket stores the number of its words in 32 bits.
 MOST_BATCH = 2**32 - 1
 
 
 def explained(initialise: F) -> F:
-    """Decorate an ``__init__`` so that its error for an unknown keyword suggests the right one."""
+    """Suggest the right keyword in the error for an unknown one."""
     signature = inspect.signature(initialise)
 
     @functools.wraps(initialise)
@@ -103,9 +102,9 @@ def explained(initialise: F) -> F:
 def sizes_of(
     num_workers: object, buffer: Any, thread_type: str, words: int
 ) -> tuple[Size, Size, tuple[bool, bool]]:
-    """Validate `num_workers` and `buffer` for a ring whose cells hold `words` indices each.
+    """Validate `num_workers` and `buffer` for cells of `words` indices each.
 
-    Return the pool's initial size, its maximum size, and whether each argument is 'auto'.
+    Return the initial size, the maximum size, and whether each argument is 'auto'.
     """
     if buffer is None:
         buffer = AUTO if thread_type == "ray" else 10
@@ -120,7 +119,7 @@ def sizes_of(
                 f"num_workers={number} is too high for {share()} cores: more than {most} worker "
                 "processes slow down the start and the machine; num_workers='auto' chooses the "
                 "number",
-                # Attribute the warning to the line that creates the MPSequence.
+                # Point the warning at the line that creates the MPSequence.
                 stacklevel=6,
             )
         start = most = number
@@ -140,7 +139,7 @@ def sizes_of(
 
 
 def is_auto(name: str, value: object) -> bool:
-    """Return whether an argument is 'auto'. Any other string is an error."""
+    """Return whether an argument is 'auto'. Reject other strings."""
     if isinstance(value, str) and value != AUTO:
         raise TypeError(f"{name}={value!r} is not an integer; pass an integer or 'auto'")
     return isinstance(value, str)
@@ -149,8 +148,7 @@ def is_auto(name: str, value: object) -> bool:
 def workers_of_auto() -> tuple[int, int]:
     """Return the initial and the maximum number of workers for 'auto'.
 
-    The initial number leaves one core free for the loop. The maximum exceeds the number of cores,
-    because workers can spend most of their time waiting for a disk or a network.
+    One core is left for the loop at first. Workers that wait for a disk can exceed the cores.
     """
     cores = share()
     start = max(1, min(AUTO_START, cores - 1))
@@ -158,20 +156,20 @@ def workers_of_auto() -> tuple[int, int]:
 
 
 class Job(NamedTuple):
-    """The validated arguments of an `MSequence`, from which `MSequence.start` creates a pool.
+    """The validated arguments of an `MSequence`.
 
     Attributes
     ----------
     output : Output
-        The output for `out_type` and `dtype`. A pool's output only uses devices that are available.
+        The output for `out_type` and `dtype`.
     num_workers, buffer : int
         The maximum values.
     num_converters : int
-        The number of converters. In a pool without CUDA, it is 0.
+        The number of converters, or 0 without CUDA.
     start : Size
         The initial size of a pool.
     auto : (bool, bool)
-        Whether `num_workers` and `buffer` can change during a run.
+        Whether `num_workers` and `buffer` are 'auto'.
     compat : bool or None
         If False, CUDA converters are processes. Otherwise, they are threads.
     fleet : RayFleet or None
@@ -194,7 +192,7 @@ class Job(NamedTuple):
     compat: bool | None = None
 
     def without_worker(self) -> Job:
-        """Return a copy without the worker, so that a reference cycle cannot keep it alive."""
+        """Return a copy without the worker, to avoid a reference cycle."""
         return self._replace(worker=None, fleet=None)
 
 
@@ -202,7 +200,7 @@ def sampler_of(
     worker: Any, dset_size: Any, order: Order, batch_size: object, seed: Any, drop_last: Any,
     ordered: Any, shard: Shard, pad: Any, repeat: object,
 ) -> Sampler:  # fmt: skip
-    """Validate the arguments that determine the samples of each batch, and create the sampler."""
+    """Validate the arguments about samples and create the sampler."""
     return Sampler(
         samples_of(worker, order) if dset_size is None else dset_size,
         order,
@@ -218,7 +216,7 @@ def sampler_of(
 
 
 def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
-    """Reject options that Ray does not support or, if a fleet was `given`, that belong to it."""
+    """Reject options that Ray does not support, or that belong to the fleet."""
     given_options = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")
@@ -228,7 +226,7 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
-    """Validate `worker`. Return the worker and its fleet, which is None if there is no fleet."""
+    """Validate `worker`. Return it and its fleet, or None."""
     if thread_type not in KINDS:
         raise TypeError(f"thread_type={thread_type!r} is unknown; pass one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
@@ -241,7 +239,7 @@ def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
 
 
 def batch_size_of(batch_size: object, order: Order) -> int:
-    """Validate `batch_size` and return it. If the order's units are batches, return 1."""
+    """Validate `batch_size`. If the order's units are batches, return 1."""
     if batch_size is None:
         raise TypeError(
             "batch_size=None is not an integer; the indexer always receives an array of indices, "
@@ -260,13 +258,13 @@ def batch_size_of(batch_size: object, order: Order) -> int:
 
 
 def own_order(worker: object) -> Order | None:
-    """Return the order that the indexer defines, if any."""
+    """Return the indexer's own order, if any."""
     order = getattr(worker, "order", None) if indexer.is_indexer(worker) else None
     return order if isinstance(order, Order) else None
 
 
 def order_of(worker: object, order: object, shuffle: object) -> Order:
-    """Validate `order`. If it is None, use the worker's own order or create one for `shuffle`."""
+    """Validate `order`, or choose one."""
     if order is None:
         order = own_order(worker)
     if order is None:
@@ -290,7 +288,7 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
 
 
 def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> int:
-    """Validate `repeat` and return the number of epochs. True means the maximum number."""
+    """Return the number of epochs."""
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
@@ -307,11 +305,10 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
 
 
 def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
-    """Validate or choose the number of converters. Without workers, the number is 0.
+    """Validate or choose the number of converters.
 
-    With worker processes, one thread is enough to copy page-locked slots to a device, and more
-    threads would compete for the GIL. With worker threads, batches are first copied to page-locked
-    memory, which requires several threads.
+    One thread can copy page-locked slots to a device, but batches of worker threads are first
+    copied to page-locked memory.
     """
     if converters is None:
         return min(workers, 1 if thread_type == "proc" else max(4, workers // 4))
@@ -327,7 +324,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
 
 
 def dtype_of(worker: object, dtype: object) -> object:
-    """Resolve 'auto' to None for a dataset or a worker with its own order, else to 'float32'."""
+    """Resolve 'auto': None for a dataset or a worker with its own order, else 'float32'."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
     is_kept = indexer.takes_samples(worker) or own_order(worker) is not None
@@ -335,7 +332,7 @@ def dtype_of(worker: object, dtype: object) -> object:
 
 
 def samples_of(worker: object, order: Order) -> int:
-    """Return the number of samples of the worker or the order if `dset_size` is omitted."""
+    """Return the number of samples if `dset_size` is omitted."""
     length = indexer.length_of(worker)
     if length is None:
         length = order.samples

@@ -1,4 +1,4 @@
-"""Argument checks. Each error names the argument, its value and the remedy."""
+"""Argument checks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Runner numbers fit into 16 bits even if there are as many converters as workers.
+# Runner numbers, including converters, fit into 16 bits.
 MOST_WORKERS = 2**15 - 1
 
-# Each array value takes up 4 bytes in the table that is built from the array.
+# Each value takes 4 bytes in a table.
 MOST_VALUES = 2**32
 
-# Keywords, mostly from torch's DataLoader, that have another name in cseq or no equivalent.
+# Keywords of other libraries, mostly of torch's DataLoader.
 ELSEWHERE = {
     "batch_sampler": "pass batch_size, shuffle, drop_last and shard; to choose the samples, pass "
     "an array of their indices as dset_size",
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "use num_workers=",
 }
 
-# The same table for functions that take a dataset and collate its samples.
+# The same for functions that collate a dataset's samples.
 OF_DATASET = ELSEWHERE | {
     "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
@@ -68,10 +68,7 @@ OF_DATASET = ELSEWHERE | {
 def unexpected(
     caller: str, name: str, known: Iterable[str], elsewhere: Mapping[str, str]
 ) -> TypeError:
-    """Return the error for an unknown keyword, including a hint about what to use instead.
-
-    `elsewhere` maps keywords from other libraries to hints.
-    """
+    """Return the error for an unknown keyword, with a hint from `elsewhere`."""
     instead = elsewhere.get(name)
     if instead is None:
         import difflib
@@ -82,7 +79,7 @@ def unexpected(
 
 
 def integer(name: str, value: Any, least: int = 1, most: int | None = None) -> int:
-    """Return a value as an int in [least, most]. Accept NumPy integers, but not bools."""
+    """Return an int in [least, most]. Accept NumPy integers, but not bools."""
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError
@@ -119,7 +116,7 @@ def integers(
     remedy: str = "pass integers of at least 0",
     most: int = MOST_VALUES,
 ) -> NDArray[np.integer[Any]]:
-    """Return an argument as an integer array. An existing array is not copied."""
+    """Return an argument as an integer array, without copying an array."""
     values = one_dimensional(name, given, most)
     if values.dtype.kind not in "iu":
         raise TypeError(
@@ -144,7 +141,7 @@ def choice(name: str, value: T, options: Sequence[object]) -> T:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Check that a value is a positive number of seconds, or None for no limit."""
+    """Check for a positive number of seconds, or None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -159,7 +156,7 @@ def seconds(name: str, value: object) -> float | None:
 
 
 def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return an array shape as a tuple, following NumPy's rules."""
+    """Return a shape as a tuple, like NumPy."""
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
     dims = tuple(map(operator.index, sizes))
     if min(dims, default=0) < 0:

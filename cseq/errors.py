@@ -1,4 +1,4 @@
-"""All cseq exceptions, shown as a tree.
+"""All cseq exceptions.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Files written completely or not at all, and file locks between processes."""
+"""Atomic text files, and file locks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ __all__ = ["locked", "whole"]
 def whole(path: str) -> Iterator[IO[str]]:
     """Write a text file completely or not at all. A name that ends in .gz is compressed.
 
-    An OSError names the final file. If a killed process with the same id left a partial file
-    behind, that file is removed first. A symbolic link with that name is not followed.
+    An OSError names the final file.
     """
     part = f"{path}.{os.getpid()}.part"
     try:
@@ -45,11 +44,7 @@ def _open(path: str, *, packed: bool) -> IO[str]:
 
 
 def locked(path: str, *, shared: bool = False) -> int | None:
-    """Open or create a file and lock it until it is closed.
-
-    If another process holds the lock, wait until it is released. Return None if the file was
-    renamed or removed in the meantime.
-    """
+    """Open and lock a file. Return None if it was renamed or removed in the meantime."""
     import fcntl
 
     fd = lift(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))

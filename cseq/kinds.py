@@ -24,7 +24,7 @@ __all__ = ["MPSequence", "MTSequence", "RaySequence"]
 
 
 class _Kind(MSequence[B_co]):
-    """An `MSequence` whose class defines `thread_type`, so there is no argument for it."""
+    """An `MSequence` whose `thread_type` is fixed."""
 
     @arguments.explained
     def __init__(
@@ -62,7 +62,7 @@ class _Kind(MSequence[B_co]):
 class MPSequence(_Kind[B_co]):
     """A manager that makes whole batches in worker processes, for indexers that run Python code.
 
-    The parameters are the same as for `MSequence`, except that there is no ``thread_type``.
+    The parameters are those for `MSequence`, without ``thread_type``.
 
     Examples
     --------
@@ -78,8 +78,8 @@ class MPSequence(_Kind[B_co]):
 class MTSequence(_Kind[B_co]):
     """A manager that makes whole batches in threads, for indexers that release the GIL.
 
-    Such indexers read files, wait for a network, or compute in native code. The parameters are the
-    same as for `MSequence`, except that there is no ``thread_type``.
+    Such indexers read files, wait for a network, or compute in native code. The parameters are
+    those for `MSequence`, without ``thread_type``.
 
     Examples
     --------
@@ -95,12 +95,10 @@ class MTSequence(_Kind[B_co]):
 class RaySequence(_Kind[B_co]):
     """A manager that makes whole batches in worker processes on the nodes of a Ray cluster.
 
-    The parameters are the same as for `MSequence`, except that there is no ``thread_type``. If
-    `worker` is a `RayFleet`, its workers are used. Otherwise, `start` creates a fleet, and `finish`
-    shuts it down. This fleet has `num_workers` processes with one CPU each, spread over the nodes,
-    and uses the manager's `timeout`, `threads` and `seed_globals`. If Ray is not connected yet,
-    `start` connects in the same way as ``ray.init()``. `buffer` defaults to 'auto', limited by
-    `memory_limit`.
+    The parameters are those for `MSequence`, without ``thread_type``. `worker` may be a `RayFleet`.
+    Otherwise, `start` creates a fleet of `num_workers` processes with one CPU each, and `finish`
+    shuts it down. If Ray is not connected yet, `start` calls ``ray.init()``. `buffer` defaults to
+    'auto', limited by `memory_limit`.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""A manager's lifecycle: start, use in a `with`, finish. Each start makes a run."""
+"""Starts and finishes runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Manager", "pool_of"]
 
 
 def pool_of(kind: str, job: Job) -> Pool[Batches]:
-    """Create the pool for a job: processes, threads, a Ray fleet, or the calling thread."""
+    """Create the pool for a job."""
     make: Callable[[Batches], Crew]
     if kind == "ray":
         from cseq.fleet.ray import FleetCrew, of_fleet
@@ -54,10 +54,10 @@ def pool_of(kind: str, job: Job) -> Pool[Batches]:
 
 
 class Manager:
-    """The base class that owns a sequence of runs, the loop's position, and the lock for both.
+    """The base class of managers, with the current run and its lock.
 
-    Between runs, `_stats` and `_skipped` contain the results of the last run. `_trace` is the trace
-    that the last start began. The causes in `_logged_causes` are not logged again.
+    Between runs, `_stats` and `_skipped` are from the last run. The causes in `_logged_causes` are
+    not logged again.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Manager:
         return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
-        """Hold the lock for a call that is not allowed in the middle of another call."""
+        """Hold the lock, outside of other calls."""
         rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
@@ -93,15 +93,15 @@ class Manager:
         return self._lock.hold()
 
     def _look(self) -> Hold:
-        """Hold the lock to read protected state, but do not wait for it in the middle of a call.
+        """Hold the lock to read state, but do not wait for it in the middle of a call.
 
-        Waiting could cause a deadlock, because the holder of the lock may be waiting for that call.
+        Its holder may be waiting for that call.
         """
         within = self._run is not None and self._run.lock.is_mine
         return self._lock.hold(0 if within else -1)
 
     def _put_off(self, call: Callable[[], object]) -> bool:
-        """In the middle of another call of this thread, defer `call` to its end and return True."""
+        """In the middle of another call of this thread, defer `call` and return True."""
         run = self._run
         for lock in (self._lock,) if run is None else (self._lock, run.lock):
             if lock.is_mine:
@@ -112,9 +112,9 @@ class Manager:
         return False
 
     def _open(self, pool: Pool[Batches]) -> None:
-        """Start a pool. No other pool of this manager may be running."""
+        """No other pool of this manager may be running."""
         pool.logged_causes = self._logged_causes
-        # Store the run before opening the pool, so `_end` can close it if a signal handler raises.
+        # Before the pool is opened, so that `_end` can close it if a signal handler raises.
         self._run = run = Run(pool)
         try:
             run.close_with(self)
@@ -124,7 +124,7 @@ class Manager:
             raise
 
     def _started(self) -> Self:
-        """Return the started manager. Raise an error if a callback has already finished it."""
+        """Return the manager. Raise an error if a callback has already finished it."""
         if self._run is None:
             raise InterruptedError("finish() was called while the manager was being started")
         return self
@@ -143,8 +143,8 @@ class Manager:
     def finish(self) -> None:
         """Stop the workers within a bounded time. A second call has no effect.
 
-        A signal handler, an order or a destructor can call this method in the middle of another
-        call to the manager. That call then receives no more batches and ends the run itself.
+        If this is called in the middle of another call to the manager, for example by a signal
+        handler, that call ends the run.
 
         Workers have 5 s to finish their current batch, or 0.5 s if an exception is propagating
         (Ctrl-C).
@@ -161,16 +161,13 @@ class Manager:
                 self._end()
 
     def _begin_trace(self, path: str | os.PathLike[str] | None, rank: int) -> None:
-        """Start recording a trace if a path is given. `_end` stops it. Call this before the run."""
+        """Start a trace if a path is given. Call this before the run."""
         if path is not None:
             self._trace = trace = tracing.Trace(path, rank=rank)
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End the run, if there is one. If a signal handler raises, call the method again.
-
-        `ended` is the exception that is propagating, if any.
-        """
+        """End the run, if any. If a signal handler raises, call this again."""
         self._is_entered = False
         run = self._run
         if run is not None:
@@ -183,7 +180,7 @@ class Manager:
             trace.end_recording(ended)
 
     def _refuse_inside_with(self, verb: str) -> None:
-        """Raise OSError inside the manager's own ``with`` statement, which still needs the run."""
+        """Raise OSError inside the manager's own ``with`` statement."""
         if self._is_entered:
             raise OSError(
                 f"{verb}() was called inside the manager's own 'with' block, which finishes the "
@@ -206,7 +203,7 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Clear the flag before any call, so that `finish` works if this method is interrupted.
+        # Before any call, so that `finish` works after an interruption.
         self._is_entered = False
         if not self._put_off(self.finish):
             with self._lock.hold():
@@ -233,16 +230,15 @@ class Manager:
             return replace(stats, source_tokens=self._count_tokens())
 
     def _count_tokens(self) -> dict[str, int]:
-        """Return the number of tokens that the loop has received from each source, if known."""
         return {}
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return the reason why the loop has waited since the last start, and a suggestion.
+        """Return why the loop waits, and what would help.
 
         Parameters
         ----------
         since : Stats, optional
-            An earlier result of `stats` from this run. Only batches after that result count.
+            An earlier result of `stats` from this run, to use only later batches.
 
         Returns
         -------
@@ -261,10 +257,10 @@ class Manager:
         return (now if since is None else now.since(since)).advice()
 
     def report(self, path: str | os.PathLike[str], *, title: str | None = None) -> None:
-        """Write an HTML report on the run, which shows why the loop waited and what would help.
+        """Write an HTML report that shows why the loop waits.
 
-        The report covers the current run, or the last run if no run is active. The page contains no
-        scripts, loads nothing from the network, and can be printed.
+        The report covers the current or the last run. The page contains no scripts, loads nothing
+        from the network, and can be printed.
 
         Parameters
         ----------
@@ -289,9 +285,9 @@ class Manager:
     def skipped(self) -> list[Skipped]:
         """The samples and whole batches that ``on_error='skip'`` has skipped since the last start.
 
-        The list contains the latest 1000 entries. Each entry has the attributes ``epoch``,
-        ``batch``, ``sample`` (None for a whole batch), ``error`` and ``indices``. The number of all
-        skipped batches is ``stats().skips``.
+        The list contains the latest 1000 entries, with the attributes ``epoch``, ``batch``,
+        ``sample`` (None for a whole batch), ``error`` and ``indices``. ``stats().skips`` counts all
+        batches.
         """
         with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.tickets.skipped

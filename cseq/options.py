@@ -1,4 +1,4 @@
-"""Worker options for MSequence and Streams, and the size of a pool."""
+"""Worker options, and the size of a pool."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from cseq.system import memory_limit_of
 
 __all__ = ["MAX_RESTARTS", "Size", "WorkerOptions"]
 
-# The default value of `max_restarts`.
+# The default of `max_restarts`.
 MAX_RESTARTS = 100
 
 
 class WorkerOptions(NamedTuple):
-    """The options of `MSequence` and `Streams` that control how workers start, die and wait.
+    """Options of the workers of `MSequence` and `Streams`.
 
     Attributes
     ----------
     memory_limit : int or None
-        The limit in bytes. None means a rank's share of a quarter of the worker machine's memory.
+        The limit in bytes, or None for a quarter of a rank's memory.
     """
 
     start_method: str | None = None
@@ -32,7 +32,7 @@ class WorkerOptions(NamedTuple):
     preload: bool = True
 
     def checked(self) -> WorkerOptions:
-        """Validate the options and return them."""
+        """Validate and return the options."""
         limit, threads = self.memory_limit, self.threads
         return WorkerOptions(
             choice("start_method", self.start_method, (None, *start_methods())),
@@ -46,7 +46,7 @@ class WorkerOptions(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The size of a pool: its number of workers and its maximum number of prefetched batches."""
+    """The number of workers, and of batches ahead."""
 
     num_workers: int
     buffer: int

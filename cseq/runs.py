@@ -1,8 +1,7 @@
-"""One run of a manager, loader or stream; the list of all runs in this process.
+"""The runs of managers, loaders and streams in this process.
 
-Each run has a generation number. When the number changes, all existing iterators end, including
-iterators in other threads and forked processes. If the owner of a run is garbage collected, a
-separate thread closes the run.
+When a run's generation number changes, all its iterators end, even in other threads and forked
+processes.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
-# The name of the threads that close runs whose owner was garbage collected.
+# The name of the threads that close forgotten runs.
 NAME = "cseq-close"
-# The maximum time that interpreter exit waits for closing runs and threads that make a batch.
+# The longest wait at interpreter exit for runs and threads.
 EXIT_SECONDS = 15.0
-# The maximum time that interpreter exit then waits for pending log records.
+# The longest wait at interpreter exit for log records.
 LOG_SECONDS = 2.0
-# The maximum time that `close` waits for a call in another thread.
+# How long `close` waits for a call in another thread.
 LOCK_SECONDS = 5.0
 
 K = TypeVar("K", bound="Tickets")
@@ -52,10 +51,9 @@ class Run(Generic[K]):
     lock : Lock
         See `RunState`.
     about : str
-        The name of the data, which is shown in reports.
+        The name of the data in reports.
     is_ended : bool
-        Whether `close` was called. Even if that call was interrupted, the run can then only be
-        closed.
+        Whether `close` was called.
     """
 
     def __init__(self, pool: Pool[K]) -> None:
@@ -70,34 +68,30 @@ class Run(Generic[K]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the run, and not a parent process that forked this one."""
+        """Whether this process started the run."""
         return os.getpid() == self._pid
 
     def close_with(self, owner: object) -> None:
-        """Close this run when `owner` is garbage collected, unless the run is already closed."""
+        """Close this run when `owner` is garbage collected."""
         self._finalizer = weakref.finalize(owner, close_elsewhere, self.close, self._pid)
-        # At interpreter exit, `_close_all` closes the run.
+        # `_close_all` does this at interpreter exit.
         self._finalizer.atexit = False
 
     def interrupt(self) -> int:
-        """End all existing iterators, including iterators that are waiting in other threads.
-
-        Return the number of the new generation.
-        """
+        """End all existing iterators, even in other threads. Return the new generation."""
         generation = self.pool.run.interrupt()
         if self.is_ours:
             self.pool.notify_all()
         return generation
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the iterators and the pool. In a forked process, close only the iterators.
+        """Close the iterators and, if this process started it, the pool.
 
         The pool does not wait for busy workers if `hurried` is True or an exception is propagating
         (Ctrl-C).
 
-        A pool is never closed in the middle of a call. If this thread is executing a call, or a
-        call in another thread takes longer than `LOCK_SECONDS`, this method only marks the run as
-        ended, and that call closes the pool.
+        In the middle of a call, or if another thread's call takes longer than `LOCK_SECONDS`, the
+        run is only marked as ended, and that call closes the pool.
         """
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
@@ -113,11 +107,11 @@ class Run(Generic[K]):
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
         elif self._finalizer is not None:
-            # Detach the finalizer last, so it can repeat a close that was interrupted.
+            # Last, so that an interrupted close is repeated.
             self._finalizer.detach()
 
     def _close_pool(self) -> bool:
-        """Close the pool if no call is in progress. Return whether the pool was closed."""
+        """Return False if a call is in progress."""
         if self.lock.is_mine:
             return False
         with self.lock.hold(LOCK_SECONDS) as hold:
@@ -128,29 +122,28 @@ class Run(Generic[K]):
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
-# These callbacks are called with each run just before it ends.
+# Called with each run just before it ends.
 on_close: list[Callable[[Run[Any]], object]] = []
-# The latches of runs that are being closed because their owner was garbage collected.
+# The latches of runs that other threads are closing.
 _closings: set[Latch] = set()
 
 
 def present() -> list[Run[Any]]:
-    """Return the runs of this process that have not ended."""
+    """Return the active runs of this process."""
     return [run for run in list(_runs) if run.is_ours and not run.is_ended]
 
 
 def close_elsewhere(close: Callable[[], object], pid: int) -> None:
-    """Call `close` in another thread without waiting for it. Interpreter exit waits for the call.
+    """Call `close` in another thread. Interpreter exit waits for it.
 
-    The garbage collector can run in any thread between any two instructions, so it must not block.
-    Forked children of the process `pid` have nothing to close, and cannot start a thread until
-    Python has handled the fork.
+    Garbage collection can happen anywhere, so it must not block. Forks of the process `pid` have
+    nothing to close.
     """
     if os.getpid() != pid:
         return
     closed = Latch()
     _closings.add(closed)
-    # The thread pops `close` from this list, so that no reference to `close` remains.
+    # The thread pops `close`, so that no reference remains.
     pending = [close]
 
     def work() -> None:
@@ -161,15 +154,14 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
             closed.set()
 
     def start_thread() -> None:
-        # `close` may call `threading.current_thread`, which would permanently register a dummy
-        # thread if `threading` did not start the current thread.
+        # `threading.current_thread` would permanently register a dummy thread.
         try:
             threading.Thread(target=work, name=NAME, daemon=True).start()
         except RuntimeError:
             work()
 
-    # Do not start a `threading.Thread` here, because this acquires locks that the current thread
-    # may already hold. RuntimeError means that no more threads can be started.
+    # `threading.Thread` acquires locks that this thread may hold. RuntimeError means that no more
+    # threads can be started.
     try:
         _thread.start_new_thread(start_thread, ())
     except RuntimeError:
@@ -177,7 +169,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
 
 
 def await_closings(seconds: float) -> None:
-    """Wait up to `seconds` until all runs whose owner was garbage collected are closed."""
+    """Wait up to `seconds` for runs that other threads are closing."""
     deadline = time.monotonic() + seconds
     for closing in list(_closings):
         closing.wait(max(0.0, deadline - time.monotonic()))
@@ -185,14 +177,14 @@ def await_closings(seconds: float) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    """Close all runs at interpreter exit and wait for runs that other threads are closing."""
+    """Close all runs at interpreter exit."""
     end_daemons()
     deadline = time.monotonic() + HURRY
     for run in list(_runs):
         if run.is_ours and run.pool.supervisor is not None:
             run.pool.supervisor.hurry(deadline)
     await_closings(EXIT_SECONDS)
-    # The stack closes every run even if closing one of them raises an exception.
+    # The stack closes every run even if one raises.
     with contextlib.ExitStack() as stack:
         stack.callback(await_left, EXIT_SECONDS)
         for run in list(_runs):
@@ -201,8 +193,8 @@ def _close_all() -> None:
 
 
 def _interrupt_all() -> None:
-    """Prevent a forked process from consuming batches from the rings of its parent."""
-    # The threads that were closing runs do not exist in the child.
+    """Keep a forked process away from the rings of its parent."""
+    # The threads do not exist in the child.
     _closings.clear()
     for run in _runs:
         run.interrupt()

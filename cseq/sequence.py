@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
     ) -> None:
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: arguments.ThreadType = thread_type
-        # A seed that is drawn here is not known to the other ranks.
+        # Other ranks do not know this seed.
         self._drawn = self._own_seed = seed is None
         self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
@@ -229,7 +229,7 @@ class MSequence(Manager, Generic[B_co]):
         return self._job.sampler
 
     def _settle_shard(self) -> None:
-        """Resolve shard='auto'. Raise an error if the shard differs from an earlier result."""
+        """Resolve shard='auto'. Raise an error if it differs from an earlier result."""
         if not self._automatic:
             return
         with self._lock.hold():
@@ -242,8 +242,6 @@ class MSequence(Manager, Generic[B_co]):
                 changed = self._sampler.changed(rank=shard.rank, world_size=shard.world_size)
                 self._job = self._job._replace(sampler=changed)
             self._shard = shard
-
-    # -- description
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch for this rank."""
@@ -263,13 +261,13 @@ class MSequence(Manager, Generic[B_co]):
         return f"{type(self).__name__}({shown})"
 
     def _repr_html_(self) -> str:
-        """Return HTML for notebooks, which shows why the loop waits and what `repr` shows."""
+        """Return HTML for notebooks."""
         from cseq.report.page import in_notebook
 
         return in_notebook(self.stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the arguments and the state without resolving shard='auto'."""
+        """Yield the arguments and the state."""
         with self._look():
             auto, run, sampler = self._job.auto, self._run, self._sampler
             order = sampler.order
@@ -324,17 +322,16 @@ class MSequence(Manager, Generic[B_co]):
     def epoch(self) -> int:
         """The epoch of the latest iterator.
 
-        Before the first ``iter()``, and after `set_epoch` or `load_state_dict`, this is the epoch
-        of the next ``iter()``.
+        Before the first ``iter()``, and after `set_epoch` or `load_state_dict`, this is the next
+        epoch.
         """
         return self._place.now(self._sampler).epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator, or of the latest one if it has yielded no batch yet.
 
-        If `load_state_dict` has loaded a position in this epoch, the position is kept. If the loop
-        is in the middle of this epoch, the loop continues, and `state_dict` still returns the
-        loop's position. The next ``iter()`` then restarts the epoch, unless it is over by then.
+        A position in this epoch from `load_state_dict` is kept. A loop in the middle of this epoch
+        continues, and the next ``iter()`` restarts the epoch, unless it is over by then.
 
         Parameters
         ----------
@@ -355,8 +352,7 @@ class MSequence(Manager, Generic[B_co]):
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = place.moved(self._sampler, number)
             else:
-                # If another thread holds the lock, it is fetching the first batch. Otherwise, keep
-                # the current iterator and its position.
+                # Another thread that holds the lock is fetching the first batch. Keep its iterator.
                 with run.lock.hold(0) as hold:
                     if place.begun or not hold.has:
                         self._place = place.moved(self._sampler, number)
@@ -366,11 +362,7 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def sampler(self) -> RankSampler:
-        """A sampler for frameworks, with two methods of torch's ``DistributedSampler``.
-
-        ``len()`` returns the number of samples per epoch for this rank. ``set_epoch`` sets the
-        epoch of the manager.
-        """
+        """A sampler for frameworks, with `len` and `set_epoch` as in ``DistributedSampler``."""
         return RankSampler(self._count_samples, self.set_epoch)
 
     def _count_samples(self) -> int:
@@ -379,10 +371,8 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def batch_sampler(self) -> None:
-        """None, like in a DataLoader without automatic batching, so frameworks use `sampler`."""
+        """None, so that frameworks use `sampler`."""
         return
-
-    # -- any batch
 
     def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
         """Return the sample indices of a batch in any epoch. See `remake` for the arguments."""
@@ -392,8 +382,8 @@ class MSequence(Manager, Generic[B_co]):
     def remake(self, epoch: int, batch: int) -> Remade:
         """Recreate a batch of any epoch in the calling thread, exactly as the loop received it.
 
-        Use this method to examine a slow, unusual or skipped batch with a debugger or profiler. The
-        call creates a new indexer and does not affect the run.
+        Examine a slow or skipped batch with a debugger or profiler. The call creates a new indexer
+        and does not affect the run.
 
         Parameters
         ----------
@@ -425,12 +415,10 @@ class MSequence(Manager, Generic[B_co]):
         return remaking.remake(self._job, epoch, batch, consumed)
 
     def _any(self, epoch: int) -> tuple[Sampler, int]:
-        """Return the sampler for an epoch and the position where this manager started the epoch."""
+        """Return the sampler for an epoch and the position where the epoch started."""
         self._settle_shard()
         place = self._place
         return self._sampler, place.consumed if place.first == epoch else 0
-
-    # -- start, iterate, finish
 
     def start(
         self,
@@ -508,7 +496,7 @@ class MSequence(Manager, Generic[B_co]):
         compat: bool | None,  # noqa: FBT001
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
-        """End the current run, if there is one, and start a pool."""
+        """End the current run, and start a pool."""
         self._refuse_inside_with(verb)
         self._settle_shard()
         self._end()
@@ -522,8 +510,8 @@ class MSequence(Manager, Generic[B_co]):
     def __iter__(self) -> Iterator[B_co]:
         """Return an iterator over the next epoch. Earlier iterators are interrupted.
 
-        An epoch starts when the loop receives its first batch, an exception, or the end of the
-        epoch. Until then, another ``iter()`` returns the same epoch and keeps prefetched batches.
+        Before the first batch of an epoch, another ``iter()`` returns the same epoch and keeps
+        prefetched batches.
 
         Raises
         ------
@@ -542,7 +530,7 @@ class MSequence(Manager, Generic[B_co]):
             run = self._present()
             self._settle_shard()
             generation = run.interrupt()
-            # No batch can be delivered while this thread holds the lock.
+            # No batch can be delivered in the meantime.
             with run.lock.hold():
                 self._place = place = self._place.next(self._sampler)
                 run.pool.tickets.begin_epoch(place, place.first, place.consumed, generation)
@@ -551,10 +539,10 @@ class MSequence(Manager, Generic[B_co]):
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """Change the weights of the manager's `Mixture`, starting with the next batch.
 
-        The weights apply until the next change, including in later epochs. The epoch size does not
-        change, and each source continues at its current position. Prefetched batches are remade.
-        With several ranks, call this method on every rank after the same batch. A state includes
-        the weights. To load the state, create the mixture with the same initial weights.
+        The weights apply until the next change. The epoch size does not change, each source
+        continues at its position, and prefetched batches are made again. With several ranks, call
+        this method on every rank after the same batch. A state includes the weights. To load it,
+        create the mixture with the same initial weights.
 
         Parameters
         ----------
@@ -611,8 +599,6 @@ class MSequence(Manager, Generic[B_co]):
 
     def _count_tokens(self) -> dict[str, int]:
         return self._place.count_tokens(self._sampler, self._place.now(self._sampler))
-
-    # -- checkpoint and resume
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loop after the last batch that it received.
@@ -694,6 +680,6 @@ class MSequence(Manager, Generic[B_co]):
             elif self._run is not None:
                 self._run.interrupt()
             job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
-            # Assign both in one statement, because a signal handler could read them in between.
+            # In one statement, because a signal handler could read them in between.
             self._place, self._job = place, job
             self._own_seed = False

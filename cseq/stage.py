@@ -1,8 +1,6 @@
-"""The loop that every runner executes: claim, work, publish.
+"""The loop of a runner: claim a ticket, work, publish.
 
-A runner is a thread or a process that uses a `Runner` to access the ring. Its *work* processes a
-ticket and publishes the batch. Processes publish batches in shared-memory slots. Threads pass the
-objects themselves.
+Processes publish batches in shared-memory slots. Threads pass the objects.
 """
 
 from __future__ import annotations
@@ -31,18 +29,18 @@ __all__ = [
 
 # The stages of a ticket.
 INDEXER, CONVERTER = 0, 1
-# The status of a published ticket: a batch, or flags for an exception and for the end of the queue.
+# The status of a ticket: a batch, or flags for an exception and for the end.
 BATCH, RAISED, ENDED = 0, 1, 2
 
 # An idle runner wakes up once a second.
 IDLE_NS = 1_000_000_000
-# Sleeping and waking up takes about SPIN_NS. Two GIL handovers and a sleep take about GIL_SPIN_NS.
-# LONG_SPIN_NS is used if the core would be idle otherwise.
+# About as long as a sleep, and as two GIL handovers and a sleep. LONG_SPIN_NS is for cores that
+# would be idle.
 SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
 
-# The number of seconds that a busy runner can continue when its batch is no longer needed.
+# Seconds that a busy runner may continue after its batch is no longer needed.
 HURRY = 0.5
 # A worker can take this many times `timeout` to start.
 START_SHARE = 10
@@ -51,14 +49,14 @@ START_SHARE = 10
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of each runner that exceeds a time limit, and a description of the delay.
+    """Yield the number of each overdue runner, and a description.
 
     Parameters
     ----------
     working : iterable
         The number, start time (ns of `now_ns`) and task of each busy runner.
     starting : iterable
-        The number and start time of each runner for which user code is still creating the worker.
+        The number and start time of each runner that is still starting.
     timeout : float
         The limit in seconds.
     """
@@ -76,11 +74,7 @@ def overdue(
 
 
 def spin_ns(runners: int, *, turns: bool = False) -> int:
-    """Return the time in nanoseconds that runners and the trainer spin before they sleep.
-
-    If the runners and the trainer outnumber the cores, the time is short, because spinning would
-    occupy a core that another runner needs. On a single core, the time is 0.
-    """
+    """Return how long to spin, in ns: briefly if cores are scarce, and 0 on one core."""
     if cores() == 1:
         return 0
     return GIL_SPIN_NS if turns else SPIN_NS if runners >= cores() else LONG_SPIN_NS
@@ -91,9 +85,8 @@ def run(
 ) -> None:
     """Call `work` for every claimed ticket until the ring is closed.
 
-    `work` publishes the ticket even if user code raises an exception. An exception in `work` itself
-    is a bug in cseq and ends the runner. `idle` is called each time the runner has waited
-    ``runner.park`` nanoseconds without a ticket.
+    `work` publishes the user's exceptions. Its own exceptions are bugs in cseq and end the runner.
+    `idle` is called after each wait of ``runner.park`` nanoseconds without a ticket.
     """
     if idle is None:
         runner.park = IDLE_NS

@@ -1,8 +1,7 @@
 """A stream of items from each worker process, each in its own order.
 
-Each worker makes its own items. The trainer requests the items in advance by posting tickets on the
-worker's ring. If a worker dies, its replacement processes the tickets again. See
-docs/inside/streams.md.
+The trainer requests items in advance by posting tickets on each worker's ring. A replacement
+processes the tickets of a dead worker again. See docs/inside/streams.md.
 
 ::
 
@@ -12,8 +11,8 @@ docs/inside/streams.md.
               next(iterator)     ◄── slots ───────────── producer.items(start)
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
-In an epoch of *keys*, each item is made from a key. The trainer draws the keys from an iterator:
-first `prefetch` keys per worker, and then one key for each item that it returns.
+In an epoch of *keys*, each item is made from a key. The trainer draws `prefetch` keys per worker
+from an iterator, and then one for each item that it returns.
 """
 
 from __future__ import annotations
@@ -289,7 +288,7 @@ class Streams:
 
     @property
     def latest(self) -> int:
-        """The number of the worker that made the item that was returned last."""
+        """The worker that made the latest item."""
         worker: int = self._feed.latest
         return worker
 
@@ -297,7 +296,7 @@ class Streams:
     def glance(self) -> Callable[[], Any]:
         """A function that returns the next item of an ordered epoch of keys without consuming it.
 
-        The function draws no key. If the item is not ready, it returns None. See `Feed.glance`.
+        It draws no key. If the item is not ready, it returns None. See `Feed.glance`.
         """
         return self._feed.glance
 
@@ -328,11 +327,10 @@ class Streams:
         return [] if supervisor is None else supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
-        """Return the latest process of each worker by worker number. A process may have exited.
+        """Return the latest process of each worker by worker number.
 
-        The method always returns the same dict, which is updated when a process starts, and remains
-        valid after the streams are gone. If `wait` is True, the method waits until all processes
-        have been started or the streams end.
+        The dict is updated when a process starts, and stays valid after the streams are gone. If
+        `wait` is True, wait until all have been started or the streams end.
         """
         supervisor = self._run.pool.supervisor
         if supervisor is None:
@@ -353,7 +351,7 @@ class Streams:
         self.close()
 
     def _ours(self) -> Run[Items]:
-        """Return the run. Raise OSError if this process cannot use it."""
+        """Raise OSError if this process cannot use the run."""
         rest()
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")

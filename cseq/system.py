@@ -1,8 +1,7 @@
 """The machine or container: control groups, cores, library threads, memory.
 
-By default, numerical libraries use all cores in every process, although workers share the cores.
-Most libraries only read the environment when they are loaded. Because a forked process can inherit
-loaded libraries, the limits for torch and OpenBLAS are set with explicit calls.
+Most libraries read the environment only when they are loaded. A forked process inherits loaded
+libraries, so the limits for torch and OpenBLAS are set with calls.
 
 ::
 
@@ -19,7 +18,7 @@ import os
 import re
 import sys
 
-# Use os.path, because importing pathlib is slow and would delay every start.
+# pathlib is slow to import.
 from os.path import join
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -59,15 +58,13 @@ __all__ = [
 
 Folder: TypeAlias = "str | os.PathLike[str]"
 
-# The folder that contains ``proc`` and ``sys``.
 ROOT = "/"
 
 
 def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple[str, str]]:
     """Yield the control groups of this process and their ancestors, each with a file name.
 
-    The file name is `name`, or `old` for cgroups v1. The folder of a control group may not exist in
-    a container. Examples of controllers are ``'memory'`` and ``'cpu'``.
+    The file name is `name`, or `old` for cgroups v1. The folder may not exist in a container.
     """
     for line in lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -84,7 +81,7 @@ def _upwards(top: str, path: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 def lines(path: str) -> list[str]:
-    """Return the lines of a file, or an empty list if the file cannot be read."""
+    """Return the lines of a file, or [] if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read().decode(errors="replace").splitlines()
@@ -93,26 +90,24 @@ def lines(path: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Return the number in a file. Return None if the file is missing or contains text ('max')."""
+    """Return the number in a file, or None if it is missing or contains text ('max')."""
     text = "".join(lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def fields(path: str) -> dict[str, int]:
-    """Return the numbers in a file by name. Each line of the file has a name and a number."""
+    """Return the numbers in a file by name."""
     words = [line.split() for line in lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
-# -- cores and library threads
-
 OPENMP = "OMP_NUM_THREADS"
-# If one of these variables is unset, the library reads the OPENMP variable instead, like torch.
+# If unset, the library reads the OPENMP variable, like torch.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-# The names of the same function in different OpenBLAS builds, which NumPy and SciPy include.
+# The names of the same function in different builds of OpenBLAS.
 OPENBLAS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -123,21 +118,21 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANK
 
 
 def cores() -> int:
-    """Return the number of cores that the operating system allows this process to use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def share() -> int:
-    """Return the number of cores for this rank, given the container's quota and its other ranks."""
+    """Return the number of cores for this rank."""
     allowed = quota()
     most = cores() if allowed is None else min(cores(), int(allowed + 0.5))
     return max(1, most // neighbours())
 
 
 def quota(root: Folder = ROOT) -> float | None:
-    """Return the number of cores that the control groups allow, or None if there is no limit."""
+    """Return the number of cores that the control groups allow, or None."""
     limits = []
     for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         words = " ".join(lines(join(group, name))).split()
@@ -149,16 +144,13 @@ def quota(root: Folder = ROOT) -> float | None:
 
 
 def neighbours() -> int:
-    """Return the number of ranks on this machine, which launchers (torchrun, MPI) pass on."""
+    """Return the number of ranks on this machine, as reported by the launcher."""
     sizes = (os.environ.get(name, "") for name in LOCAL_SIZES)
     return next((int(size) for size in sizes if size.isdecimal() and int(size)), 1)
 
 
 def gpu_is_idle() -> bool | None:
-    """Return whether the GPU has finished the work of the current stream, or None without CUDA.
-
-    The result is also None during a graph capture, because queries are not allowed then.
-    """
+    """Return whether the GPU is idle, or None without CUDA or during a graph capture."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
         return None
@@ -169,11 +161,9 @@ def gpu_is_idle() -> bool | None:
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that limit libraries to `threads` threads. Omit those that are set.
+    """Return the unset variables that limit libraries to `threads` threads.
 
-    Some libraries read OMP_NUM_THREADS if their own variable is unset. If the user has set
-    OMP_NUM_THREADS, the variables of these libraries stay unset. With ``threads=None``, the result
-    is empty.
+    Libraries that follow OMP_NUM_THREADS keep the user's value. With ``threads=None``, return {}.
     """
     if threads is None:
         return {}
@@ -183,7 +173,7 @@ def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[st
 
 
 def limit_threads(threads: int | None) -> None:
-    """Limit the threads of libraries in a forked process, both loaded and not yet loaded."""
+    """Limit the threads of libraries in a forked process."""
     if threads is None:
         return
     ours = thread_variables(threads, os.environ)
@@ -202,12 +192,11 @@ _openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find the loaded OpenBLAS libraries on Linux. If called before a fork, children reuse them.
+    """Find the loaded OpenBLAS libraries on Linux. Children of a fork reuse them.
 
-    The threads of OpenBLAS do not exist in a forked child. If the child sets the number of threads,
-    OpenBLAS first starts as many threads as an internal variable says, and each of them spins for
-    75 ms. The caller must therefore set the variable first. Builds that hide the variable, such as
-    NumPy 2.5's, keep their number of threads.
+    OpenBLAS starts as many threads in a forked child as an internal variable says, and each spins
+    for 75 ms. So the variable must be set first. Builds that hide it, such as NumPy 2.5's, keep
+    their number of threads.
     """
     global _openblas
     if _openblas[0] != len(sys.modules):
@@ -225,17 +214,14 @@ def find_openblas() -> list[tuple[Any, Any]]:
     return _openblas[1]
 
 
-# -- memory
-
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# The names of a control group's files for the memory usage and the number of out-of-memory kills.
-# The keys are the names of the file for the memory limit.
+# For each file with a memory limit, the files with the usage and with the out-of-memory kills.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-# The memory size to assume if the system does not report the size.
+# The assumed memory size if it is unknown.
 UNKNOWN_RAM = 8 * GIB
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -288,13 +274,13 @@ def _parse_size(text: str, name: str) -> int:
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
-    """Return a rank's share of a quarter of the machine's or control group's memory, in bytes."""
+    """Return a rank's share of a quarter of the memory, in bytes."""
     limits = [number(join(group, limit)) for group, limit in _groups(root)]
     return min([_ram(), *(limit for limit in limits if limit is not None)]) // (4 * neighbours())
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Return the number of bytes that this process can still allocate, or None if unknown."""
+    """Return how many bytes can still be allocated, or None."""
     machine = fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
@@ -303,15 +289,14 @@ def available_memory(root: Folder = ROOT) -> int | None:
 
 
 def private_memory(pid: int | None, root: Folder = ROOT) -> int:
-    """Return the size of a process's private memory in bytes, or 0 if it is unknown."""
+    """Return a process's private memory in bytes, or 0 if unknown."""
     words = "".join(lines(join(root, f"proc/{pid}/statm"))).split()
     return os.sysconf("SC_PAGE_SIZE") * (int(words[1]) - int(words[2])) if len(words) > 2 else 0
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
-    """Return the number of out-of-memory kills in this control group, or None if unknown."""
-    # Exhaust the generator. If a signal handler raised while an unfinished generator closes, the
-    # exception would be lost.
+    """Return the out-of-memory kills in this control group, or None."""
+    # Exhaust the generator. An exception from a signal handler would be lost while it closes.
     counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
     return known[0] if known else None
@@ -320,8 +305,8 @@ def oom_kills(root: Folder = ROOT) -> int | None:
 def check_available(nbytes: int) -> None:
     """Raise MemoryError if fewer than `nbytes` bytes are available.
 
-    Without this check, Linux would kill a process, and macOS would fill its disk. macOS does not
-    report the available memory, so requests beyond the total memory are rejected there.
+    Linux would kill a process, and macOS would fill its disk. On macOS, only requests beyond the
+    total memory are rejected.
     """
     free = available_memory()
     free = _ram() if free is None else free
@@ -340,7 +325,7 @@ def _ram() -> int:
 
 
 def _free_of_groups(root: Folder) -> Iterator[int]:
-    """Yield the free bytes in each control group. The inactive page cache counts as free."""
+    """Yield the free bytes in each control group, including inactive page cache."""
     for group, name in _groups(root):
         limit = number(join(group, name))
         taken = number(join(group, USAGE[name]))

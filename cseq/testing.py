@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["await_workers", "check_order", "kill", "pids"]
 
-# The interval in seconds for polling a state that has no notification.
+# How often to poll, in seconds.
 PAUSE = 0.001
 
 
@@ -74,9 +74,9 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 
 
 def pids(running: Any) -> list[int | None]:
-    """Return the process ids of the workers, with None for a worker that has not started yet.
+    """Return the process ids of the workers, with None for one that has not started yet.
 
-    A forked worker that died is replaced when the loop waits for a batch, or by `await_workers`.
+    A dead forked worker is replaced when the loop waits, or by `await_workers`.
     """
     return supervisor_of(running).pids()
 

@@ -1,9 +1,8 @@
 """Threads that start and join safely even if a signal handler raises at any time.
 
-`threading` is written in Python. If a handler (Ctrl-C) raises in the middle of ``Thread.start`` or
-``Event.wait``, a lock can remain acquired forever. In this module, the main thread only calls C
-functions. A handler therefore runs before or after a C call, or inside `Latch.wait`, which holds no
-lock. All other code runs in other threads, which do not execute handlers.
+`threading` is written in Python: if a handler (Ctrl-C) raises in ``Thread.start`` or
+``Event.wait``, a lock can remain acquired forever. Here, the main thread only calls C functions, so
+a handler runs between them or in `Latch.wait`. Other threads do not run handlers.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ log = logging.getLogger("cseq")
 
 
 class Threads:
-    """Threads that start and join together. If `begun` is True, they run or are about to run."""
+    """Threads that start and join together. `begun` is set just before they run."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -57,18 +56,18 @@ class Threads:
         self._error: BaseException | None = None
 
     def add(self, name: str, target: Callable[[], None]) -> None:
-        """Add a thread, which `start` will start."""
+        """Add a thread."""
         self._threads.append(threading.Thread(target=target, name=name, daemon=True))
 
     def start(self) -> None:
-        """Start all threads, even if a signal handler raises in the meantime.
+        """Start all threads, even if a signal handler raises.
 
         Handlers only run in the main thread, and never between setting `begun` and the next call.
 
         Raises
         ------
         RuntimeError
-            If the system cannot start more threads, or if the threads would be greenlets.
+            If no more threads can be started, or if they would be greenlets.
         """
         refuse_patches("threading", "thread")
         if _thread.get_ident() != threading.main_thread().ident:
@@ -88,7 +87,7 @@ class Threads:
             raise self._error
 
     def _start(self) -> None:
-        """Start the threads from another thread, in which no signal handlers run."""
+        """Start the threads from a thread without signal handlers."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -108,12 +107,12 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# For each greenlet library, the name of the function that checks whether a module is patched.
+# The function of each greenlet library that checks for patched modules.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
 def refuse_patches(*modules: str) -> None:
-    """Raise RuntimeError if one of the modules is patched to use greenlets instead of threads."""
+    """Raise RuntimeError if a module is patched to use greenlets."""
     for name, is_patched in GREENLETS.items():
         library = sys.modules.get(name)
         for module in () if library is None else modules:
@@ -125,15 +124,15 @@ def refuse_patches(*modules: str) -> None:
                 )
 
 
-# The threads that were still running user code when they were supposed to exit.
+# Threads that are still running user code.
 _left: set[Threads] = set()
 
 
 def leave_running(threads: Threads) -> None:
-    """Delay interpreter exit until these threads, which run user code, have finished.
+    """Make interpreter exit wait for these threads.
 
-    Before Python 3.14, the exiting interpreter unwinds the stack of a thread that tries to
-    reacquire the GIL. If there are C++ functions on the stack, as with torch, the process aborts.
+    Before Python 3.14, a thread that reacquires the GIL at exit is unwound. With C++ functions on
+    its stack, as with torch, the process aborts.
     """
     _left.difference_update([group for group in _left if not group.join(0.0)])
     if sys.version_info < (3, 14):
@@ -141,7 +140,7 @@ def leave_running(threads: Threads) -> None:
 
 
 def await_left(seconds: float) -> None:
-    """Wait up to `seconds` for the threads that were passed to `leave_running`."""
+    """Wait up to `seconds` for the threads of `leave_running`."""
     deadline = time.monotonic() + seconds
     stuck = [name for threads in _left for name in threads.join(deadline)]
     if stuck:
@@ -150,7 +149,7 @@ def await_left(seconds: float) -> None:
 
 
 def thread_limits(root: str = ROOT) -> str:
-    """Return an error message that shows the limits on threads and processes."""
+    """Return an error message with the limits on threads and processes."""
     known = []
     if resource is not None and hasattr(resource, "RLIMIT_NPROC"):
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -167,8 +166,6 @@ def thread_limits(root: str = ROOT) -> str:
     )
 
 
-# -- logging in another thread, which exits when no messages are pending
-
 _pending: deque[Callable[[], object]] = deque()
 _writer = Threads()
 _writing = False
@@ -178,8 +175,7 @@ _guard = Lock()
 def log_later(level: int, text: str, *args: object) -> None:
     """Log a message in another thread. Messages are logged in order.
 
-    The user's `logging` handlers may raise exceptions or wait for a server, and must not delay a
-    thread that other threads are waiting for. An exception from a handler is printed.
+    The user's handlers may raise or block. Their exceptions are printed.
     """
     if log.isEnabledFor(level):
         call_later(partial(log.log, level, text, *args))
@@ -188,7 +184,7 @@ def log_later(level: int, text: str, *args: object) -> None:
 def call_later(call: Callable[[], object]) -> None:
     """Call a logging function in another thread, in order.
 
-    If the thread cannot be started, or a signal handler raises, the next call tries again.
+    After a failed start or an interruption, the next call tries again.
     """
     global _writer, _writing
     with _guard.hold():
@@ -207,7 +203,7 @@ def call_later(call: Callable[[], object]) -> None:
 
 
 def _write() -> None:
-    """Log the pending messages. If a user's handler raises an exception, try to print it."""
+    """Log the pending messages. Print exceptions from the user's handlers."""
     global _writing
     while True:
         with _guard.hold():

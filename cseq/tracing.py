@@ -1,4 +1,4 @@
-"""A trace of every batch, recorded during a run and written as JSON for Perfetto."""
+"""Writes a trace of every batch as JSON for Perfetto."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# A quarter of a year in ns. `baseTimeNanoseconds` is a multiple, as in torch's profiler.
+# In ns. `baseTimeNanoseconds` is a multiple, as in torch's profiler.
 QUARTER = 7_889_238 * 10**9
-# The row of a loop has the id of its thread plus MADE_UP. The rows of runners start at RUNNERS.
+# The rows of loops are their thread ids plus MADE_UP, and runners start at RUNNERS.
 MADE_UP = 1 << 30
 RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1
@@ -45,7 +45,7 @@ SUPERVISOR = RUNNERS - 1
 # A record of type `_trace.TAKEN`.
 Record = Any
 
-# This lock is acquired to start or stop a trace.
+# Held while a trace starts or stops.
 _guard = threading.Lock()
 _present: Trace | None = None
 
@@ -62,8 +62,8 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
         The file name, which must end in ``.json`` or ``.json.gz``. ``%p`` is replaced by the
         process id, and ``%r`` by the rank (0 for a single process).
     tickets : int
-        The maximum number of batches to keep. Each takes 72 bytes of memory. If there are more, the
-        oldest are dropped, and a log message reports their number.
+        The maximum number of batches to keep, at 72 bytes each. The oldest are dropped, and a log
+        message reports how many.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
 
 
 class Trace:
-    """The context manager that `trace` returns. It records inside the ``with`` statement."""
+    """The context manager that `trace` returns."""
 
     def __init__(
         self, path: str | os.PathLike[str], tickets: int = TICKETS, rank: int | None = None
@@ -108,10 +108,9 @@ class Trace:
         self._tickets = integer("tickets", tickets, most=MOST_TICKETS)
 
     def begin_recording(self) -> None:
-        """Start recording. For the exceptions, see `trace`."""
+        """Start recording."""
         global _present
         path = full(self.path, self._rank)
-        # Raise an error if the folder does not exist.
         os.stat(os.path.join(os.path.dirname(path), ""))
         with _guard:
             if _present is not None:
@@ -144,10 +143,9 @@ class Trace:
         self.end_recording(error)
 
     def end_recording(self, ended: BaseException | None = None) -> None:
-        """Stop recording and write the file, unless an earlier call already did.
+        """Stop recording and write the file.
 
-        If the file cannot be written, the error is raised. If the program `ended` with an
-        exception, the error is only logged, so it does not hide that exception.
+        If the program `ended` with an exception, an error is only logged.
         """
         with _guard:
             if _present is not self:
@@ -163,7 +161,7 @@ class Trace:
             log.error("the trace %s was not written: %s", self.path, str(error))
 
     def _stop(self) -> None:
-        """Stop recording. The caller must hold `_guard`."""
+        """Stop recording, while holding `_guard`."""
         global _present
         lanes.record(None)
         self._taken, self._ever = end_log()
@@ -172,7 +170,7 @@ class Trace:
 
 
 def full(path: str, rank: int | None = None) -> str:
-    """Return an absolute path in which %p and %r are replaced by the process id and the rank."""
+    """Return an absolute path. Replace %p by the process id and %r by the rank."""
     path = path.replace("%p", str(os.getpid()))
     if "%r" in path:
         from cseq.order import shard
@@ -181,13 +179,10 @@ def full(path: str, rank: int | None = None) -> str:
     return os.path.abspath(path)
 
 
-# -- the file
-
-
 class Writing:
-    """The writer that produces the text of a trace file.
+    """Writes the text of a trace.
 
-    `_names` maps rows to their names. `_runners` maps the numbers of a pool and a runner to a row.
+    `_names` maps rows to names. `_runners` maps (pool, runner) to rows.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -200,7 +195,7 @@ class Writing:
         self._shift = shift - self._base
 
     def file(self) -> Iterator[str]:
-        """Yield the text of the file in pieces."""
+        """Yield the text in pieces."""
         head = {
             "schemaVersion": 1,
             "displayTimeUnit": "ms",
@@ -228,10 +223,8 @@ class Writing:
             yield from self._happenings(pool)
         yield from self._headings()
 
-    # -- the loop and the batches that it received
-
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
-        """Yield the events of a thread that receives batches: it waits for a batch and uses it."""
+        """Yield the waits and steps of a loop's thread."""
         inline = [number for number, pool in self._pools.items() if pool.kind == "inline"]
         is_inline = np.isin(taken["feed"], inline)
         asked = np.where(is_inline, taken["started"], taken["asked"])
@@ -262,8 +255,6 @@ class Writing:
                 f"convert {_name_of(record)}", record["converting"], record["converted"], row
             )
 
-    # -- runner starts and deaths
-
     def _happenings(self, pool: Lanes) -> Iterator[str]:
         self._names[SUPERVISOR] = "supervisor"
         for event in pool.events:
@@ -276,30 +267,25 @@ class Writing:
                 row = self._runner(pool, event.runner_number)
                 yield self._slice(f"index {ticket} (lost)", since, event.ns, row)
 
-    # -- rows
-
     def _runner(self, pool: Lanes, runner_number: int) -> int:
-        """Return the row of a runner. If a worker is replaced, its successor has the same row."""
+        """Return a runner's row. A replacement has the same row."""
         row = self._runners.setdefault((pool.number, runner_number), RUNNERS + len(self._runners))
         self._names[row] = self._title(pool, runner_number)
         return row
 
     def _title(self, pool: Lanes, runner_number: int) -> str:
-        """Return the name of a runner, including its manager if there are several."""
+        """Return a runner's name, with its manager if there are several."""
         if len(self._pools) == 1:
             return pool.name(runner_number)
         return f"{pool.name(runner_number)} of manager {1 + list(self._pools).index(pool.number)}"
 
     def _headings(self) -> Iterator[str]:
-        """Yield the events that name the process and its rows."""
         first, program = self._of._begun, os.path.basename(sys.argv[0] or "python")
         for row, name in self._names.items():
             yield self._event("M", "thread_name", first, row, args={"name": name})
             if name == "loop":
                 yield self._event("M", "thread_sort_index", first, row, args={"sort_index": -1})
         yield self._event("M", "process_name", first, 0, args={"name": program})
-
-    # -- events
 
     def _event(self, phase: str, name: str, ns: SupportsInt, row: int, **more: object) -> str:
         at = {"pid": self._pid, "tid": row, "ts": (int(ns) + self._shift) / 1000}
@@ -315,19 +301,17 @@ def _name_of(record: Record) -> str:
 
 
 def _clocks() -> Iterator[tuple[int, int, int]]:
-    """Yield several readings of the system clock, each between two readings of cseq's clock."""
+    """Yield readings of the system clock, each between two readings of cseq's clock."""
     for _ in range(9):
         yield now_ns(), time.time_ns(), now_ns()
 
 
-# -- CSEQ_TRACE
-
-# True if CSEQ_TRACE was already read, or if the variable does not apply to this process.
+# True if CSEQ_TRACE was read, or does not apply to this process.
 _was_asked = False
 
 
 def record_if_asked() -> None:
-    """Start the trace that CSEQ_TRACE requests at the first run. The trace ends at program exit."""
+    """Start the trace that CSEQ_TRACE requests, until program exit."""
     global _was_asked
     path = os.environ.get("CSEQ_TRACE", "")
     if _was_asked or not path:
@@ -339,7 +323,7 @@ def record_if_asked() -> None:
 
 
 def _forget() -> None:
-    """Forget the trace in a forked process, because it belongs to the parent process."""
+    """Drop the parent's trace in a forked process."""
     global _was_asked, _present, _guard
     _was_asked, _present, _guard = True, None, threading.Lock()
     lanes.record(None)
