@@ -1,6 +1,6 @@
 """Feed training loops in order, each sample once, reproducibly for a given seed.
 
-Each batch has a ticket, which is stored in a cell of a ring. The cell's state shows the progress::
+Each batch has a ticket in a cell of a ring. The cell's state shows the progress::
 
     main process      worker of stage 1       worker of stage 2       main process
 
@@ -36,7 +36,7 @@ docs/inside/architecture.md and the starred modules. Each module imports only mo
     ├── converter/      batch → tensors: on the CPU during decoding, on CUDA in stage 2
     ├── processes/      worker processes: start, replacement after a death, shutdown
     ├── encoding/       ★ how batches, exceptions and the user's worker reach another process
-    ├── measure/        counts and times of a run; the reason why its loop waits
+    ├── measure/        counts and times of a run; why its loop waits
     ├── memory/         ★ the shared memory that holds batches
     ├── stage.py        ★ the loop of every runner: claim, work, publish
     ├── check.py        argument checks

@@ -81,8 +81,8 @@ cdef class Ring:
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
 # The layout of stream tickets (see producer.py). A request is six words: the slot, the committed bytes, and
-# the record. A cell has two, for the call or key and for the assignment, then the number of ints in the key
-# (or a negative value), and the ints.
+# the record. A cell has two requests: the call or key, and the assignment. They are followed by the number of
+# ints in the key (or a negative value), and the ints.
 cdef enum:
     ASK_ITEM = 0
     ASK_CALL = 1

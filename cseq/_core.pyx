@@ -318,8 +318,8 @@ cdef class Ring:
     runners : int
         The number of runners. Owners are numbered from 1 to `runners`.
     calls : int
-        0 for a shared ring, in which any runner can claim any ticket. Otherwise, the ring is the queue of one
-        runner, which claims tickets in order and checks the last `calls` cells first.
+        0 for a shared ring: any runner can claim any ticket. Otherwise, the ring is the queue of one runner.
+        It claims tickets in order and checks the last `calls` cells first.
     at : int
         The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring with offset
         0.
@@ -519,8 +519,8 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept:
         """Sleep for up to `PARK` ns, until a cell (-1 for any) is ready or `notify_all` is called.
 
-        The caller gets `seen` from `cseq_ring_notices` before it checks for failures and interruptions, and
-        holds the lock of the run, which protects `unwoken`.
+        Call `cseq_ring_notices` for `seen` before the checks for failures and interruptions. The lock of the
+        run must be held. It protects `unwoken`.
         """
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake

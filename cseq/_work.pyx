@@ -214,7 +214,7 @@ cdef class Runner:
         status : int
             0 for a batch. Other tickets go directly to the output.
         record : tuple of int
-            Up to `FIELDS` sizes in bytes, which add up to the size of the batch.
+            Up to `FIELDS` sizes in bytes. Their sum is the size of the batch.
         capacity : int
             The number of committed bytes in the slot.
         slot : int
@@ -283,9 +283,9 @@ cdef class BatchWriter:
 cdef class Work:
     """The work of a runner: makes and publishes results.
 
-    Subclasses implement ``answer(runner)``, which returns the result or `NO_MORE`, ``fail(runner, error)``,
-    which publishes an exception, and ``end_copy(error)``, which exits a forked process. Its fork count
-    differs from `depth`, and it must not use the ring.
+    Subclasses implement three methods. ``answer(runner)`` returns the result or `NO_MORE`. ``fail(runner,
+    error)`` publishes an exception. ``end_copy(error)`` exits a forked process. Such a process has another
+    fork count than `depth`, and must not use the ring.
     """
 
     cdef readonly BatchWriter batch_writer

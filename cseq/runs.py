@@ -90,8 +90,8 @@ class Run(Generic[K]):
         The pool does not wait for busy workers if `hurried` is True or an exception is propagating
         (Ctrl-C).
 
-        In the middle of a call, or if another thread's call takes longer than `LOCK_SECONDS`, the
-        run is only marked as ended, and that call closes the pool.
+        In the middle of a call, the run is only marked as ended, and that call closes the pool. A
+        call in another thread has `LOCK_SECONDS` to finish before.
         """
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:

@@ -61,7 +61,7 @@ class MSequence(Manager, Generic[B_co]):
         threads share the object. A torch ``Dataset`` or Dataset class is passed to `from_dataset`.
         If the indexer has a ``close()`` method, the method is called when the worker exits.
     dset_size : int or one-dimensional array or list of int, optional
-        The number of samples, or an array of their indices, which is never modified. Defaults to
+        The number of samples, or an array of their indices (never modified). Defaults to
         ``len(worker)`` or the number of samples in `order`.
     num_workers : int or 'auto'
         The number of worker processes or threads. With 0, `start` behaves like `start_test`. With
@@ -76,8 +76,8 @@ class MSequence(Manager, Generic[B_co]):
         during the run. Defaults to 10, or to 'auto' on a Ray cluster.
     shuffle : bool or 'feistel'
         True shuffles each epoch differently, depending only on the seed, the epoch and the number
-        of samples. 'feistel' uses no table, which is better for more than about 10**9 samples.
-        False keeps the samples in order. For ``order=``, use `Shuffled` and `Sequential`.
+        of samples. 'feistel' uses no table: use it for more than about 10**9 samples. False keeps
+        the samples in order. For ``order=``, use `Shuffled` and `Sequential`.
     thread_type : 'proc', 'thread' or 'ray'
         Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
@@ -439,7 +439,7 @@ class MSequence(Manager, Generic[B_co]):
         Returns
         -------
         MSequence
-            The manager. Iterate over it, or use it in a ``with`` statement, which calls `finish` on
+            The manager. Iterate over it, or use it in a ``with`` statement that calls `finish` on
             exit. The loop raises the indexer's exceptions, `WorkerDied` and `WorkerTimeout`.
 
         Raises
@@ -459,7 +459,7 @@ class MSequence(Manager, Generic[B_co]):
         return self._thread_type if self._job.num_workers else "inline"
 
     def start_test(self, test_mode: arguments.TestMode = "default") -> Self:
-        """Start test mode, in which the calling thread makes each batch on demand.
+        """Start test mode. The calling thread makes each batch on demand.
 
         Test mode uses no workers. The order and the results are the same as with `start`. The
         method returns the manager.
@@ -638,8 +638,8 @@ class MSequence(Manager, Generic[B_co]):
         Parameters
         ----------
         state : dict
-            A result of `state_dict` from this or another program, which may have been saved as JSON
-            or with `torch.save`. The manager keeps no reference to the dict.
+            A result of `state_dict`, possibly saved as JSON or with `torch.save`. The manager keeps
+            no reference to the dict.
         strict : bool
             If False, the data or the order can be different. The epoch then continues at the same
             position in the current order, and some samples may be repeated or missing.

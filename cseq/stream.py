@@ -111,8 +111,7 @@ class Streams:
     returns the item. If a handler raises during `begin`, no epoch is active. A handler that
     consumes items or starts an epoch in the middle of another call gets a RuntimeError.
 
-    Only one thread at a time can call methods, except `interrupt` and `close`, which are
-    thread-safe.
+    Only one thread at a time can call methods. Only `interrupt` and `close` are thread-safe.
     """
 
     def __init__(
@@ -251,7 +250,7 @@ class Streams:
         ----------
         method : str
         *args : object
-            The arguments, which are pickled.
+            Arguments that can be pickled.
         worker : int, optional
             The number of the worker to call. Defaults to all workers.
         behind : bool

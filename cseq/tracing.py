@@ -59,8 +59,8 @@ def trace(path: str | os.PathLike[str], *, tickets: int = TICKETS) -> Trace:
     Parameters
     ----------
     path : str or path
-        The file name, which must end in ``.json`` or ``.json.gz``. ``%p`` is replaced by the
-        process id, and ``%r`` by the rank (0 for a single process).
+        A file name that ends in ``.json`` or ``.json.gz``. ``%p`` is replaced by the process id,
+        and ``%r`` by the rank (0 for a single process).
     tickets : int
         The maximum number of batches to keep, at 72 bytes each. The oldest are dropped, and a log
         message reports how many.

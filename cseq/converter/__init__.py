@@ -12,10 +12,10 @@ when a converter is created.
 
 ``output``      what ``out_type`` and ``dtype`` mean on this machine
 ``host``        synchronous conversion
-``lane``        a CUDA stream that copies data to a device
+``lane``        a CUDA stream for copies
 ``cuda``        asynchronous conversion on a lane
-``export``      tensors in a converter process, which the trainer fetches
-``page_locks``  page-locked slots, which CUDA can copy directly
+``export``      tensors in a converter process
+``page_locks``  page-locked slots
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ class Imports(SlotReader):
 
     All tensors are copied to the trainer's memory.
 
-    If a converted batch is lost or cannot be fetched, `decode` converts the indexer's batch, which
-    is still in the slot, and increments `lost`. The output must be resolved and must use CUDA.
+    If a converted batch is lost or cannot be fetched, `decode` increments `lost` and converts the
+    indexer's batch. It is still in the slot. The output must be resolved and must use CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:

@@ -1,4 +1,4 @@
-"""Batches from other machines, which are made by Ray actors.
+"""Batches from other machines, made by Ray actors.
 
 ``ray``   the public class of fleets, the actors, and the threads that call them
 ``wire``  the connection between a thread and an actor

@@ -199,12 +199,12 @@ class Agent:
 
 
 class RayFleet:
-    """Worker processes on the nodes of a Ray cluster, which are Ray actors and make batches.
+    """Worker processes on a Ray cluster. They are Ray actors and make batches.
 
-    Pass a fleet to `RaySequence` instead of `worker`. Several ranks, and sequences with different
-    seeds and batch sizes, can use a fleet at the same time. A pickled fleet (for a Ray task or a
-    `TorchTrainer`) refers to the same actors. The constructor starts the actors without waiting for
-    them. If Ray is not connected, it calls ``ray.init()`` first.
+    Pass a fleet to `RaySequence` instead of `worker`. Several ranks and sequences can use a fleet
+    at the same time. A pickled fleet (for a Ray task or a `TorchTrainer`) refers to the same
+    actors. The constructor does not wait for the actors. If Ray is not connected, it calls
+    ``ray.init()`` first.
 
     Parameters
     ----------

@@ -49,16 +49,16 @@ typedef struct {
 } cseq_slow;
 
 /* `batches` is the number of batches that a runner has published, or that the trainer has received without an
- * error. Only the trainer has `samples` and `nbytes`, which are totals over its batches, and `epochs`, the
- * number of epochs that were started after the first batch. Only runners have `slowest`.
+ * error. Only the trainer has `samples` and `nbytes` (totals over its batches), and `epochs` (epochs started
+ * after the first batch). Only runners have `slowest`.
  *
  * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time that the party has
  * slept in this step and that is not yet part of `wait`. `asleep_ns` is the start of the current sleep, or 0.
  *
  * `start_ns` is the time that the loop waited for its first batch. It is not part of `wait`. `first_ns` is
  * the time when this batch arrived. In the record of a runner, `first_ns` is the sum of `work` at that time,
- * and is written by the trainer. `wait` includes `behind_ns`, the waits after which half of the other tickets
- * were ready, and `early_ns`, the waits for the first batches of an epoch (one batch per runner).
+ * and is written by the trainer. `wait` includes two parts. `behind_ns` is the waits after which half of the
+ * other tickets were ready. `early_ns` is the waits for the first batches of an epoch (one batch per runner).
  *
  * `cpu_ns` is the CPU time of the party, and `queued_ns` is the time that its thread waited for a core.
  * `polled_ns` is the time of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the last

@@ -47,7 +47,7 @@
 #define CSEQ_MAGIC 0x63736571u
 #define CSEQ_LAYOUT 12u
 #define CSEQ_NO_SLOT 0xffffffffu
-/* The words of a record, which says where a batch is in its slot. */
+/* The words of a record. It says where a batch is in its slot. */
 #define CSEQ_FIELDS 4
 
 enum {
@@ -90,14 +90,13 @@ typedef struct {
     uint64_t started_ns, published_ns;
 } cseq_stint;
 
-/* Before the post, the trainer writes: `batch`, the number within the epoch; `start`, the position of the
- * first sample in the order of the epoch; `count`, the number of samples; `seed`, for the order and the
- * generators; and `parts`, the number of unit sizes after the indices (0 if each unit is a sample).
+/* The trainer writes these before the post: `batch` is the number in the epoch. `start` is the position of
+ * the first sample in the epoch. `count` is the number of samples. `seed` is for the order and the
+ * generators. `parts` is the number of unit sizes after the indices (0 if each unit is a sample).
  *
- * The owner writes: `slot`, which contains the batch (CSEQ_NO_SLOT at the post); `capacity`, the number of
- * committed bytes in the slot; `stage`, the stage that wrote the last record; `status`, which is 0 for a
- * batch and otherwise a value from stage.py; its number in `owner[stage]`; its stint; and its record. The
- * indexer's `record` is valid until the converter has published `converted`. */
+ * The owner writes these: `slot` contains the batch (CSEQ_NO_SLOT at the post), and has `capacity` committed
+ * bytes. `stage` wrote the last record. `status` is 0 for a batch, or a value from stage.py. `owner[stage]`
+ * is the owner's number. The indexer's `record` is valid until the converter has published `converted`. */
 typedef struct {
     uint64_t word;
     uint64_t epoch, batch, start;
@@ -123,10 +122,10 @@ typedef struct {
  * is `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several
  * rings.
  *
- * The trainer writes `closed`, which is 0 if the ring is open, 1 if the ring is closed to all runners, and
- * otherwise the lowest number of the indexers that exit when they hold no ticket. The trainer also writes
- * `spin`, the time in ns that a party spins before it sleeps, and `crew`, the number of runners that
- * share the GIL with the trainer (cseq_spin.h). Each runner of the crew adds 1 to `parked` while it waits.
+ * The trainer writes `closed`, `spin` and `crew`. `closed` is 0 if the ring is open, and 1 if it is closed.
+ * Otherwise, indexers with this and higher numbers exit when they hold no ticket. A party spins for `spin` ns
+ * before it sleeps. `crew` runners share the GIL with the trainer (cseq_spin.h), and each adds 1 to `parked`
+ * while it waits.
  *
  * `hint` is the first cell to check in each stage. In a shared ring, any value is correct. In a queue, it is
  * the next cell to claim, and is written by the runner, or by repost after the death of the runner.
@@ -224,10 +223,8 @@ CSEQ_INLINE void cseq_gate_notify_all(cseq_gate *g) {
     cseq_wake(&g->event, (int)g->shared);
 }
 
-/* Wake up the sleepers if the flag is set. Otherwise, the cost is a single load. If a process dies between
- * the swap and the wake, the sleepers wake up when their time limit expires, or when the trainer detects the
- * death and notifies all parties.
- * SYNC: sleeper seen */
+/* Wake up the sleepers if the flag is set. If a process dies between the swap and the wake, the sleepers wake
+ * up after their time limit, or when the trainer notices the death. SYNC: sleeper seen */
 CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
     if (cseq_load_sc_u32(&g->asleep) && cseq_swap_sc_u32(&g->asleep, 0)) {
         CSEQ_POINT("notify");

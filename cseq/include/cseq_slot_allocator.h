@@ -143,7 +143,7 @@ CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
 }
 
 /* Stop serving from the slot, and return how many allocations are live. If none are, the owner is released.
- * Otherwise, the slot is added to `kept`, where cseq_slot_serve has reserved space. */
+ * Otherwise, the slot is added to `kept`. cseq_slot_serve has reserved space there. */
 CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     cseq_region left = p->slot;
     memset(&p->slot, 0, sizeof p->slot);

@@ -71,7 +71,7 @@ CSEQ_INLINE void cseq_turns_leave(cseq_turns *t, uint32_t runner) {
 }
 
 /* Record that the trainer slept from `before` to `awake`, after `taken` batches. If it was mostly awake since
- * its last sleep, the loop determined the time, which does not count. */
+ * its last sleep, the loop determined the time. Such times do not count. */
 CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake, uint64_t taken) {
     const uint64_t ns = awake - t->awake_ns, count = taken - t->taken;
     t->awake_ns = awake;

@@ -220,7 +220,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     shape : int or sequence of int
         The shape of the array.
     dtype : data type, optional
-        The type of the array, which must not contain Python objects.
+        The type of the array, without Python objects.
 
     Returns
     -------

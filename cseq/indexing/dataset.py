@@ -44,7 +44,7 @@ LARGE = 65536
 
 
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
-    """Create a worker from a map-style data set, which returns one sample per index.
+    """Create a worker from a map-style data set.
 
     The worker has a length, so `dset_size` is not needed. Worker processes get a pickled copy of
     the data set. Worker threads share it without a lock.
@@ -53,7 +53,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     ----------
     dataset : object
         An object with ``__len__()`` and ``__getitem__(index)``, such as a torch ``Dataset`` or a
-        Hugging Face ``datasets.Dataset``. If there is a method ``__getitems__(indices)``, which
+        Hugging Face ``datasets.Dataset``. If there is a method ``__getitems__(indices)`` that
         returns a list of samples, it is used instead. The length is read only once.
     collate : callable, optional
         A function that makes a batch from a list of samples. By default, samples are collated as by
@@ -311,7 +311,7 @@ def empty_tensor(shape: tuple[int, ...], dtype: dtype) -> Tensor:
 
 
 class _Stack:
-    """An array in the batch, which is filled row by row."""
+    """An array in the batch that is filled row by row."""
 
     def __init__(self, first: Any, count: int) -> None:
         self._kind = type(first)

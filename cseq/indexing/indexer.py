@@ -210,8 +210,8 @@ def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
     """Call ``close()`` of an indexer, if it exists, when its runner exits.
 
-    The user's own object is only closed in a worker process, where it is a copy. If `close` raises,
-    a worker process exits, but the trainer only logs the exception.
+    The user's own object is closed only as a copy in a worker process. An exception ends a worker
+    process, but is logged in the trainer.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):

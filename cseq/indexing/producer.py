@@ -162,7 +162,7 @@ class Making(Work):
         return self._items
 
     def _make_item(self, runner: Runner, make: Callable[[], object]) -> object:
-        """Make an item, in which `cseq.empty` creates arrays in the slot."""
+        """Make an item. `cseq.empty` creates arrays in the slot."""
         self._writer.begin_ticket()
         self._batch_context.allocator = self._room
         self._batch_context.item = runner.start

@@ -1,4 +1,4 @@
-"""Reads the meters of a run, which include/cseq_meter.h records."""
+"""Reads the meters of a run (include/cseq_meter.h)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
-    """Return a view of a field, which may be nested."""
+    """Return a view of a field. It may be nested."""
     field: NDArray[Any] = records
     for name in names:
         field = field[name]
@@ -192,12 +192,12 @@ class Meters:
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
     def since(self, earlier: Meters) -> Meters:
-        """Return the increase since `earlier`, which must be empty or from the same run."""
+        """Return the increase since `earlier`: empty meters, or from the same run."""
         if not len(earlier.runners):
             return self
         added = copy(self)
         added._from = earlier._now
-        # `earlier` includes unfinished tickets, which a replaced worker never finished.
+        # A replaced worker never finished its tickets in `earlier`.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)

@@ -83,7 +83,7 @@ class WorkerStats(NamedTuple):
 
 
 class SlowBatch(NamedTuple):
-    """A slow batch, which can be made again with `manager.remake(epoch, batch)`.
+    """A slow batch. `manager.remake(epoch, batch)` makes it again.
 
     Attributes
     ----------
@@ -260,10 +260,10 @@ class Stats:
     def history(self) -> NDArray[np.void]:
         """The history of the run, as a structured array with at most 512 rows.
 
-        At first, rows are 0.1 s apart. This interval grows, so that the rows cover the whole run.
-        The fields are `seconds` since the first batch, the total number of `batches`, the total
-        seconds that the loop has `waited` and `stepped`, the total seconds that each worker was
-        `busy`, with shape (workers,), and the number of batches that were `ready` at this time.
+        Rows are 0.1 s apart at first, and later further. The fields are `seconds` since the first
+        batch, the number of `batches`, the seconds that the loop `waited` and `stepped`, the
+        seconds that each worker was `busy`, with shape (workers,), and the number of `ready`
+        batches.
         """
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
@@ -419,7 +419,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """The records of indexers, which come before converters."""
+        """The records of indexers. They come before converters."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property

@@ -1,6 +1,6 @@
 """Reads statistics of runs in other processes.
 
-A run's rings are in an anonymous file, which the same user can open at ``/proc/<pid>/fd``. `Ring`
+A run's rings are in an anonymous file. The same user can open it at ``/proc/<pid>/fd``. `Ring`
 reads a copy, so nothing is written.
 """
 

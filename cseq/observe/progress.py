@@ -38,7 +38,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     Returns
     -------
     tqdm.tqdm
-        The bar to iterate over, which is not drawn if there is no terminal.
+        The bar to iterate over. It is not drawn without a terminal.
 
     Examples
     --------

@@ -156,7 +156,7 @@ class Supervisor:
         Parameters
         ----------
         worker : object
-            The user's object, which may be a `Pickled`.
+            The user's object, or a `Pickled`.
         name : str
             The name of `worker` in error messages.
         preload : bool
@@ -562,7 +562,7 @@ class Supervisor:
         if not self._gone:
             raise RuntimeError("worker processes were killed and have not ended")
         self._thread.join(time.monotonic() + LAST_GRACE)
-        # Break a reference cycle, which would keep the user's object alive.
+        # Break a reference cycle that would keep the user's object alive.
         self._launcher.local = None
         for worker in self._snapshot():
             worker.close()

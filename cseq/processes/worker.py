@@ -81,9 +81,9 @@ NO_STACK = "(its stack is not available)\n"
 class Setup(NamedTuple):
     """The setup message for a worker process. File descriptors are sent with it.
 
-    It contains the runner's number and its number in the ring, the offset and size of the ring, the
-    slot width in bytes, the number of slots that the worker may use, the record of the user's
-    object, and the levels of loggers, unless they are inherited.
+    The fields are the runner's number and its number in the ring, the offset and size of the ring,
+    the slot width in bytes, the number of slots, the record of the user's object, and the levels of
+    loggers, unless they are inherited.
     """
 
     worker: int

@@ -13,15 +13,15 @@
 ``npy``         `Npy`: rows of arrays
 ``tar``         `Tar`: samples that consist of several files
 ``parquet``     `Parquet`: rows of tables
-``shards``      the base class of readers, which provides access by index and an order
+``shards``      the base class of readers
 ``reader``      the part of a reader that the fetcher uses
 ``client``      connections of a process to the fetcher
 ``fetcher``     the process that fetches shards, one per machine
 ``plan``        predicts which shards an order will use
 ``objects``     lists and reads the objects in a store, with obstore
 ``cache``       `cseq.cached`: a data set with cached samples
-``entries``     the folder of cached samples, which several processes read and write
-``folder``      a folder that is shared by processes, and removed by the last one
+``entries``     the folder of cached samples
+``folder``      a folder that processes share
 """
 
 from __future__ import annotations

@@ -78,13 +78,13 @@ def cached(
     Parameters
     ----------
     make : data set
-        ``make[index]`` returns a sample, which consists of arrays, CPU tensors, numbers, strings
-        and containers. ``len(make)`` is the number of samples. Workers get a pickled copy.
+        ``make[index]`` returns a sample of arrays, CPU tensors, numbers, strings and containers.
+        ``len(make)`` is the number of samples. Workers get a pickled copy.
     limit : int or str
         The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. When the cache
         is full, other samples are created on every access.
     folder : str, optional
-        A folder on a local disk, for this cache only, which keeps samples between runs. By default,
+        A folder on a local disk, for this cache only. It keeps samples between runs. By default,
         samples are in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
         `limit`) until the last process exits.
     version : str, optional
@@ -203,11 +203,11 @@ class Cached(Generic[T_co]):
             )
 
 
-# -- entries, which consist of words (number of buffers, pickle size, buffer sizes), pickle, buffers
+# An entry consists of words (number of buffers, pickle size, buffer sizes), a pickle, and buffers.
 
 
 def _entry_of(sample: object) -> list[Any]:
-    """Return the parts of an entry, which are written one after another."""
+    """Return the parts of an entry."""
     buffers: list[memoryview] = []
     data = dumps(sample, buffers, REDUCERS)
     words = np.array([len(buffers), len(data), *(buffer.nbytes for buffer in buffers)], np.int64)

@@ -191,7 +191,7 @@ class Entries(Folder):
                 self._counters[self._row, column] += 1
 
     def _set(self, word: int, value: int) -> None:
-        """Write a word in a single call, which is atomic for other processes."""
+        """Write a word in one call. Other processes see it as a whole."""
         write(self._index, value.to_bytes(8, sys.byteorder), 8 * word)
 
     @contextlib.contextmanager

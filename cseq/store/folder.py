@@ -1,7 +1,7 @@
 """A folder that is shared by processes, and removed by the last one.
 
 ``users``    an empty file with a shared lock of each process that uses the folder
-``opening``  an empty file, which a process locks while it is opening the folder
+``opening``  an empty file that a process locks while it opens the folder
 ``about``    a description of the contents as JSON
 """
 

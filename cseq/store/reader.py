@@ -22,7 +22,7 @@ class Reader:
     suffix = ""
     # Arguments that determine the contents of the cache.
     settings: tuple[str, ...] = ()
-    # The size of each cached shard in bytes, which may be an estimate.
+    # The size of each cached shard in bytes, possibly estimated.
     nbytes: Ints
     sizes: Ints
     facts: dict[str, Any]

@@ -99,8 +99,8 @@ class Child:
     def status(self, timeout: float) -> int | None:
         """Wait until the process exits, and return the exit code.
 
-        Return None after `timeout` seconds (`gone` is False), or if the exit code is unknown
-        (`gone` is True), because the fork server died or other code has reaped the process.
+        Return None after `timeout` seconds (`gone` is False). Also return None for an unknown exit
+        code (`gone` is True): the fork server died, or other code has reaped the process.
         """
         deadline = time.monotonic() + timeout
         while not self._has_ended():
