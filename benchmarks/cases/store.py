@@ -30,8 +30,7 @@ STEP = BATCH * SIZE / RATE
 DELAY = 0.2
 # This many shards are mixed. The time that the loop waits counts from the second window.
 WINDOW = 4
-# The peers wait less with the number of workers that their documentation uses.
-WORKERS, THEIRS = 2, 4
+WORKERS = 2
 NPY, MEMORY = "store.Npy", "arrays in memory"
 LIT, MOSAIC, WEB = "litdata", "MosaicML Streaming", "WebDataset"
 
@@ -128,14 +127,14 @@ def write_lit(folder: Path) -> None:
 def lit(server: Any, cache: str) -> Iterator[Any]:
     """Give litdata's batches; it fetches several chunks ahead, the more the longer they take."""
     from litdata import StreamingDataLoader, StreamingDataset
-    from litdata.streaming.resolver import Dir
 
     # It has no argument for a store without TLS.
     import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
     secrets = {**SECRETS, "endpoint_url": server.endpoint, "region_name": "us-east-1"}
-    place = Dir(path=cache, url="s3://any/")
-    dataset = StreamingDataset(place, shuffle=True, storage_options=secrets, max_pre_download=8)
-    yield StreamingDataLoader(dataset, batch_size=BATCH, num_workers=THEIRS, drop_last=True)
+    dataset = StreamingDataset(
+        "s3://any/", cache_dir=cache, shuffle=True, storage_options=secrets, max_pre_download=8
+    )
+    yield StreamingDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, drop_last=True)
 
 
 def write_mosaic(folder: Path) -> None:
@@ -151,7 +150,7 @@ def write_mosaic(folder: Path) -> None:
 
 @contextmanager
 def mosaic(server: Any, cache: str) -> Iterator[Any]:
-    """Give MosaicML's batches."""
+    """Give MosaicML's batches, whose samples are mixed as far as in our windows."""
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
@@ -163,10 +162,14 @@ def mosaic(server: Any, cache: str) -> Iterator[Any]:
         local=cache,
         batch_size=BATCH,
         shuffle=True,
+        shuffle_block_size=WINDOW * ROWS,
         predownload=2 * WINDOW * ROWS,
         download_retry=10,
     )
-    yield StreamingDataLoader(dataset, batch_size=BATCH, num_workers=THEIRS, drop_last=True)
+    # Forked workers would share the connection of the index, and read one another's answers.
+    for stream in dataset.streams:
+        stream._downloader.clean_up()
+    yield StreamingDataLoader(dataset, batch_size=BATCH, num_workers=WORKERS, drop_last=True)
 
 
 @contextmanager
@@ -177,7 +180,7 @@ def web(server: Any, _cache: str) -> Iterator[Any]:
     urls = [f"{server.endpoint}/any/{shard:04}.tar" for shard in range(SHARDS)]
     data = WebDataset(urls, shardshuffle=SHARDS, handler=warn_and_continue).shuffle(WINDOW * ROWS)
     rows = data.to_tuple("bin").map_tuple(lambda each: np.frombuffer(each, np.uint8).copy())
-    yield WebLoader(rows.batched(BATCH), batch_size=None, num_workers=THEIRS)
+    yield WebLoader(rows.batched(BATCH), batch_size=None, num_workers=WORKERS)
 
 
 KINDS = {
