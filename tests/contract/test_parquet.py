@@ -161,3 +161,13 @@ def test_files_with_other_columns_are_named(shards, tmp_path):
     wide = tmp_path / "wide.parquet"
     parquet.write_table(pa.table({f"column {k}": [k] for k in range(1500)}), wide)
     assert store.Parquet(wide, limit="9 MB")[0]["column 1499"] == 1499
+
+
+def test_a_row_group_that_proves_too_large_is_an_error_each_time(tmp_path):
+    """Its size is known once it is decoded; who asks again gets the same error."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"zero": np.zeros(100_000)}), tmp_path / "0.parquet")
+    table = store.Parquet(tmp_path, cache=tmp_path / "cache", limit=100_000)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"limit=100000 is too small: shard 0 takes \d+ bytes"):
+            table[5]

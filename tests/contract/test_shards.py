@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pickle
 import signal
+import socket
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
+from checkout import import_path
 from kinds import KINDS, PARALLEL, QUICK, by_name
 from s3_server import S3Server
 from sharded import fetching, flat, kill_fetching, npy_shards, s3, whole, written
@@ -253,6 +259,128 @@ def test_from_the_second_epoch_on_hits_are_limit_by_data(ahead, tmp_path):
         # At the end of an epoch, shards of two windows and the read-ahead may already be the next
         # one's.
         assert counts[-1] - counts[0] <= 4 * (40 - 0.98 * 20) + 2 * 2 + ahead
+
+
+RANK = """
+import json, sys
+from obstore.store import S3Store
+import cseq
+from cseq import store
+
+if __name__ == "__main__":
+    rank, options, cache, limit = json.loads(sys.argv[1])
+    arrays = store.Npy("train/", store=S3Store("any", **options), cache=cache, limit=limit)
+    manager = cseq.MPSequence(
+        arrays, batch_size=25, num_workers=2, buffer=2, order=arrays.order(window=4), seed=1,
+        shard=(rank, 2), out_type="null",
+    )
+    with manager.start() as batches:
+        for _ in range(2):
+            for batch in batches:
+                print(*batch[:, 0], flush=True)
+                sys.stdin.readline()
+"""
+
+
+def a_rank(path, *args):
+    """Start a process that prints each batch of two epochs, and then waits for a line."""
+    path.write_text(RANK)
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", path, json.dumps(args)],
+        env=os.environ | {"PYTHONPATH": import_path()},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def listed(folder):
+    """Return the sizes of a folder's files, by name."""
+    sizes = {}
+    for entry in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):
+            sizes[entry.name] = entry.stat().st_size
+    return sizes
+
+
+def taken(folder):
+    """Return the bytes of the files that were in a folder between two listings."""
+    before, after = listed(folder), listed(folder)
+    return sum(min(size, after.get(name, 0)) for name, size in before.items())
+
+
+@pytest.mark.parametrize(("room", "late"), [(12, 0), (24, 24), (12, 24)])
+def test_ranks_in_two_processes_share_shards(room, late, tmp_path):
+    """Together, two ranks have each sample once per epoch, and the shards never exceed the limit.
+
+    Ranks in step fetch each shard once per epoch. A late rank fetches none if all shards fit.
+    """
+    shards, got, most = npy_shards([100] * 24), ([], []), 0
+    limit, cache = room * max(map(len, shards.values())), tmp_path / "cache"
+    with S3Server(shards) as many, contextlib.ExitStack() as stack:
+        ranks = []
+        for step in range(96 + late):
+            while len(ranks) < 1 + (step >= late):
+                rank = a_rank(tmp_path / "rank.py", len(ranks), many.options, str(cache), limit)
+                ranks.append(stack.enter_context(rank))
+            going = [pair for pair in zip(ranks, got, strict=False) if len(pair[1]) < 96]
+            for rank, batches in going:
+                batches.append([*map(int, rank.stdout.readline().split())])
+            for rank, _ in going:
+                rank.stdin.write("\n")
+                rank.stdin.flush()
+            most = max(most, taken(cache / "shards"))
+            # In the middle of an epoch, no shard is fetched for the next epoch yet.
+            if step % 48 == 24 and not late:
+                assert max(whole(many, key) for key in shards) <= 1 + step // 48
+        counts = [whole(many, key) for key in shards]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    for epoch in (slice(48), slice(48, 96)):
+        both = np.concatenate(got[0][epoch] + got[1][epoch])
+        assert sorted(both.tolist()) == [*range(2400)]
+    assert limit / 2 < most <= limit
+    if room == len(shards):
+        assert counts == [1] * room
+
+
+def test_a_shard_stays_until_a_worker_has_opened_it(tmp_path):
+    """With room for one shard, workers that read different shards fetch each once per epoch."""
+    shards = npy_shards([8] * 24)
+    options = {"batch_size": 8, "num_workers": 3, "shuffle": False, "out_type": "null"}
+    with S3Server(shards) as many:
+        limit = max(map(len, shards.values()))
+        arrays = store.Npy("train/", store=s3(many), cache=tmp_path, limit=limit)
+        with cseq.MPSequence(arrays, **options).start() as batches:
+            for _ in range(3):
+                assert numbers(batches) == [*range(192)]
+        assert [whole(many, key) for key in shards] == [3] * 24
+
+
+def test_what_a_process_leaves_unopened_makes_room(server, tmp_path, monkeypatch):
+    """A process that ends before it opens the shard that it waited for holds up nobody."""
+    monkeypatch.chdir(tmp_path)
+    limit = max(map(len, SHARDS.values()))
+    arrays = store.Npy("train/", store=s3(server), cache="cache", limit=limit)
+
+    def connected():
+        line = socket.socket(socket.AF_UNIX)
+        line.settimeout(60)
+        line.connect("cache/socket")
+        line.sendall(b'["stats"]\n')
+        return line, line.makefile("rb")
+
+    (ending, answers), (waiting, others) = connected(), connected()
+    with ending, answers, waiting, others:
+        ending.sendall(b'["need", [0]]\n')
+        assert [json.loads(answers.readline()) for _ in range(2)][1] == [[0]]
+        others.readline()
+        waiting.sendall(b'["need", [1]]\n')
+        # After two answers, what was sent before has been read.
+        assert [arrays.stats().kept for _ in range(2)] == [1, 1]
+        assert whole(server) == 1
+        answers.close()
+        ending.close()
+        assert json.loads(others.readline()) == [[1]]
 
 
 def test_what_a_window_needs_must_fit(folder, tmp_path):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
-import pickle
 import re
 import sys
-import threading
 from datetime import timedelta
 
 import numpy as np
@@ -33,8 +31,6 @@ RETRIES = {
     },
 }
 KEY = "train/{:02}.npy"
-# Bytes of a shard, which exceed any request for a header.
-WHOLE = ROWS * WIDTH
 
 
 def shard(number, add=0):
@@ -90,12 +86,6 @@ def epoch(kind, rows, epochs=1, **options):
     order = rows.order(window=2)
     with kind.start(rows, len(rows), batch_size=BATCH, order=order, **options) as batches:
         return [batch.copy() for _ in range(epochs) for batch in batches]
-
-
-def fetches(server, number):
-    """Return the number of requests for whole shards."""
-    seen = server.log(KEY.format(number), "GET")
-    return len([one for one in seen if one.sent >= WHOLE])
 
 
 def is_right(stream, expected):
@@ -204,28 +194,3 @@ def test_next_run_with_a_changed_shard(server, tmp_path, run_anew):
     done = run_anew(script)
     assert done.returncode == 1
     assert re.search(r"ValueError: shard .*05\.npy.* has changed .*another cache=", done.stderr)
-
-
-def test_one_fetch_for_ranks_of_a_machine(server, tmp_path):
-    """Two ranks share a folder: in two epochs, each shard is fetched once."""
-    server.forget()
-    got = {}
-
-    def rank(number):
-        rows = pickle.loads(pickled)
-        options = {"batch_size": BATCH, "shard": (number, 2), "order": rows.order(window=2)}
-        with FEW[-1].start(rows, len(rows), **options) as batches:
-            got[number] = [batch.copy() for _ in range(2) for batch in batches]
-
-    rows = read(server, tmp_path)
-    pickled = pickle.dumps(rows)
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [fetches(server, number) for number in range(SHARDS)] == [1] * SHARDS
-    for number in range(2):
-        options = {"batch_size": BATCH, "shard": (number, 2), "order": cseq.Blocks(SIZES, 2)}
-        with INLINE.start(table(), TOTAL, **options) as batches:
-            assert is_right(got[number], [each for _ in range(2) for each in batches])
