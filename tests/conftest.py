@@ -192,6 +192,12 @@ def is_my_file(path):
     return bool(is_of(path, os.getpid(), MARK) if seen is None else seen)
 
 
+def names_from_now():
+    """Return a function that returns the names in /dev/shm that these tests made after now."""
+    before = shm_names()
+    return lambda: {name for name in shm_names() - before if is_my_file(SHM / name)}
+
+
 def command_of(pid):
     """Return the command line of a process; a zombie has only its state."""
     with contextlib.suppress(OSError):
@@ -368,11 +374,11 @@ WITNESS: Witness | None = None
 
 @pytest.fixture(scope="session", autouse=True)
 def watched_names():
-    """Let a process watch who makes names in /dev/shm, where it exists."""
+    """Let a process watch who makes names in /dev/shm, where it exists; yield `names_from_now`."""
     global WITNESS
     if HAS_PROC and SHM.is_dir():
         WITNESS = Witness(SHM, MARK)
-    yield
+    yield names_from_now
     if WITNESS is not None:
         WITNESS.close()
 

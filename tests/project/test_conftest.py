@@ -191,10 +191,19 @@ for path in paths:
 WHILE_IT_WORKS = """
 import os
 
-def test_its_names():
+def test_its_names(watched_names):
+    names_left = watched_names()
     open(os.environ["ASKED"], "w").close()
     open(os.environ["MADE"]).close()
     assert all(map(os.path.exists, os.environ["PATHS"].split()))
+    assert names_left() == set()
+
+def test_my_name(watched_names):
+    names_left = watched_names()
+    path = os.environ["PATHS"].split()[0] + "-mine"
+    with open(path, "x"):
+        assert names_left() == {os.path.basename(path)}
+    os.unlink(path)
 """
 
 
@@ -209,7 +218,14 @@ def test_names_of_another_program_are_no_leaks(pytester, monkeypatch):
     for name, value in {"ASKED": asked, "MADE": made, "PATHS": " ".join(paths)}.items():
         monkeypatch.setenv(name, value)
     with subprocess.Popen(command, stdin=subprocess.PIPE):
-        run(pytester, IMPATIENT, WHILE_IT_WORKS).assert_outcomes(passed=1)
+        run(pytester, IMPATIENT, WHILE_IT_WORKS).assert_outcomes(passed=2)
+
+
+def test_cpu_times_need_no_sysconf(monkeypatch):
+    """Windows has neither it nor prepared interpreters, and each test asks for their times."""
+    monkeypatch.delattr(os, "sysconf", raising=False)
+    monkeypatch.setattr(Prepared, "running", [])
+    assert Prepared.cpu_seconds() == 0
 
 
 @pytest.mark.needs("fork")

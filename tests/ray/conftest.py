@@ -21,7 +21,6 @@ try:
         QUICK_DEATHS,
         kill,
         local_cluster,
-        shared_names,
         until,
     )
 
@@ -44,10 +43,12 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def cluster(watched_names):
     """Yield a head without CPUs and two nodes with one each, whose deaths are noticed at once."""
+    names_left = watched_names()
     with local_cluster(2, **QUICK_DEATHS) as running:
         yield running
+    assert names_left() == set()
 
 
 @pytest.fixture
@@ -68,12 +69,12 @@ def added_node(cluster):
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_behind(request, cluster):
-    """Fail a test that leaves an actor, its process, an object or a thread, or that spilled.
+def nothing_left_behind(request, cluster, watched_names):
+    """Fail a test that leaves an actor, a process, an object, a thread or a name, or that spilled.
 
     This replaces the check of all other tests, as Ray starts processes and threads at any time.
     """
-    threads, names = set(threading.enumerate()), shared_names()
+    threads, names_left = set(threading.enumerate()), watched_names()
     nodes, spills = list(cluster.nodes), cluster.spills()
     failed = request.session.testsfailed
     yield
@@ -88,7 +89,7 @@ def nothing_left_behind(request, cluster):
     assert cluster.spills() == spills, "objects were spilled to a disk"
     assert cluster.nodes == nodes
     assert {thread.name for thread in set(threading.enumerate()) - threads} <= RAYS_THREADS
-    assert shared_names() <= names
+    assert names_left() == set()
 
 
 # Ray starts these at their first use, and ends them with the connection.

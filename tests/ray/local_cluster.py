@@ -85,7 +85,6 @@ def local_cluster(nodes, **system):
     """Start a cluster and connect to it; leave nothing. `system` has Ray's internal settings."""
     # A short name, since paths of sockets, which are below, have at most 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="cseq-ray-"))
-    shm = shared_names()
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TMPDIR=str(folder))
     cluster = Cluster()
     running = LocalCluster(cluster, folder)
@@ -109,7 +108,6 @@ def local_cluster(nodes, **system):
         left = await_end(folder)
         shutil.rmtree(folder)
     assert not left, f"processes of the cluster are left: {left}"
-    assert shared_names() <= shm
 
 
 def await_end(folder):
@@ -164,11 +162,6 @@ def processes_of(folder):
     while more := {pid for pid, parent in parents.items() if parent in marked} - marked:
         marked |= more
     return {pid: commands[pid] for pid in sorted(marked)}
-
-
-def shared_names():
-    """Return the files of shared memory, without other programs' multiprocessing locks."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
 
 def until(condition, complaint):

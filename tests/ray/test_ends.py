@@ -19,7 +19,7 @@ from drawing import (
     pids,
     sequence,
 )
-from local_cluster import STORE, at_work, kill, processes_of, shared_names, until
+from local_cluster import STORE, at_work, kill, processes_of, until
 
 import cseq
 
@@ -137,7 +137,6 @@ with local_cluster(2) as cluster:
 def test_a_driver_that_ends_leaves_nothing(run_anew, way):
     """Agents, worker processes and files of shared memory are gone."""
     here = Path(__file__).parent
-    before = shared_names()
     done = run_anew(DRIVER, way, str(here), str(here.parent / "helpers"))
     assert done.stdout.strip(), done.stderr
     kept = Path(done.stdout.strip())
@@ -148,8 +147,7 @@ def test_a_driver_that_ends_leaves_nothing(run_anew, way):
         kill(processes_of(kept))
         until(lambda: not processes_of(kept), "the rest does not end")
         shutil.rmtree(kept, ignore_errors=True)
-    left = [name for name in shared_names() - before if "plasma" not in name]
-    assert left == []
+    # `nothing_left_behind` checks the files of shared memory.
 
 
 def test_the_memory_of_large_batches_is_used_again():
