@@ -59,12 +59,13 @@ class Prepared:
     @classmethod
     def cpu_seconds(cls):
         """Return the CPU time of interpreters that run and their ended scripts; 0 without /proc."""
-        total = 0
+        total = 0.0
         for one in cls.running:
             with contextlib.suppress(FileNotFoundError):
                 stat = Path(f"/proc/{one.process.pid}/stat").read_text(encoding="ascii")
-                total += sum(map(int, stat.rpartition(")")[2].split()[11:15]))
-        return total / os.sysconf("SC_CLK_TCK")
+                ticks = sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+                total += ticks / os.sysconf("SC_CLK_TCK")
+        return total
 
     def run(self, command, folder, environment, patience):
         """Run a script, with arguments, until no process has its output; see `conftest.run_anew`.
