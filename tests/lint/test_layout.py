@@ -309,6 +309,75 @@ def named_tests(body, inside=""):
             yield inside + node.name
 
 
+# Names in `os` and `signal` that Windows has, too; modules of tests may use these when imported.
+ON_WINDOWS = {"os._exit", "os.environ", "os.getpid", "os.name", "os.path", "signal.SIGINT"}
+SYSTEM = ("os", "signal")
+
+
+def run_on_import(node):
+    """Yield the nodes that an import runs, except those under a condition or in a `try`."""
+    if isinstance(node, (ast.FunctionDef, ast.Lambda)):
+        parts = [*getattr(node, "decorator_list", []), node.args]
+    elif isinstance(node, (ast.If, ast.IfExp, ast.Try, ast.BoolOp)):
+        return
+    else:
+        yield node
+        parts = ast.iter_child_nodes(node)
+    for part in parts:
+        yield from run_on_import(part)
+
+
+def not_on_windows(text):
+    """Return the names in `os` and `signal` that a module's import uses and Windows may lack."""
+    nodes = [node for node in run_on_import(ast.parse(text)) if isinstance(node, ast.Attribute)]
+    found = {ast.unparse(node) for node in nodes if getattr(node.value, "id", "") in SYSTEM}
+    return sorted(found - ON_WINDOWS)
+
+
+def test_modules_of_tests_can_be_imported_on_windows():
+    """Windows imports every module of tests, even one whose tests it skips."""
+    text = "import os, signal\n@mark(signal.SIGKILL)\ndef f(x=os.fork):\n    os.pipe()\n"
+    assert not_on_windows(text) == ["os.fork", "signal.SIGKILL"]
+    tests = Path(__file__).parents[1]
+    texts = {path: path.read_text(encoding="utf-8") for path in tests.rglob("*.py")}
+    assert {path: found for path in texts if (found := not_on_windows(texts[path]))} == {}
+
+
+def messages_of(folder):
+    """Return the strings of a folder's modules; a value in an f-string becomes `{}`."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                pieces = (getattr(piece, "value", None) for piece in node.values)
+                yield "".join(piece if isinstance(piece, str) else "{}" for piece in pieces)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def matched_words(text):
+    """Yield the line and each run of lower-case words of every `match="..."` in a module."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.keyword) and node.arg == "match":
+            pattern = getattr(node.value, "value", None)
+            if isinstance(pattern, str):
+                for words in re.findall(r"\b[a-z]+(?: [a-z]+)+\b", pattern):
+                    yield node.value.lineno, words
+
+
+def test_rare_tests_know_the_messages():
+    """`make test` leaves these out, so nobody sees them fail when a message changes."""
+    assert list(matched_words('f(match=r"a=3, but no one has")')) == [(1, "but no one has")]
+    known, unknown = "\n".join(messages_of(PACKAGE)), []
+    for folder in ("frameworks", "gpu", "ray"):
+        for path in (Path(__file__).parents[1] / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            for line, words in matched_words(text):
+                # A test that raises an exception itself has its words twice.
+                if words not in known and text.count(words) == 1:
+                    unknown.append(f"{path.name}:{line}: {words}")
+    assert unknown == []
+
+
 def test_all_is_sorted_and_complete():
     """`__all__` names every public object of the package once, in order."""
     public = {
