@@ -87,8 +87,8 @@ class BatchContext(BatchState):
         if self.drawn is None:
             if self.ticket is None:
                 raise RuntimeError(
-                    "cseq.rng() belongs to a batch: call it in __getitem__, not in __init__; in "
-                    "the data set of a DataLoader, with rng='batch'"
+                    "cseq.rng() works only while a batch is being made; call it in __getitem__ "
+                    "rather than __init__, and pass rng='batch' to a DataLoader"
                 )
             self.drawn = generator(self.ticket.seed, self.ticket.epoch, self.ticket.start)
         return self.drawn
@@ -160,8 +160,8 @@ def rng() -> np.random.Generator:
     batch_context = here.batch_context
     if batch_context is None:
         raise RuntimeError(
-            "cseq.rng() was called outside of an indexer: it belongs to the batch that is being "
-            "made; elsewhere, use numpy.random.default_rng(seed)"
+            "cseq.rng() was called outside of an indexer; call it in __getitem__, or use "
+            "numpy.random.default_rng(seed)"
         )
     return batch_context.rng()
 
@@ -199,7 +199,8 @@ def parts() -> NDArray[np.int64]:
         divided = None if ticket is None else ticket.parts()
     if divided is None:
         raise RuntimeError(
-            "cseq.parts() belongs to the batch of a sequence: call it in __getitem__ of its indexer"
+            "cseq.parts() works only while a sequence makes a batch; call it in __getitem__ of the "
+            "indexer"
         )
     sizes: NDArray[np.int64] = divided.copy()
     ends = sizes.cumsum()

@@ -87,8 +87,8 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     refuse_iterable(dataset, "dataset is")
     if not hasattr(kind, "__getitem__"):
         raise TypeError(
-            f"dataset is a {kind.__name__}, which gives no sample for an index; pass an object "
-            "with __getitem__(index) and __len__()"
+            f"dataset is a {kind.__name__}, which has no __getitem__; pass an object with "
+            "__getitem__(index) and __len__()"
         )
     if not hasattr(kind, "__len__"):
         raise TypeError(
@@ -97,7 +97,8 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
         )
     if collate is not None and not callable(collate):
         raise TypeError(
-            f"collate={collate!r} cannot be called; pass a function of a list of samples, or None"
+            f"collate={collate!r} is not callable; pass a function that accepts a list of samples, "
+            "or None"
         )
     return DatasetIndexer(dataset, collate)
 
@@ -128,8 +129,8 @@ def refuse_iterable(dataset: object, subject: str) -> None:
     if is_torchs(dataset, "IterableDataset"):
         kind = dataset if isinstance(dataset, type) else type(dataset)
         raise TypeError(
-            f"{subject} a {kind.__name__}, an IterableDataset, which gives no sample for an index; "
-            "use cseq.DataLoader for it, or pass an object with __getitem__ and __len__()"
+            f"{subject} a {kind.__name__}, an IterableDataset, which cannot be indexed; use "
+            "cseq.DataLoader instead, or pass an object with __getitem__ and __len__()"
         )
 
 
@@ -182,7 +183,7 @@ class DatasetIndexer:
                     failure.annotate(error, f"cseq: {none_text(index, self.dataset)}")
             failure.annotate(
                 error,
-                f"cseq: collating {len(samples)} samples, of indices {failure.listed(numbers)}",
+                f"cseq: while collating {len(samples)} samples, indices {failure.listed(numbers)}",
             )
             raise
         return batch
@@ -221,8 +222,8 @@ def default_collate(samples: Samples) -> Any:
     if torch is not None and isinstance(first, torch.Tensor):
         if first.layout != torch.strided:
             raise TypeError(
-                f"samples contain a tensor of layout {first.layout}, which cannot be collated; "
-                "give from_dataset(dataset, collate=...) a function that makes a batch of a list "
+                f"samples contain a tensor of layout {first.layout}, which cannot be collated; use "
+                "from_dataset(dataset, collate=...) with a function that makes a batch from a list "
                 "of samples"
             )
         return _stack_tensors(torch, samples)
@@ -235,8 +236,9 @@ def default_collate(samples: Samples) -> Any:
     if isinstance(first, (tuple, list)):
         return _collate_sequences(samples)
     raise TypeError(
-        f"samples contain a {type(first).__name__}, which cannot be collated; pass "
-        "from_dataset(dataset, collate=...) a function that makes a batch of a list of samples"
+        f"samples contain a {type(first).__name__}, which cannot be collated; use "
+        "from_dataset(dataset, collate=...) with a function that makes a batch from a list of "
+        "samples"
     )
 
 
@@ -244,8 +246,8 @@ def _collate_mappings(samples: Samples) -> Any:
     first = samples[0]
     if any(sample.keys() != first.keys() for sample in samples):
         raise ValueError(
-            f"samples differ in their keys, the first has {list(first)}; give all of them the same "
-            "keys, or from_dataset a collate function"
+            f"samples differ in their keys (the first has {list(first)}); return the same keys for "
+            "all samples, or use from_dataset(dataset, collate=...)"
         )
     batch = {key: default_collate([sample[key] for sample in samples]) for key in first}
     return batch if type(first) is dict else _like(first, batch)
@@ -264,7 +266,7 @@ def _collate_sequences(samples: Samples) -> Any:
     if any(len(sample) != len(first) for sample in samples):
         raise ValueError(
             f"samples differ in length, from {min(map(len, samples))} to {max(map(len, samples))}; "
-            "give all of them the same, or from_dataset a collate function"
+            "return the same length for all samples, or use from_dataset(dataset, collate=...)"
         )
     batch = [default_collate(parts) for parts in zip(*samples, strict=True)]
     return type(first)(*batch) if hasattr(first, "_fields") else batch
@@ -398,6 +400,6 @@ def _check_shapes(arrays: Samples) -> None:
     shapes = {tuple(array.shape) for array in arrays}
     if len(shapes) > 1:
         raise ValueError(
-            f"samples differ in shape: {sorted(shapes)[:4]}; pad or crop them, or pass "
-            "from_dataset(dataset, collate=...) a function that does"
+            f"samples differ in shape: {sorted(shapes)[:4]}; pad or crop them in the data set or "
+            "in from_dataset(dataset, collate=...)"
         )

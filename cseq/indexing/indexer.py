@@ -54,12 +54,12 @@ log = logging.getLogger("cseq")
 # Types with a __getitem__ that does not accept an array of indices.
 PLAIN_CONTAINERS = (list, tuple, dict, str, bytes, bytearray, range, memoryview)
 DATASET_HINT = (
-    "__getitem__ of a worker gets an array of indices; a data set that takes one index at a time "
-    "becomes a worker with cseq.from_dataset(dataset)"
+    "__getitem__ of a worker gets an array of indices; to use a data set that accepts one index "
+    "at a time, pass cseq.from_dataset(dataset)"
 )
 INDEXER_HINT = (
-    "a worker that is a Dataset of torch's is asked for one index at a time, as cseq.from_dataset "
-    "does it; an indexer of whole batches derives from no Dataset"
+    "cseq passes one index at a time to a worker that derives from torch's Dataset; to get the "
+    "indices of a whole batch, write a class that does not derive from Dataset"
 )
 
 
@@ -82,8 +82,8 @@ def check_worker(worker: object) -> None:
     """Raise TypeError if the worker cannot be called or indexed."""
     if isinstance(worker, PLAIN_CONTAINERS):
         raise TypeError(
-            f"worker is a {type(worker).__name__}, which cannot be indexed by an array of "
-            "indices; pass numpy.asarray(worker) or cseq.from_dataset(worker), or a class whose "
+            f"worker is a {type(worker).__name__}, which cannot be indexed with an array "
+            "of indices; pass numpy.asarray(worker) or cseq.from_dataset(worker), or a class whose "
             "__getitem__ takes the array"
         )
     _refuse_table(worker, "worker is")
@@ -104,9 +104,9 @@ def _refuse_arguments(worker: Callable[[], object]) -> None:
         inspect.signature(worker).bind()
     except TypeError as error:
         raise TypeError(
-            f"worker={worker!r} cannot be called without arguments ({error}): worker is a class or "
-            "object with __getitem__(indices) -> batch; for a class that takes arguments, pass "
-            "functools.partial(…) or an object"
+            f"worker={worker!r} cannot be called without arguments ({error}); pass a class or "
+            "object with __getitem__(indices) -> batch, and supply arguments of a class with "
+            "functools.partial(…)"
         ) from None
     except ValueError:
         pass
@@ -124,7 +124,7 @@ def _refuse_table(worker: object, subject: str) -> None:
     rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
     if rows is not None and kind.__name__ in ("DataFrame", "Series"):
         raise TypeError(
-            f"{subject} a {library} {kind.__name__}, which returns no arrays of rows when it is "
+            f"{subject} a {library} {kind.__name__}, which does not return arrays of rows when "
             f"indexed; pass its .to_numpy(), or a class whose __getitem__(indices) returns arrays "
             f"made from its {rows}"
         )
@@ -221,7 +221,7 @@ def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> No
     except (Exception, SystemExit) as error:
         if copied or failure.ends_program(error):
             raise
-        log.exception("close() of an indexer raised; it was made by %r", worker)
+        log.exception("close() of the indexer from worker %r raised an exception", worker)
 
 
 class FirstBatch:

@@ -20,8 +20,8 @@ __all__ = ["Leaving", "Skipped", "indices_of", "none_text", "note_batch", "note_
 log = logging.getLogger("cseq")
 
 WHOLE = (
-    "the whole batch is left out, so this rank has one less than len() says: ranks that have more "
-    "wait for it forever, as in DDP"
+    "the whole batch is left out, so this rank gets one batch fewer than len(); with DDP, ranks "
+    "that get more batches wait for this rank forever"
 )
 
 
@@ -145,7 +145,8 @@ class Leaving:
                 self._check(sample, index)
             except Exception as error:
                 if not self._may_leave():
-                    failure.annotate(error, f"cseq: sample {index} of {type(dataset).__name__}")
+                    location = f"sample {index} of {type(dataset).__name__}"
+                    failure.annotate(error, f"cseq: while reading {location}")
                     raise
                 self.left.append((position, index, failure.line_of(error)))
                 first = first or error.with_traceback(None)

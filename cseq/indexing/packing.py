@@ -25,7 +25,10 @@ __all__ = ["PackedItems", "packed"]
 
 T = TypeVar("T")
 
-REMEDY = "An item is kept as its pickle: make what cannot be pickled from the item, when it is read"
+REMEDY = (
+    "Items are stored as pickles: leave such an object out of the item, and create it when you "
+    "read the item"
+)
 
 
 def packed(items: Iterable[T]) -> PackedItems[T]:
@@ -51,7 +54,7 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
     (4, {'text': 'aa', 'label': 2}, 'aaa')
     """
     if isinstance(items, Mapping) or not isinstance(items, Iterable):
-        raise TypeError(f"items is a {type(items).__name__}; pass a list, or another iterable")
+        raise TypeError(f"items is a {type(items).__name__}; pass a list or another iterable")
     out, ends = io.BytesIO(), array("q", [0])
     pickler = _Pickler(out)
     for number, item in enumerate(items):

@@ -204,7 +204,7 @@ cdef class DocumentEnds:
         self.unit, self.count = unit, len(values)
         self.ends = self.add_up() if ends is None else ends
         if unit < 1 or len(self.ends) != (self.count + BLOCK - 1) // BLOCK:
-            raise ValueError(f"{len(self.ends)} sums do not fit {values!r} in units of {unit}")
+            raise ValueError(f"ends has {len(self.ends)} values, which does not fit lengths={values!r} and unit={unit}")
         self.sums = int64s(self.ends)
         self.total = self.sums[(self.count - 1) // BLOCK]
 
@@ -218,14 +218,14 @@ cdef class DocumentEnds:
             low, high = int(chunk.min()), int(chunk.max())
             if low < 0 or high >= MOST_TOKENS:
                 at = start + int(chunk.argmin() if low < 0 else chunk.argmax())
-                raise ValueError(f"lengths[{at}]={self.lengths[at]} is not in [0, {MOST_TOKENS}); correct it: "
-                                 "an empty document has 0")
+                raise ValueError(f"lengths[{at}]={self.lengths[at]} is not in [0, {MOST_TOKENS}); pass the "
+                                 "number of tokens, which is 0 for an empty document")
             units = (chunk if self.unit == 1 else chunk // self.unit).astype(numpy.int64, copy=False)
             blocks = numpy.add.reduceat(units, numpy.arange(0, len(units), BLOCK))
             sums[start // BLOCK:start // BLOCK + len(blocks)] = blocks
         if sums.sum(dtype=numpy.float64) >= MOST_TOKENS:
-            raise ValueError(f"lengths has {sums.sum(dtype=numpy.float64):.4g} tokens in all, not below "
-                             f"{MOST_TOKENS}; divide the documents into several sources")
+            raise ValueError(f"lengths adds up to {sums.sum(dtype=numpy.float64):.4g} tokens, which is not "
+                             f"below {MOST_TOKENS}; divide the documents among several sources")
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
@@ -374,7 +374,7 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
     cdef const int64_t* batch_of = int64s(batches)
     if works.dtype != numpy.float64 or not len(batches) == rows == ranks * count * size:
-        raise ValueError(f"{rows} rows are not {ranks} x {count} x {size} of float64")
+        raise ValueError(f"expected {ranks} x {count} x {size} rows of float64, got {rows}")
     row_ranks, turns = numpy.empty(rows, numpy.int64), numpy.empty(rows, numpy.int64)
     loads, taken = numpy.zeros(ranks), numpy.zeros((count, ranks), numpy.int64)
     cdef int64_t* row_rank = <int64_t*>cnp.PyArray_DATA(row_ranks)
@@ -613,7 +613,7 @@ def gather(Reader reader not None, uint64_t epoch, units not None):
         while end < count and unit[end] == unit[end - 1] + 1:
             end += 1
         if unit[start] < 0 or <uint64_t>unit[end - 1] >= reader.units:
-            raise IndexError(f"units [{unit[start]}, {unit[end - 1]}] exceed {reader.units}")
+            raise IndexError(f"units [{unit[start]}, {unit[end - 1]}] are not all in [0, {reader.units})")
         reader.read(epoch, unit[start], end - start, out + start, NULL)
         start = end
     return samples, None

@@ -122,7 +122,7 @@ cdef class OrderSource(Source):
     def samples(self, uint64_t batch):
         """Return a batch's samples and unit sizes."""
         if batch >= self.cut.batches:
-            raise IndexError(f"batch {batch} is not one of {self.cut.batches}")
+            raise IndexError(f"batch {batch} is not in [0, {self.cut.batches})")
         sizes = numpy.ones(self.cut.size if batch < self.cut.full else self.cut.part, numpy.int64)
         out = numpy.empty(len(sizes) * self.reader.room, numpy.int64)
         written = self.read_samples(batch, <int64_t*>cnp.PyArray_DATA(out),

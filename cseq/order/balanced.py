@@ -98,7 +98,7 @@ class Balanced(Order):
         quarter = self.step // math.gcd(self.step, 4)
         self.together = integer("together", quarter if together is None else together, 1, self.step)
         if self.step % self.together:
-            raise ValueError(f"together={together} does not divide step={step}; pass one that does")
+            raise ValueError(f"together={together} does not divide step={step}; pass a divisor")
         self._over, self._cache = choice("over", over, (*STEPS, "epoch")), cache_of(cache)
         self._window = self.step * STEPS.get(over, max(1, order.units // self.step))
         self.samples, self.units, self.room = order.samples, order.units, order.room
@@ -119,7 +119,7 @@ class Balanced(Order):
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
         if not hasattr(self.order, "reweighed"):
-            raise TypeError(f"order={self!r} has no weights; pass a Balanced of a cseq.Mixture")
+            raise TypeError(f"order={self!r} has no weights; pass a Balanced of a Mixture")
         order = self.order.reweighed(weights, seed, epoch, consumed)
         return self._of(order, consumed, is_same=False)
 
@@ -128,9 +128,9 @@ class Balanced(Order):
             return self
         if not is_same and consumed % self._window and consumed < self.units:
             raise ValueError(
-                f"the order changes after row {consumed} of an epoch, in the middle of "
-                f"{self._window} rows that are dealt together: some would come twice; change it at "
-                "a multiple of them"
+                f"the order cannot change after row {consumed} of an epoch, inside a window of "
+                f"{self._window} rows that are balanced together, because some rows would be "
+                "repeated; change the order at the start of a window"
             )
         return type(self)(
             order, self.step, over=self._over, together=self.together, cache=self._cache
@@ -151,8 +151,8 @@ class Balanced(Order):
             batch, phase = divmod(phase, together)
             if self.step % together:
                 warn(
-                    "step=%d is no multiple of a global batch of %d rows: a batch of two steps "
-                    "is not dealt by work; pass another step, or batch_size",
+                    "step=%d is not a multiple of the global batch of %d rows, so a batch that "
+                    "spans two steps is not balanced; pass another step or batch_size",
                     self.step,
                     together,
                 )

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 MOST_SAMPLES = 2**48
 MOST_SEED = WORD = 2**64 - 1
 AGAIN = (
-    "make it with the same, or call load_state_dict(state, strict=False) to continue at the same "
-    "position of what is here"
+    "use the same arguments and data as when the state was saved, or call "
+    "load_state_dict(state, strict=False) to continue at the same position anyway"
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
@@ -95,7 +95,9 @@ class Order:
 
         The sizes have shape (count,), or are None if every unit is a single sample.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
+        raise NotImplementedError(
+            f"{type(self).__name__} does not define read(seed, epoch, start, count)"
+        )
 
     def facts(self) -> dict[str, Any]:
         """Return everything that determines the order except the seed, as JSON values.
@@ -122,8 +124,8 @@ class Order:
         """
         if self.samples != samples:
             raise ValueError(
-                f"order={self!r} covers {self.samples} samples, the data has {samples}; make an "
-                "order for this data, or pass dset_size"
+                f"order={self!r} covers {self.samples} samples, but the data has {samples}; create "
+                "an order for this data, or pass dset_size"
             )
         return self
 
@@ -141,14 +143,14 @@ class Order:
         before = str(facts.get("name"))
         if before in self.replaced:
             raise ValueError(
-                f"the state has an order with name={before!r}, but here it has name={self.name!r}: "
-                f"{self.replaced[before]}; finish the run with the version of cseq that wrote the "
-                "state, or begin a new epoch without it"
+                f"the saved order has name={before!r}, but the current order has "
+                f"name={self.name!r}: {self.replaced[before]}; finish the run with the version of "
+                "cseq that saved the state, or start a new epoch without the state"
             )
         for key in [*ours, *facts]:
             if ours.get(key) != facts.get(key):
                 raise ValueError(
-                    f"the state has an order with {key}={facts.get(key)!r}, but here it has "
+                    f"the saved order has {key}={facts.get(key)!r}, but the current order has "
                     f"{key}={ours.get(key)!r}; {AGAIN}"
                 )
         return self
@@ -167,8 +169,8 @@ class Order:
             If the order cannot compute the work of a unit.
         """
         raise TypeError(
-            f"order={self!r} does not know the work of its units; pass Packed, Concatenated, or a "
-            "Mixture or Resized of them"
+            f"order={self!r} cannot compute how much work each unit takes; pass Packed, "
+            "Concatenated, or a Mixture or Resized of these orders"
         )
 
     def token_sums(self, seed: int) -> Sums | None:
@@ -198,7 +200,8 @@ class Order:
         size = integer("batch_size", batch_size)
         if self.is_batch and size > 1:
             raise ValueError(
-                f"batch_size={batch_size}: the units of {self!r} are batches; leave it out"
+                f"batch_size={batch_size} was passed, but each unit of {self!r} is a whole batch; "
+                "leave batch_size out"
             )
         reader = self.reader(integer("seed", seed, 0, MOST_SEED))
         batches = -(-self.units // size)
@@ -241,8 +244,8 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
         indices = np.ascontiguousarray(given, dtype=np.int64)
         if lengths is None and (order.room > 1 or len(indices) != count):
             raise ValueError(
-                f"read() of {order!r} returned {len(indices)} indices for {count} units and no "
-                "sizes; pass the size of each unit"
+                f"read() of {order!r} returned {len(indices)} indices for {count} units, but no "
+                "sizes; return the size of each unit"
             )
         unit_sizes = np.ones(count, np.int64) if lengths is None else np.asarray(lengths, np.int64)
         fits = (
@@ -250,8 +253,9 @@ def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
         )
         if not fits or indices.shape != (unit_sizes.sum(),):
             raise ValueError(
-                f"read() of {order!r} returned sizes {unit_sizes} for {count} units with indices "
-                f"of shape {indices.shape}; pass one for each unit, in [1, {order.room}]"
+                f"read() of {order!r} returned sizes {unit_sizes} and indices of shape "
+                f"{indices.shape} for {count} units; return one size in [1, {order.room}] for each "
+                "unit, and as many indices as the sizes add up to"
             )
         samples.append(indices)
         sizes.append(unit_sizes)

@@ -55,12 +55,12 @@ class Blocks(Samples):
     >>> order.batches(8, seed=1)
     [[0, 15, 1, 3, 12, 14, 2, 13], [11, 7, 5, 6, 9, 8, 10, 4]]
     >>> cseq.Blocks(rows=[5, 1, 2, 4], window=2)
-    <Blocks: 12 samples in 4 blocks of 1 to 5, shuffled in windows: 2 of some 2 blocks>
+    <Blocks: 12 samples in 4 blocks of 1 to 5, shuffled in 2 windows of about 2 blocks>
     """
 
     name = "blocks-v2"
     replaced: ClassVar[dict[str, str]] = {
-        "blocks-v1": "an epoch's last window has as many blocks as the others now"
+        "blocks-v1": "the last window in an epoch now has as many blocks as the others"
     }
 
     def __init__(
@@ -71,14 +71,19 @@ class Blocks(Samples):
             self.sizes = sizes = integers("rows", rows).astype(np.int64)
             if sizes.min() < 0 or not sizes.any():
                 raise ValueError(
-                    f"rows[{sizes.argmin()}]={sizes.min()}: pass at least 0 samples a block, and "
-                    "one block that has some"
+                    f"the smallest block is rows[{sizes.argmin()}]={sizes.min()}; pass sizes of at "
+                    "least 0, with at least one above 0"
                 )
             total = int(sizes.sum())
             if samples not in (None, total):
-                raise ValueError(f"samples={samples}, but rows has {total}; leave samples out")
+                raise ValueError(
+                    f"samples={samples}, but rows adds up to {total}; leave samples out"
+                )
             if lanes != 1:
-                raise ValueError(f"lanes={lanes}: blocks of unequal sizes have one lane")
+                raise ValueError(
+                    f"lanes={lanes} needs blocks of equal size, but rows is an array of sizes; "
+                    "leave lanes out"
+                )
             self.name, self.replaced = "unequal-blocks-v1", {}  # type: ignore[misc]
             samples, rows = total, max(1, int(sizes.max()))
         super().__init__(samples)
@@ -120,8 +125,8 @@ class Blocks(Samples):
         windows = max(1, -(-blocks // self.window))
         lanes = f", {self.lanes:,} lanes" if self.lanes > 1 else ""
         return (
-            f"{self.units:,} samples in {blocks:,} blocks of {sizes}, shuffled in windows: "
-            f"{windows:,} of some {round(blocks / windows):,} blocks{lanes}"
+            f"{self.units:,} samples in {blocks:,} blocks of {sizes}, shuffled in {windows:,} "
+            f"window{'s' * (windows > 1)} of about {round(blocks / windows):,} blocks{lanes}"
         )
 
 

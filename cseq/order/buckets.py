@@ -63,7 +63,7 @@ class Buckets(Recipes):
 
     name = "buckets-v2"
     replaced: ClassVar[dict[str, str]] = {
-        "buckets-v1": "any batch can come anywhere in an epoch now, even at its end"
+        "buckets-v1": "any batch can now come anywhere in an epoch, even at the end"
     }
     is_batch = True
 
@@ -170,7 +170,7 @@ class Buckets(Recipes):
 
 def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
-        raise ValueError(f"ratio={ratio!r} is not a number of at least 1; pass one such as 1.1")
+        raise ValueError(f"ratio={ratio!r} is not a number of at least 1; pass one, such as 1.1")
     bounds = [shortest]
     while bounds[-1] < longest:
         bounds.append(min(max(bounds[-1] + 1, int(bounds[-1] * ratio)), longest))
@@ -189,7 +189,7 @@ def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.i
         bounds.append(longest)
     if bounds[-1] > budget:
         raise ValueError(
-            f"boundaries has {bounds[-1]}, to which samples of {longest} would be padded, above "
+            f"boundaries would pad samples of length {longest} to {bounds[-1]}, which exceeds "
             f"budget={budget}; pass a bound from {longest} to {budget}"
         )
     return np.array(bounds)
@@ -199,5 +199,5 @@ def _size(sizes: int | Mapping[Any, int], label: object) -> int:
     if not isinstance(sizes, Mapping):
         return integer("sizes", sizes, 1, MOST_SAMPLES)
     if label not in sizes:
-        raise ValueError(f"sizes has no {label!r}, which is a label; pass one for each label")
+        raise ValueError(f"sizes has no entry for label {label!r}; pass a size for each label")
     return integer(f"sizes[{label!r}]", sizes[label], 1, MOST_SAMPLES)

@@ -37,11 +37,14 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
     if not order.name or order.samples is None or min(order.samples, order.units, order.room) < 1:
         raise ValueError(
             f"{shown} has name={order.name!r}, samples={order.samples!r}, units={order.units!r}, "
-            f"room={order.room!r}; pass a name, and numbers of at least 1"
+            f"room={order.room!r}; set a name, and set the others to at least 1"
         )
     facts = order.facts()
     if json.loads(json.dumps(facts)) != facts:
-        raise ValueError(f"facts() of {shown} is {facts!r}, which does not come back from JSON")
+        raise ValueError(
+            f"facts() of {shown} returned {facts!r}, which JSON does not preserve; return strings, "
+            "numbers, lists and dicts with string keys"
+        )
     before = random.getstate(), str(np.random.get_state())  # noqa: NPY002 - the global one
     reader, units = order.reader(seed), order.units
     for first in {0, max(0, units - most)}:
@@ -49,8 +52,8 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
         samples, sizes = reader.samples(epoch, first, count)
         if not 0 <= samples.min() <= samples.max() < order.samples:
             raise ValueError(
-                f"{shown} has samples from {samples.min()} to {samples.max()}, not in "
-                f"[0, {order.samples})"
+                f"{shown} returned samples from {samples.min()} to {samples.max()}; return only "
+                f"samples in [0, {order.samples})"
             )
         ends = np.concatenate([[0], sizes.cumsum()])
         reader.samples(0, first, count)
@@ -64,8 +67,11 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
             if not (np.array_equal(piece, whole) and np.array_equal(lengths, sizes[start:stop])):
                 raise ValueError(
                     f"units [{first + start}, {first + stop}) of {shown} are {piece.tolist()} "
-                    f"when they are read alone, and {whole.tolist()} among others: what read() "
-                    "returns must follow from its arguments"
+                    f"when read alone, but {whole.tolist()} when read with other units; the result "
+                    "of read() may depend only on its arguments"
                 )
     if (random.getstate(), str(np.random.get_state())) != before:  # noqa: NPY002
-        raise ValueError(f"{shown} draws from a global generator, which the training loop shares")
+        raise ValueError(
+            f"{shown} draws from a global random generator, which the training loop uses as well; "
+            "create a separate generator from the seed"
+        )

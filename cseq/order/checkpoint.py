@@ -44,15 +44,15 @@ def make(
 
 def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     """Check the version and keys of a state, and return the facts of its order."""
-    version, remedy = state.get("version"), "pass what state_dict() returned"
+    version, remedy = state.get("version"), "pass the dict that state_dict() returned"
     if version not in (1, 2, VERSION):
         raise ValueError(
-            f"the state has version={version!r}, this cseq reads 1 to {VERSION}; load it with the "
-            "version of cseq that it was made with"
+            f"the state has version={version!r}, but this version of cseq reads only 1 to "
+            f"{VERSION}; load the state with the version of cseq that saved it"
         )
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
-        raise ValueError(f"the state lacks {sorted(missing)}; {remedy}")
+        raise ValueError(f"the state lacks the keys {sorted(missing)}; {remedy}")
     # Version 1 had only shuffled and sequential orders. Version 2 stored the order as a dict,
     # without a fingerprint of the indices.
     if version == 1:
@@ -62,9 +62,9 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     try:
         facts = facts if version == 2 else json.loads(facts)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the state has order={facts!r}; {remedy}") from error
+        raise ValueError(f"the state has an invalid order={facts!r}; {remedy}") from error
     if not isinstance(facts, dict):
-        raise TypeError(f"the state has order={facts!r}; {remedy}")
+        raise TypeError(f"the state has an invalid order={facts!r}; {remedy}")
     return facts
 
 
@@ -77,7 +77,7 @@ def load(
     not set, or if its order, indices or data differ and `strict` is set.
     """
     if not isinstance(state, dict):
-        raise TypeError(f"state={state!r}: pass the dict that state_dict() returned")
+        raise TypeError(f"state={state!r} is not a dict; pass the dict that state_dict() returned")
     facts = _facts_in(state)
     seed = integer("seed", state["seed"], 0, MOST_SEED)
     epoch = integer("epoch", state["epoch"], 0, MOST_SEED)
@@ -89,26 +89,29 @@ def load(
         fingerprint = state.get("indices", sampler.fingerprint)
         if fingerprint != sampler.fingerprint:
             raise ValueError(
-                f"the state is of a list of indices with the fingerprint {fingerprint}, and here "
-                f"it is {sampler.fingerprint} (None without a list); {AGAIN}"
+                f"the sample indices have fingerprint {fingerprint} in the state, but "
+                f"{sampler.fingerprint} now (None means that no indices were passed); {AGAIN}"
             )
         before = json.loads(state.get("data") or "{}")
         for name in before.keys() & fingerprints.keys():
             if before[name] != fingerprints[name]:
                 raise ValueError(
-                    f"the state is of a source {name!r} with the fingerprint {before[name]}, and "
-                    f"here it has {fingerprints[name]}: its content is another; {AGAIN}"
+                    f"the content of source {name!r} has changed: its fingerprint is "
+                    f"{before[name]} in the state, but {fingerprints[name]} now; {AGAIN}"
                 )
     except ValueError:
         if strict:
             raise
     if seed != sampler.seed and not any_seed:
         raise ValueError(
-            f"the state has seed={seed}, but here it is seed={sampler.seed}; make it with the same "
-            "(generator= of a DataLoader), or do not load this state"
+            f"the state was saved with seed={seed}, but the current seed is {sampler.seed}; pass "
+            "the same seed (or generator= to a DataLoader), or do not load this state"
         )
     if consumed > order.units:
-        raise ValueError(f"the state has consumed={consumed} of {order.units} units of an epoch")
+        raise ValueError(
+            f"the state has consumed={consumed}, but an epoch has only {order.units} units; use "
+            "the same data as when the state was saved, or do not load this state"
+        )
     if order is not sampler.order or seed != sampler.seed:
         sampler = sampler.changed(order=order, seed=seed)
     return sampler, epoch, consumed
@@ -121,5 +124,5 @@ def tokens_of(state: dict[str, Any]) -> Counter[str]:
         return Counter({name: integer(name, n, 0) for name, n in json.loads(given).items()})
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"the state has tokens={given!r}; pass what state_dict() returned"
+            f"the state has invalid tokens={given!r}; pass the dict that state_dict() returned"
         ) from error

@@ -109,8 +109,8 @@ class Lengths:
                 if not drop:
                     raise ValueError(
                         f"lengths[{start + int(chunk.argmax())}]={high} exceeds budget={budget}; "
-                        "cut this sample, pass a larger budget, or leave such samples out with "
-                        "too_long='drop'"
+                        "truncate this sample, pass a larger budget, or pass too_long='drop' to "
+                        "leave such samples out"
                     )
                 kept = chunk[chunk <= budget]
                 self.dropped += len(chunk) - len(kept)
@@ -120,7 +120,7 @@ class Lengths:
             self.total += float(kept.sum(dtype=np.float64))
         if self.dropped == self.samples:
             raise ValueError(
-                f"all {self.samples} lengths exceed budget={budget}; pass a larger one"
+                f"all {self.samples} lengths exceed budget={budget}; pass a larger budget"
             )
         self.fingerprint = fingerprint(self.values)
 
@@ -130,12 +130,13 @@ class Lengths:
             return ""
         samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
         said = (
-            f"{self.dropped:,} of {self.samples:,} samples, with {100 * tokens:.4g} % of all "
-            "tokens, are left out as too long"
+            f"{self.dropped:,} of {self.samples:,} samples ({100 * tokens:.4g} % of all tokens) "
+            "are left out because they are too long"
         )
         if max(samples, tokens) > LITTLE:
             warnings.warn(
-                f"too_long='drop', budget={self.budget}: {said}; cut them, or pass a larger budget",
+                f"with too_long='drop' and budget={self.budget}, {said}; truncate them, or pass a "
+                "larger budget",
                 stacklevel=3,
             )
         return said

@@ -54,8 +54,8 @@ class Concatenated(CachedOrder):
     --------
     >>> order = cseq.Concatenated([5, 20, 0, 3], 12)
     >>> order
-    <Concatenated: 2 rows of 12 tokens, at most 3 pieces a row; an epoch leaves 4 tokens out,
-    others each time>
+    <Concatenated: 2 rows of 12 tokens, at most 3 pieces a row; an epoch leaves out 4 tokens,
+    different ones each time>
     >>> order.batches(seed=1)
     [[17, 25, 0], [5]]
     """
@@ -81,7 +81,7 @@ class Concatenated(CachedOrder):
             )
         self.room, self.tokens = int(arrays["room"][0]), float(self.row)
         if rest := self.samples % self.row:
-            self.left_out = f"an epoch leaves {rest:,} tokens out, others each time"
+            self.left_out = f"an epoch leaves out {rest:,} tokens, different ones each time"
 
     def _make(self, lengths: NDArray[Any], new: New) -> None:
         ends = DocumentEnds(lengths)

@@ -69,17 +69,17 @@ class Groups(Order):
         self.chosen = integer("classes", classes)
         if self.chosen > self.classes.count:
             raise ValueError(
-                f"classes={self.chosen} exceeds the {self.classes.count} classes that labels has; "
-                "pass at most as many"
+                f"classes={self.chosen} is more than the {self.classes.count} classes in labels; "
+                "pass a smaller number"
             )
         self.per_class = integer("samples", samples, 1, MOST_ROOM // self.chosen)
         smallest = int(self.classes.sizes.argmin())
         repeat_small = flag("repeat_small", repeat_small)
         if self.classes.sizes[smallest] < self.per_class and not repeat_small:
             raise ValueError(
-                f"labels has {self.classes.sizes[smallest]} samples of class "
-                f"{checked.values[smallest].item()!r}, fewer than samples={self.per_class}; pass "
-                "fewer, leave the class out, or repeat its samples with repeat_small=True"
+                f"labels has only {self.classes.sizes[smallest]} samples of class "
+                f"{checked.values[smallest].item()!r}, fewer than samples={self.per_class}; pass a "
+                "smaller number, leave the class out, or pass repeat_small=True to repeat samples"
             )
         self.samples = len(self.classes.table)
         self.room = self.chosen * self.per_class

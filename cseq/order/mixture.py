@@ -88,7 +88,7 @@ class Mixture(Composed):
     _reweighed: list[float] | None = None
     _meant: dict[str, Any] = {}  # noqa: RUF012 - never changed
     replaced: ClassVar[dict[str, str]] = {
-        "mixture-v1": "a small share is no longer one unit of each block, but what its weight says"
+        "mixture-v1": "a small weight no longer gives a source at least one unit of every block"
     }
 
     def __init__(
@@ -111,7 +111,7 @@ class Mixture(Composed):
         self._plan = _Plan(list(self.sources), self._given, length, 0, {})
         members = list(self.sources.values())
         lost = [
-            f"of {name}, {part.left_out}" for name, part in self.sources.items() if part.left_out
+            f"in {name}, {part.left_out}" for name, part in self.sources.items() if part.left_out
         ]
         self.left_out = _listed(lost)
         self.samples = sum(order.samples or 0 for order in members)
@@ -125,8 +125,8 @@ class Mixture(Composed):
         )
         if rare := self._rare():
             warnings.warn(
-                f"the sources {_listed(rare)} have less than one unit in an epoch of {self.units}; "
-                "give them more weight or 0, or a larger epoch_size",
+                f"the sources {_listed(rare)} get less than one unit in an epoch of {self.units}; "
+                "pass larger weights for them, a weight of 0, or a larger epoch_size",
                 stacklevel=2,
             )
 
@@ -137,13 +137,17 @@ class Mixture(Composed):
         for name, order in self.sources.items():
             if order.tokens is None:
                 raise TypeError(
-                    f"weights_of='tokens': sources[{name!r}]={order!r} does not know the tokens of "
-                    "its units; pass Packed, Concatenated, or a Resized or Balanced of them"
+                    f"weights_of='tokens' needs the mean number of tokens in a unit, but "
+                    f"sources[{name!r}]={order!r} does not provide it; pass Packed, Concatenated, "
+                    "or a Resized or Balanced of these orders"
                 )
         means = [order.tokens or 1.0 for order in self.sources.values()]
         rates = [weight * (max(means) / mean) for weight, mean in zip(weights, means, strict=True)]
         if not all(map(math.isfinite, rates)):
-            raise ValueError(f"weights={weights} are too large to be shares of tokens")
+            raise ValueError(
+                f"weights={weights} are too large to convert from tokens to units; pass smaller "
+                "weights"
+            )
         return rates
 
     def _end(self, stop: str) -> int:
@@ -160,16 +164,16 @@ class Mixture(Composed):
         if not is_over(most):
             name = [*self.sources][int((shares.before(most) < units).argmax())]
             raise ValueError(
-                f"stop={stop!r} makes an epoch of more than {MOST_SAMPLES} units, because of "
-                f"source {name!r}; pass epoch_size, or other weights"
+                f"with stop={stop!r}, source {name!r} makes an epoch longer than {MOST_SAMPLES} "
+                "units; pass epoch_size or other weights"
             )
         blocks = bisect.bisect_left(range(most), 1, key=is_over) - (stop == "first")
         if not blocks:
             s = int((shares.before(1) > units).argmax())
             raise ValueError(
-                f"source {[*self.sources][s]!r} has {units[s]} units, and {shares.before(1)[s]} in "
-                f"the first block of {shares.block}: no block ends before its pass; pass a smaller "
-                "block, stop='all', or epoch_size"
+                f"source {[*self.sources][s]!r} has {units[s]} units, but the first block of "
+                f"{shares.block} needs {shares.before(1)[s]}, so no epoch can end before a second "
+                "pass; pass a smaller block, stop='all' or epoch_size"
             )
         return blocks * shares.block
 
@@ -214,8 +218,8 @@ class Mixture(Composed):
         before, source_facts = _before(facts)
         if consumed > self.units:
             raise ValueError(
-                f"the state is at unit {consumed} of an epoch, and epochs of this mixture have "
-                f"{self.units} units; pass epoch_size={facts['units']}"
+                f"the state is at unit {consumed} of an epoch, but an epoch of this mixture has "
+                f"only {self.units} units; pass epoch_size={facts['units']}"
             )
         taken = before.taken_before(seed, epoch * facts["units"] + consumed)
         order = copy.copy(self)
@@ -255,7 +259,7 @@ class Mixture(Composed):
         _, source_facts = _before(facts)
         names = {name: str(values.get("name")) for name, values in source_facts.items()}
         return [
-            f"its source {name!r} has name={names[name]!r}: {order.replaced[names[name]]}"
+            f"the saved source {name!r} has name={names[name]!r}: {order.replaced[names[name]]}"
             for name, order in self.sources.items()
             if names.get(name) in order.replaced
         ]
@@ -270,7 +274,7 @@ class Mixture(Composed):
         try:
             return resumed(facts, seed_of(seed, name), *divmod(taken, order.units))
         except ValueError as error:
-            raise ValueError(f"source {name!r}: {error}; or give it another name") from None
+            raise ValueError(f"source {name!r}: {error}; or give the source another name") from None
 
     def seeded(self, seed: int) -> list[tuple[Order, int]]:
         return [(order, seed_of(seed, name)) for name, order in self.sources.items()]
@@ -393,7 +397,7 @@ def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
         return _Plan(names, _phases(weights, names), block, since, taken), source_facts
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ValueError(
-            f"the state of a Mixture is damaged: {error}; pass what state_dict() returned"
+            f"the state of a Mixture is damaged: {error}; pass the dict that state_dict() returned"
         ) from error
 
 
@@ -461,17 +465,18 @@ def _phases(
     phases = [(0, weights)] if isinstance(weights, Mapping) else weights
     if not isinstance(phases, (list, tuple)) or not phases:
         raise TypeError(
-            f"weights={phases!r}: pass a dict of names and numbers, or a list of (unit, dict)"
+            f"weights={phases!r} is neither a dict nor a list of phases; pass a dict of names and "
+            "numbers, or a list of (unit, dict)"
         )
     checked: list[tuple[int, list[float]]] = []
     for phase in phases:
         if not isinstance(phase, (list, tuple)) or len(phase) != 2 or not hasattr(phase[1], "keys"):
-            raise TypeError(f"weights has {phase!r}; pass (unit, dict of names and numbers)")
-        unit = integer("the unit in weights", phase[0], 0, 2**63)
+            raise TypeError(f"weights contains {phase!r}; pass (unit, dict of names and numbers)")
+        unit = integer(f"weights[{len(checked)}][0]", phase[0], 0, 2**63)
         if unit <= checked[-1][0] if checked else unit:
             raise ValueError(
-                f"weights has the unit {unit} at place {len(checked)}; pass 0 first, and then "
-                "larger ones"
+                f"weights[{len(checked)}][0]={unit} is out of order; pass units in ascending "
+                "order, starting with 0"
             )
         checked.append((unit, _weights(phase[1], names)))
     return checked
@@ -482,14 +487,19 @@ def _weights(weights: Weights, names: list[str]) -> list[float]:
     sources = set(names)
     for name in [*weights, *names]:
         if name not in sources:
-            raise ValueError(f"weights has {name!r}, which is not a source; there are {names}")
+            raise ValueError(f"weights has {name!r}, which is not a source; the names are {names}")
         if name not in weights:
-            raise ValueError(f"weights has no {name!r}; pass its share, or 0 to leave it out")
+            raise ValueError(
+                f"weights has no entry for source {name!r}; pass its share, or 0 to leave it out"
+            )
         weight = weights[name]
         if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, Real):
             raise TypeError(f"weights[{name!r}]={weight!r} is not a number; pass one of at least 0")
         if not 0 <= weight < math.inf:
-            raise ValueError(f"weights[{name!r}]={weight!r}; pass a finite number of at least 0")
+            raise ValueError(
+                f"weights[{name!r}]={weight!r} is negative or not finite; pass a finite number of "
+                "at least 0"
+            )
     plain = [
         int(weight) if isinstance(weight, (int, np.integer)) else float(weight)
         for weight in map(weights.__getitem__, names)

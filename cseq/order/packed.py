@@ -95,11 +95,11 @@ class Packed(Recipes, CachedOrder):
         rooms, most = budget // quantum, MOST_COUNTED if too_long == "split" else MOST_ROOMS
         if rooms > most:
             raise ValueError(
-                f"budget={budget} is {rooms} times quantum={quantum}; pass a quantum of at least "
-                f"{-(-budget // most)}"
+                f"budget={budget} is too large for quantum={quantum}: a row would have {rooms} "
+                f"quanta; pass a quantum of at least {-(-budget // most)}"
             )
         if cache is not None and too_long != "split":
-            raise ValueError(f"cache={cache!r} is for too_long='split'; leave it out")
+            raise ValueError(f"cache={cache!r} is only for too_long='split'; leave cache out")
         self._bound, total = "", 0.0
         if too_long == "split":
             self.name = "packed-split-v1"
@@ -113,7 +113,7 @@ class Packed(Recipes, CachedOrder):
             least = fewest_rows(pieces.lengths, pieces.sizes, rooms)
             if least > SHOWN * total / budget + 1:
                 share = 100 * total / (least * budget)
-                self._bound = f" ({share:.4g} % at most, as pieces are whole)"
+                self._bound = f" ({share:.4g} % at most, because pieces stay whole)"
         else:
             checked = Lengths(lengths, budget, too_long)
             lengths_of = np.unique(np.minimum(-(-checked.distinct() // quantum), rooms))

@@ -63,7 +63,7 @@ class Pieces(Classes):
         """Count the pieces in each class, pack them, and sort the documents."""
         self.ends, self.whole = DocumentEnds(lengths), DocumentEnds(lengths, self.budget)
         if not self.ends.total:
-            raise ValueError("all lengths are 0: no document has a token; leave this source out")
+            raise ValueError("all lengths are 0, so the documents are empty; leave this source out")
         counts = np.zeros(self.rooms + 1, np.int64)
         for _, quanta in self._quanta():
             counts += np.bincount(quanta, minlength=len(counts))

@@ -133,7 +133,7 @@ class Sampler:
         self.batch_size = integer("batch_size", self.batch_size)
         if hasattr(self.seed, "initial_seed"):
             raise TypeError(
-                f"seed={self.seed!r} is a generator; pass an integer: its initial_seed()"
+                f"seed={self.seed!r} is a generator; pass an integer, such as its initial_seed()"
             )
         self.seed = integer("seed", self.seed, 0, MOST_SEED)
         self.world_size = integer("world_size", self.world_size)
@@ -144,8 +144,8 @@ class Sampler:
         self.length = self.cut_at(0).batches
         if not self.length and self.drop_last and self.order.units:
             warn(
-                "an epoch has no batch: drop_last=True leaves out all %d %s, since a batch of all "
-                "ranks has %d; pass a smaller batch_size, or drop_last=False",
+                "an epoch has no batches: drop_last=True leaves out all %d %s, because a global "
+                "batch has %d; pass a smaller batch_size, or drop_last=False",
                 self.order.units,
                 kind(self.order),
                 self._stride,
@@ -253,18 +253,18 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
     if isinstance(dset_size, Iterator):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}, which has no length; pass the number of "
-            "samples, or numpy.fromiter(..., int) of it if it yields their indices"
+            "samples, or numpy.fromiter(dset_size, int) if it yields their indices"
         )
     if isinstance(dset_size, (bool, np.bool_, str, bytes)) or not hasattr(dset_size, "__len__"):
         return integer("dset_size", dset_size, 1, MOST_SAMPLES), None
     if not _holds_numbers(dset_size):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}; pass its length, or a one-dimensional "
-            "array of the samples' indices"
+            "array of sample indices"
         )
     indices = integers("dset_size", dset_size, most=MOST_SAMPLES)
     if indices.dtype == np.uint64 and indices.max() >= 2**63:
-        raise ValueError(f"dset_size has an index of {indices.max()}; pass indices below 2**63")
+        raise ValueError(f"dset_size contains the index {indices.max()}; pass indices below 2**63")
     indices.flags.writeable = False
     return len(indices), indices
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cseq")
 
-FORMS = "(rank, world_size), a process group, a DeviceMesh of one dimension, 'auto' or None"
+FORMS = "(rank, world_size), a process group, a one-dimensional DeviceMesh, 'auto' or None"
 # Words in the names of mesh dimensions that divide the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
 # Words for two dimensions that divide the batches together.
@@ -77,14 +77,14 @@ class Shard(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size} ({self.source or 'nothing said otherwise'})"
+        return f"rank {self.rank} of {self.world_size} ({self.source or 'the default'})"
 
     def check_drawn(self, order: Order) -> None:
         """Raise ValueError if the order needs a seed, because each rank drew its own."""
         if self.world_size > 1 and order.is_seeded:
             raise ValueError(
-                f"{self} needs a seed: ranks that draw their own would go through different "
-                "orders; give all of them the same one"
+                f"{self} needs a seed, because ranks that draw their own seeds would use different "
+                "orders; pass the same seed on all ranks"
             )
 
 
@@ -104,8 +104,8 @@ def check_shard(shard: object) -> Shard | None:
     if callable(getattr(shard, "get_coordinate", None)):
         if group.ndim != 1:
             raise ValueError(
-                f"shard={shard!r} has {group.ndim} dimensions; pass what divides the batches, as "
-                f"one: {_remedy(group.mesh_dim_names or ())}"
+                f"shard={shard!r} has {group.ndim} dimensions; pass the dimension that divides the "
+                f"batches, {_remedy(group.mesh_dim_names or ())}"
             )
         rank, ranks = (group.get_coordinate() or [-1])[0], int(group.size())
     elif callable(getattr(shard, "rank", None)) and callable(getattr(shard, "size", None)):
@@ -118,13 +118,13 @@ def check_shard(shard: object) -> Shard | None:
         rank, ranks = integer("shard[0]", shard[0], least=0), integer("shard[1]", shard[1])
         if rank >= ranks:
             raise ValueError(
-                f"shard={shard!r}: rank {rank} is not below {ranks}, the number of ranks; ranks "
-                f"count from 0, so pass a rank of at most {ranks - 1}"
+                f"shard={shard!r} has rank {rank}, but the {ranks} ranks are numbered from 0; pass "
+                f"a rank of at most {ranks - 1}"
             )
     if rank < 0:
         raise ValueError(
-            f"shard={shard!r} is a group or mesh that this process is not in: it has no part of "
-            "its batches; make the loader on the ranks of the group only, or pass another one"
+            f"shard={shard!r} is a group or mesh that does not include this process; create the "
+            "loader only on ranks in the group, or pass a group that includes this process"
         )
     return Shard(rank, ranks, "the argument shard")
 
@@ -136,7 +136,7 @@ def _remedy(names: Iterable[str]) -> str:
     if "dp" in data and all(name.startswith("dp") for name in data):
         data = ["dp"]
     if not data:
-        return 'shard=mesh["dp"], where mesh_dim_names= names a dimension "dp"'
+        return 'shard=mesh["dp"], with "dp" in mesh_dim_names'
     listed = ", ".join(f'"{name}"' for name in data)
     return f"shard=mesh[{listed}]" + ("._flatten()" if len(data) > 1 else "")
 
@@ -146,9 +146,10 @@ def resolve() -> Shard:
     if shared := model_parallel():
         listed = ", ".join(f"{name}={size}" for name, size in shared)
         raise ValueError(
-            f"shard='auto' finds a mesh of ranks with {listed}: ranks that share a model need the "
-            f"same batches; pass what divides them, {_remedy(name for name, _ in shared)}, or "
-            "shard=torch.distributed.group.WORLD if each rank needs batches of its own"
+            f"shard='auto' found a device mesh with {listed}, but ranks that share a model need "
+            "the same batches; pass the dimension that divides the batches, "
+            f"{_remedy(name for name, _ in shared)}, or pass "
+            "shard=torch.distributed.group.WORLD if each rank needs its own batches"
         )
     return find_shard()
 
@@ -202,9 +203,8 @@ def agree(earlier: Shard | None) -> Shard:
         return now
     if now.source and now[:2] != earlier[:2]:
         raise ValueError(
-            f"shard='auto' was resolved to {earlier}, and is now {now}: make the process group "
-            "before the manager is started and before its len() is asked, or pass "
-            "shard=(rank, world_size)"
+            f"shard='auto' was {earlier} before and is {now} now; create the process group before "
+            "you start the manager or call len() on it, or pass shard=(rank, world_size)"
         )
     return earlier
 
@@ -213,8 +213,8 @@ def agree(earlier: Shard | None) -> Shard:
 def warn_alone() -> None:
     """Log once per process that there is only one rank."""
     log.warning(
-        "shard='auto' finds neither a process group nor a launcher's variables: this process gets "
-        "all samples"
+        "shard='auto' found neither a process group nor a launcher's environment variables, so "
+        "this process gets all samples"
     )
 
 
@@ -274,13 +274,14 @@ def _launched() -> Shard | None:
             return Shard(integer("rank", int(rank), 0, ranks - 1), ranks, ", ".join(names))
         except ValueError as error:
             raise ValueError(
-                f"shard='auto' finds {names[0]}={rank!r} and {names[1]}={size!r} in the "
-                "environment; set them as torchrun does, or pass shard=(rank, world_size)"
+                f"shard='auto' found {names[0]}={rank!r} and {names[1]}={size!r} in the "
+                "environment, which are not a valid rank and number of ranks; set them as torchrun "
+                "does, or pass shard=(rank, world_size)"
             ) from error
     if said.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
-            f"shard='auto' finds WORLD_SIZE={said['WORLD_SIZE']!r} in the environment, but no "
-            "rank; set RANK as torchrun does, make the process group first, or pass "
+            f"shard='auto' found WORLD_SIZE={said['WORLD_SIZE']!r} in the environment, but no "
+            "rank; set RANK as torchrun does, create the process group first, or pass "
             "shard=(rank, world_size)"
         )
     return None

@@ -26,7 +26,7 @@ class Samples(Order):
         if samples is not None:
             self.samples = self.units = integer("samples", samples, 0, MOST_SAMPLES)
             if not self.units:
-                raise ValueError("samples=0: pass at least one, or leave an empty source out")
+                raise ValueError("samples=0 is below 1; pass at least 1, or omit an empty source")
 
     def over(self, samples: int) -> Self:
         if self.samples is not None:

@@ -77,22 +77,29 @@ class Composed(Order):
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
     """Return `sources` as a dict. All must have the same type of units."""
     if not hasattr(sources, "keys") or not sources:
-        raise TypeError(f"sources={sources!r}: pass a dict of names and orders, one at least")
+        raise TypeError(
+            f"sources={sources!r} is not a dict with at least one order; pass a dict of names and "
+            "orders"
+        )
     orders = dict(sources)
     if len(orders) > MOST_SOURCES:
-        raise ValueError(f"sources has {len(orders)} orders; pass {MOST_SOURCES} at most")
+        raise ValueError(f"sources has {len(orders)} orders; pass at most {MOST_SOURCES}")
     first = next(iter(orders.values()))
     for name, order in orders.items():
         if not isinstance(name, str):
-            raise TypeError(f"sources has the name {name!r}; pass strings: states have them")
+            raise TypeError(f"the source name {name!r} is not a string; pass strings as names")
         if not isinstance(order, Order):
             raise TypeError(f"sources[{name!r}]={order!r} is not a cseq.Order; pass one")
         if order.samples is None:
-            raise ValueError(f"sources[{name!r}]={order!r}: give it the number of its samples")
+            raise ValueError(
+                f"sources[{name!r}]={order!r} has no number of samples; create it with one, as in "
+                "cseq.Shuffled(1000)"
+            )
         if kind(order) != kind(first):
             raise ValueError(
-                f"the units of sources[{name!r}] are {kind(order)}, but sources"
-                f"[{next(iter(orders))!r}] has {kind(first)}; pass orders with units of one kind"
+                f"the units of sources[{name!r}] are {kind(order)}, but the units of "
+                f"sources[{next(iter(orders))!r}] are {kind(first)}; pass orders with units of the "
+                "same type"
             )
     return orders
 

@@ -64,14 +64,16 @@ def tables(
                 raise
             arrays = _load(path, name)
             if arrays is None:
-                raise OSError(f"cache: {path} was written, and is damaged; pass another folder")
+                raise OSError(
+                    f"{path} is damaged although it was just written; pass another folder as cache"
+                )
     return arrays
 
 
 def cache_of(cache: str | os.PathLike[str] | None) -> str | None:
     """Return the `cache` argument of an order as an absolute path or None."""
     if cache is not None and not isinstance(cache, (str, os.PathLike)):
-        raise TypeError(f"cache={cache!r} is not a path; pass a folder of this machine, or None")
+        raise TypeError(f"cache={cache!r} is not a path; pass a local folder, or None")
     return None if cache is None else os.path.abspath(cache)
 
 
@@ -141,8 +143,8 @@ def again(
     order = kind(mapped(*lengths), **options)
     if order.facts() != facts:
         raise ValueError(
-            f"{lengths.path} has other lengths of documents than when the order was pickled; leave "
-            "the file as it is while a run uses it"
+            f"the document lengths in {lengths.path} have changed since the order was pickled; do "
+            "not change the file while a run uses it"
         )
     return order
 
@@ -162,7 +164,7 @@ def _claimed(path: str) -> Iterator[int | None]:
     try:
         fd = locked(path)
     except OSError as error:
-        said = f"{error.strerror}: cache= needs locks (flock); pass a folder of a local disk"
+        said = f"{error.strerror}: cache= needs file locks (flock); pass a folder on a local disk"
         raise OSError(error.errno, said, path) from None
     try:
         yield fd
@@ -195,7 +197,7 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
     os.lseek(fd, end, os.SEEK_SET)
     tail = text + np.array([len(text), sums], "<u8").tobytes() + MAGIC
     if os.write(fd, tail) < len(tail):
-        raise OSError(f"the disk of {name} is full")
+        raise OSError(f"{name} could not be written because the disk is full")
 
 
 def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:

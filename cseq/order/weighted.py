@@ -65,7 +65,7 @@ class Weighted(Order):
 
     name = "weighted-v2"
     replaced: ClassVar[dict[str, str]] = {
-        "weighted-v1": "it took samples at equal distances in the data, now they are a fair draw"
+        "weighted-v1": "samples came at equal distances in the data, and are now drawn at random"
     }
 
     def __init__(
@@ -198,12 +198,11 @@ def integers_of(
         bad = np.flatnonzero(~((piece >= 0) & (piece < math.inf)))
         if len(bad):
             raise ValueError(
-                f"weights has {piece[bad[0]]} for sample {start + bad[0]}; pass finite numbers of "
-                "at least 0"
+                f"weights[{start + bad[0]}] is {piece[bad[0]]}; pass finite numbers of at least 0"
             )
         most = max(most, float(piece.max()))
     if not most:
-        raise ValueError(f"all of the {len(weights)} weights are 0; pass at least one above 0")
+        raise ValueError(f"all {len(weights)} weights are 0; pass at least one above 0")
     # Scale the largest weight to [0.5, 1). The total has an error of up to about 10**-6.
     scale = -math.frexp(most)[1]
     total = sum(float(np.ldexp(piece, scale).sum()) for _, piece in pieces)

@@ -118,7 +118,7 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
     made = numpy.empty((3, most), numpy.int64)
     cdef int64_t* out = <int64_t*>cnp.PyArray_DATA(made)
     if sizes.sum() != len(left):
-        raise ValueError(f"{len(left)} pieces are given for rows of {sizes}")
+        raise ValueError(f"left has {len(left)} pieces, but sizes={sizes} adds up to a different number")
     for r in range(rows):
         used = 0
         last += pieces[r]
@@ -127,8 +127,8 @@ def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint
         while k < last:
             if used == row or there[k] < 1:
                 raise ValueError(
-                    f"the order has pieces behind the end of a row of {row} tokens, so these Rows did not make "
-                    "it; leave order= out"
+                    f"the order has pieces beyond the end of a row of {row} tokens, so it is not the order of "
+                    "these Rows; leave order= out"
                 )
             out[n] = min(there[k], row - used)
             out[most + n], out[2 * most + n] = there[k] > row - used, number
@@ -146,7 +146,7 @@ cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
     if array is None:
         return NULL
     if array.descr.itemsize != kind or array.size != size or not cnp.PyArray_ISCARRAY(array):
-        raise ValueError(f"{array.dtype} array of shape {(<object>array).shape} cannot be filled")
+        raise ValueError(f"an array of type {array.dtype} and shape {(<object>array).shape} cannot be filled")
     return cnp.PyArray_DATA(array)
 
 
@@ -163,14 +163,14 @@ cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners,
         if numbers[k] < 0:
             continue
         if n == there:
-            raise ValueError(f"{there} pieces are not all of the batch")
+            raise ValueError(f"owners has {there} pieces, but the batch has more")
         array, mask, at = arrays[owner[n]], masks[owner[n]], start[n]
         stop = at + counts[k] + is_cut[k]
         pieces[n].kind = array.descr.itemsize * (-1 if array.descr.kind == b"u" else 1)
         if (array.descr.kind not in b"iu" or not -most < pieces[n].kind <= most
                 or not 0 <= at <= stop <= array.size or not (mask is None or stop <= mask.size)):
             raise ValueError(
-                f"tokens [{at}, {stop}) of {most} bytes cannot come from an array of shape "
+                f"tokens [{at}, {stop}) of at most {most} bytes cannot be read from an array of shape "
                 f"{(<object>array).shape} and type {array.dtype}"
             )
         pieces[n].mask = NULL
@@ -204,7 +204,7 @@ def fill(list arrays not None, list masks not None, cnp.ndarray owners not None,
     cdef const int64_t* is_cut = int64s(more)
     cdef const int64_t* given = int64s(numbers)
     if counts.sum() != size or len(owners) != len(starts) or kind not in (4, 8):
-        raise ValueError(f"pieces of {counts} tokens do not fill {size} of {ids.dtype}")
+        raise ValueError(f"pieces of {counts} tokens do not fill an array of {size} {ids.dtype} values")
     cdef void* first = data_of(ids, kind, size)
     cdef void* second = data_of(labels, kind, size)
     cdef void* third = data_of(positions, kind, size)

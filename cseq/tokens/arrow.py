@@ -57,20 +57,21 @@ class Arrow(Corpus):
         if isinstance(paths, (list, tuple)):
             data = [os.path.abspath(os.fspath(path)) for path in paths]
             if not data:
-                raise ValueError("data=[]: pass at least one Parquet file")
+                raise ValueError("data=[] is empty; pass at least one Parquet file")
             name = name or os.path.basename(data[0]).partition(".")[0]
         name = name or column
         self.given = {"data": data, "column": column, "mask": mask, "name": name}
         if isinstance(data, list):
             table = read_all(data, [column] if mask is None else [column, mask])
         elif getattr(data, "_indices", None) is not None:
-            remedy = "pass what its flatten_indices() returns"
-            raise damaged(name, None, "the data set is a selection, or shuffled", remedy)
+            remedy = "pass the result of its flatten_indices() method"
+            raise damaged(name, None, "the data set is a selection or has been shuffled", remedy)
         else:
             table = getattr(getattr(data, "data", None), "table", data)
         if not isinstance(table, pa.Table):
             raise TypeError(
-                f"data={data!r}: pass a pyarrow.Table, a datasets.Dataset or Parquet files"
+                f"data={data!r} is not a table; pass a pyarrow.Table, a datasets.Dataset or "
+                "Parquet files"
             )
         lengths, parts = lists(table, column, name)
         masks = None
@@ -78,10 +79,10 @@ class Arrow(Corpus):
             others, masks = lists(table, mask, name)
             if not (self.is_copy or np.array_equal(lengths, others)):
                 k = int((lengths != others).argmax())
-                said = f"row {k} has {lengths[k]} values of {column!r} and {others[k]} of {mask!r}"
-                raise damaged(name, None, said, "pass a mask as long as the tokens")
+                said = f"row {k} has {lengths[k]} values in {column!r}, but {others[k]} in {mask!r}"
+                raise damaged(name, None, said, "pass a mask with one value per token")
             if not (self.is_copy or any(part.any() for part in masks)):
-                said = f"{mask!r} is 0 everywhere, so that a loss counts no token"
+                said = f"{mask!r} is 0 everywhere, so the loss would ignore all tokens"
                 raise damaged(name, None, said, "pass another column, or leave mask out")
             if [*map(len, parts)] != [*map(len, masks)]:
                 masks = np.split(np.concatenate(masks), np.cumsum([*map(len, parts)])[:-1])
@@ -95,7 +96,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
     tables = [read(path, columns) for path in paths]
     for path, table in zip(paths, tables, strict=True):
         if table.schema != tables[0].schema:
-            said = f"it has {columns_of(table)}, and {paths[0]} {columns_of(tables[0])}"
+            said = f"the file has {columns_of(table)}, but {paths[0]} has {columns_of(tables[0])}"
             raise damaged(path, None, said, "write both with the same columns and types")
     return pa.concat_tables(tables)
 
@@ -118,7 +119,7 @@ def read(path: str, columns: list[str]) -> Any:
 
 def columns_of(table: Any) -> str:
     """Describe the columns of a table."""
-    named = [f"{field.name!r} of {field.type}" for field in table.schema]
+    named = [f"{field.name!r} of type {field.type}" for field in table.schema]
     return " and ".join(named) or "no such column"
 
 
@@ -133,7 +134,7 @@ def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArra
     of = getattr(kind, "value_type", kind)
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not is_list or not (pa.types.is_integer(of) or pa.types.is_boolean(of)):
-        raise damaged(name, None, f"{column!r} is of {kind}", "pass a column of lists of integers")
+        raise damaged(name, None, f"{column!r} has type {kind}", "pass a column of integer lists")
     lengths, parts, row = [np.empty(0, np.int64)], [], 0
     for chunk in table.column(column).chunks:
         if not len(chunk):
@@ -143,7 +144,7 @@ def lists(table: Any, column: str, name: str) -> tuple[NDArray[Any], list[NDArra
         if chunk.null_count or values.null_count:
             given = enumerate(chunk.to_pylist(), row)
             null = next(k for k, value in given if value is None or None in value)
-            raise damaged(name, None, f"{column!r} has a null in row {null}", "leave it out")
+            raise damaged(name, None, f"{column!r} has a null in row {null}", "leave the row out")
         lengths.append(np.diff(ends))
         parts.append(values.to_numpy(zero_copy_only=False))
         row += len(chunk)

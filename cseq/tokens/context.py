@@ -49,7 +49,7 @@ def split_context(
     """
     place = None if shard is None else shards.check_shard(shard)
     if place is None:
-        raise ValueError(f"shard={shard!r} is no place; pass mesh['cp'] or (rank, world_size)")
+        raise ValueError(f"shard={shard!r} is not a rank; pass mesh['cp'] or (rank, world_size)")
     pieces = place.world_size * (2 if flag("balanced", balanced) else 1)
     own = [place.rank, pieces - 1 - place.rank] if balanced else [place.rank]
     cut = dict(batch)
@@ -57,7 +57,8 @@ def split_context(
         *rows, row = batch[key].shape
         if row % pieces:
             raise ValueError(
-                f"{key} has rows of {row} tokens, not divisible by {pieces}; give Rows a multiple"
+                f"{key} has rows of {row} tokens, which cannot be divided into {pieces} equal "
+                "parts; pass another row to Rows"
             )
         cut[key] = batch[key].reshape(*rows, pieces, row // pieces)[..., own, :].reshape(*rows, -1)
     return cut

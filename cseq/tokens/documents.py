@@ -69,7 +69,7 @@ class Corpus:
         *firsts, self.tokens = np.cumsum([0, *map(len, parts)]).tolist()
         self.firsts = np.array(firsts, np.int64)
         if not self.tokens:
-            raise ValueError(f"{name}: it has no tokens; leave this source out")
+            raise ValueError(f"{name} has no tokens; leave this source out")
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -101,7 +101,10 @@ class Corpus:
         """Return a view of tokens [start, stop) of a document."""
         size = int(self.lengths[document])
         if not 0 <= start <= stop <= size:
-            raise IndexError(f"{self.name}: document {document} has no [{start}, {stop}) of {size}")
+            raise IndexError(
+                f"{self.name}: tokens [{start}, {stop}) are out of range for document {document}, "
+                f"which has {size} tokens"
+            )
         begin = int(self.ends.starts(np.array([document]))[0])
         owner = int(self.firsts.searchsorted(begin, "right")) - 1
         first = begin - int(self.firsts[owner])
@@ -116,8 +119,8 @@ def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
     corpus.__init__(**given)  # type: ignore[misc]
     if corpus.fingerprint != known:
         raise ValueError(
-            f"{corpus.name}: its tokens have changed since the run opened it; leave the files as "
-            "they are while it runs, and start it again"
+            f"the tokens of {corpus.name} have changed since the run opened the files; start the "
+            "run again, and do not change the files while it uses them"
         )
     return corpus
 
@@ -131,11 +134,11 @@ class Given(Corpus):
         lengths, name = np.asarray(documents.lengths), documents.name
         if lengths.shape != (len(documents),) or lengths.dtype.kind not in "iu":
             raise ValueError(
-                f"{name} has {len(documents)} documents and lengths={lengths!r}; pass an integer "
+                f"{name} has {len(documents)} documents, but lengths={lengths!r}; pass one integer "
                 "for each document"
             )
         if (k := first(len(lengths), lambda a, b: lengths[a:b] < 0)) is not None:
-            raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; pass at least 0")
+            raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; pass lengths of at least 0")
         self.lay(name, lengths, [range(int(lengths.sum(dtype=np.int64)))])
 
     def read(
@@ -146,7 +149,7 @@ class Given(Corpus):
         if found.shape != (stop - start,):
             raise ValueError(
                 f"{self.name}: {method}({document}, {start}, {stop}) returned an array of shape "
-                f"{found.shape}; return a value for each token, or correct lengths[{document}]"
+                f"{found.shape}; return one value for each token, or correct lengths[{document}]"
             )
         return found
 
@@ -164,8 +167,8 @@ def corpus_of(source: Any) -> Corpus:
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):
         if not hasattr(source, name):
             raise TypeError(
-                f"sources has {source!r}, which has no {name}; pass tokens.Megatron, tokens.Flat, "
-                "tokens.Arrow, or an object like tokens.Documents"
+                f"sources contains {source!r}, which has no {name}; pass tokens.Megatron, "
+                "tokens.Flat, tokens.Arrow, or an object with the interface of tokens.Documents"
             )
     return Given(source)
 
@@ -184,7 +187,9 @@ def data_type(dtype: Any) -> np.dtype[Any]:
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
-        raise TypeError(f"dtype={dtype!r} is no type of numpy; pass one such as 'uint16'") from None
+        raise TypeError(
+            f"dtype={dtype!r} is not a NumPy data type; pass one such as 'uint16'"
+        ) from None
     return kind
 
 

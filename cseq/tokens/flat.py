@@ -67,16 +67,19 @@ class Flat(Corpus):
         kind = None if dtype is None else data_type(dtype)
         folder = cache_of(cache)
         if (offsets is None) == (end is None):
-            raise ValueError(f"{path}: pass either offsets or end, which say where documents end")
+            raise ValueError(
+                f"{path} needs either offsets or end, which determine where documents end; pass "
+                "exactly one of them"
+            )
         if isinstance(offsets, (str, os.PathLike)):
             offsets = os.path.abspath(offsets)
         self.given = {"path": path, "dtype": kind, "offsets": offsets, "end": end, "cache": folder}
         self.given["name"] = name = name or os.path.basename(path).partition(".")[0]
         tokens = npy(path) if path.endswith(".npy") else raw(path, kind)
         if kind not in (None, tokens.dtype):
-            raise damaged(path, 0, f"its tokens are {tokens.dtype}, not {kind}", "leave dtype out")
+            raise damaged(path, 0, f"the tokens are {tokens.dtype}, not {kind}", "leave dtype out")
         if tokens.dtype.kind not in "iu":
-            raise damaged(path, 0, f"its values are {tokens.dtype}", "pass a file of integers")
+            raise damaged(path, 0, f"the values are {tokens.dtype}", "pass a file of integers")
         if end is not None:
             limits = np.iinfo(tokens.dtype)
             last = integer("end", end, int(limits.min), int(limits.max))
@@ -98,11 +101,11 @@ class Flat(Corpus):
 def raw(path: str, kind: np.dtype[Any] | None) -> NDArray[Any]:
     """Map a raw file without a header."""
     if kind is None:
-        raise TypeError(f"{path}: pass dtype, the type of its tokens, such as dtype='uint16'")
+        raise TypeError(f"{path} is a raw file; pass its token type, such as dtype='uint16'")
     size, item = os.path.getsize(path), kind.itemsize
     if size % item:
         remedy = "copy the file again, or pass the dtype that it was written with"
-        raise damaged(path, size - size % item, f"it ends within a token of {item} bytes", remedy)
+        raise damaged(path, size - size % item, f"the file ends inside a {item}-byte token", remedy)
     return mapped(path, kind)
 
 
@@ -113,15 +116,15 @@ def npy(path: str) -> NDArray[Any]:
     except (EOFError, ValueError) as error:
         raise damaged(path, 0, str(error), "write it again with numpy.save") from None
     if array.ndim != 1:
-        raise damaged(path, 0, f"it has shape {array.shape}", "pass an array of one dimension")
+        raise damaged(path, 0, f"the array has shape {array.shape}", "pass a one-dimensional array")
     return array
 
 
 def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
     """Check the offsets of documents."""
-    remedy = "pass where each document begins, and at last the number of tokens"
+    remedy = "pass the start of each document, followed by the number of tokens"
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 2:
-        raise damaged(path, None, f"offsets={offsets!r}", remedy)
+        raise damaged(path, None, f"offsets={offsets!r} is malformed", remedy)
     said, k = "", first(len(offsets) - 1, lambda a, b: offsets[a + 1 : b + 1] < offsets[a:b])
     if k is not None:
         said = f"offsets[{k + 1}]={offsets[k + 1]} is below offsets[{k}]={offsets[k]}"
@@ -129,7 +132,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
         said = f"offsets[0]={offsets[0]} is not 0"
     elif offsets[-1] != tokens:
         said = f"offsets[-1]={offsets[-1]}, but there are {tokens} tokens"
-        remedy = "pass the offsets of this file, or copy it again"
+        remedy = "pass the offsets for this file, or copy the file again"
     if said:
         raise damaged(path, None, said, remedy)
 
@@ -148,7 +151,7 @@ def kept(
     try:
         return tables(folder, f"{os.path.basename(path)}.{key:016x}.lengths", make)["lengths"]
     except OSError as error:
-        remedy = "pass cache=, a folder for the lengths of documents"
+        remedy = "pass a writable folder for the document lengths as cache="
         raise OSError(error.errno, f"{error.strerror}: {remedy}", error.filename) from None
 
 
@@ -158,8 +161,8 @@ def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
     if len(bounds) == 2 and len(tokens):
-        said = f"none of its {len(tokens)} tokens of {tokens.dtype} is end={end}"
-        raise damaged(path, None, said, "pass the token that ends documents, and the right dtype")
+        said = f"none of the {len(tokens)} {tokens.dtype} tokens is end={end}"
+        raise damaged(path, None, said, "pass the token that ends documents, and the correct dtype")
     return bounds[:-1] if bounds[-1] == bounds[-2] else bounds
 
 

@@ -49,18 +49,18 @@ class Megatron(Corpus):
         with open(path, "rb") as file:
             head = file.read(HEAD.size)
         if len(head) < HEAD.size or not head.startswith(MAGIC):
-            raise damaged(path, 0, f"it does not begin with {MAGIC!r} and a header", REMEDY)
+            raise damaged(path, 0, f"the file does not start with {MAGIC!r} and a header", REMEDY)
         numbers: tuple[int, ...] = HEAD.unpack(head)[1:]
         version, code, number, bounds = numbers
         if version != 1:
-            raise damaged(path, 9, f"version {version} is not 1", REMEDY)
+            raise damaged(path, 9, f"version {version} is not supported", REMEDY)
         if code not in TYPES:
             kind = FLOATS.get(code, "unknown")
-            raise damaged(path, 17, f"type code {code} ({kind}) is no integer's", REMEDY)
+            raise damaged(path, 17, f"type code {code} ({kind}) is not an integer type", REMEDY)
         size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
         # There may be another byte per sequence for its mode.
         if size not in (whole, whole + number):
-            said = f"{number} sequences and {bounds} bounds need {whole} bytes"
+            said = f"the file ends, but {number} sequences and {bounds} bounds need {whole} bytes"
             raise damaged(path, size, said, REMEDY)
         lengths = mapped(path, "<i4", HEAD.size, number)
         starts = mapped(path, "<i8", HEAD.size + 4 * number, number)
@@ -70,7 +70,7 @@ class Megatron(Corpus):
             check(path, lengths, starts, documents, dtype.itemsize)
         total = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize if number else 0
         if there != total:
-            said = f"it has {there} bytes, and {path} says {total}"
+            said = f"the file has {there} bytes, but {path} describes {total}"
             raise damaged(data, min(there, total), said, REMEDY)
         others = first(bounds - 1, lambda a, b: np.diff(documents[a : b + 1]) != 1)
         if others is not None:
@@ -93,15 +93,17 @@ def check(
     number = len(lengths)
     at = [HEAD.size, HEAD.size + 4 * number, HEAD.size + 12 * number]
     if number and starts[0]:
-        raise damaged(path, at[1], f"sequence 0 begins at byte {starts[0]} of .bin", REMEDY)
+        said = f"sequence 0 starts at byte {starts[0]} of .bin, not at 0"
+        raise damaged(path, at[1], said, REMEDY)
     if not len(documents) or documents[0] != 0 or documents[-1] != number:
-        raise damaged(path, at[2], f"bounds of documents are not from 0 to {number}", REMEDY)
+        raise damaged(path, at[2], f"the document bounds do not run from 0 to {number}", REMEDY)
     if (k := first(number, lambda a, b: lengths[a:b] < 0)) is not None:
-        raise damaged(path, at[0] + 4 * k, f"sequence {k} has length {lengths[k]}", REMEDY)
+        said = f"sequence {k} has the negative length {lengths[k]}"
+        raise damaged(path, at[0] + 4 * k, said, REMEDY)
     if (k := first(number, is_apart)) is not None:
-        said = f"sequence {k + 1} does not begin where the one before ends"
+        said = f"sequence {k + 1} does not start where the previous sequence ends"
         raise damaged(path, at[1] + 8 * (k + 1), said, REMEDY)
     k = first(len(documents) - 1, lambda a, b: np.diff(documents[a : b + 1]) < 0)
     if k is not None:
-        said = f"document {k + 1} begins before the last one"
+        said = f"document {k + 1} starts before the previous document"
         raise damaged(path, at[2] + 8 * (k + 1), said, REMEDY)

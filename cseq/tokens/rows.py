@@ -145,13 +145,13 @@ class Rows:
     ) -> None:
         named = sources if isinstance(sources, Mapping) else {"": sources}
         if not named:
-            raise ValueError("sources={}: pass at least one source")
+            raise ValueError("sources={} is empty; pass at least one source")
         corpora = [corpus_of(source) for source in named.values()]
         self.names = [*named] if isinstance(sources, Mapping) else [corpora[0].name]
         self.row = integer("row", row, 2, MOST_ROW)
         self.flat = flag("flat", flat)
         if isinstance(keys, str) or not keys:
-            raise ValueError(f"keys={keys!r}: pass a list of at least one key")
+            raise ValueError(f"keys={keys!r} is not a list of keys; pass at least one key")
         self.keys = tuple(choice("keys", key, ALL) for key in keys)
         self._dtype = data_type(dtype)
         self._pad = integer("pad", pad, 0)
@@ -165,9 +165,9 @@ class Rows:
         choice("packing", packing, ("best-fit", "concatenate"))
         choice("balance", balance, ("step", "window", "epoch"))
         if weights is None and epoch_size is not None:
-            raise ValueError(f"epoch_size={epoch_size} without weights; pass weights, too")
+            raise ValueError(f"epoch_size={epoch_size} needs weights; pass weights as well")
         if step is None and balance != "step":
-            raise ValueError(f"balance={balance!r} without step; pass step, too")
+            raise ValueError(f"balance={balance!r} needs step; pass step as well")
         self._mixed = None if weights is None else (weights, weights_of, epoch_size)
         self._packs, self._cache = packing == "best-fit", cache
         self._dealt = step, balance
@@ -193,8 +193,8 @@ class Rows:
         """Check that tokens fit the data type, and that one can be predicted."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
             raise TypeError(
-                f"dtype={self._dtype} with pad={self._pad}; pass 'int64' or 'int32', and a token "
-                "that it holds"
+                f"dtype={self._dtype} does not work with pad={self._pad}; pass dtype='int64' or "
+                "'int32', and a pad token that fits this type"
             )
         for corpus in corpora:
             parts = corpus.parts
@@ -210,8 +210,8 @@ class Rows:
                 )
         if "labels" in self.keys and max(int(corpus.lengths.max()) for corpus in corpora) < 2:
             raise ValueError(
-                "no document has 2 tokens, so that no token has a next one: a loss has nothing to "
-                "predict; pass longer documents"
+                "no document has at least 2 tokens, so there is no next token to predict; pass "
+                "longer documents"
             )
 
     def __repr__(self) -> str:
@@ -246,7 +246,7 @@ class Rows:
          Piece(source='notes', document=1, start=0, stop=3)]
         """
         if integer("row", row, 0) >= self.order.units:
-            raise IndexError(f"row={row} is not in [0, {self.order.units}), the rows of an epoch")
+            raise IndexError(f"row={row} is out of range for an epoch of {self.order.units} rows")
         reader = self.order.reader(integer("seed", seed, 0, MOST_SEED))
         indices, sizes = reader.samples(integer("epoch", epoch, 0, MOST_SEED), row, 1)
         pieces, _ = self._locate(np.asarray(indices, np.int64), sizes)

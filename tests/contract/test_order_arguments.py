@@ -8,7 +8,7 @@ from ranked import Rows
 
 import cseq
 
-HUGE, TOKENS = 2**70, r"2\.815e\+14 tokens in all, not below 281474976710656"
+HUGE, TOKENS = 2**70, r"2\.815e\+14 tokens, which is not below 281474976710656"
 TWO = {"a": cseq.Shuffled(5), "b": cseq.Shuffled(5)}
 USUAL = {
     cseq.Balanced: {"order": cseq.Packed([1], 4), "step": 6},
@@ -71,8 +71,8 @@ def test_bad_lengths(kind, lengths, error, said):
 @pytest.mark.parametrize(
     ("make", "given", "error", "said"),
     [
-        (cseq.Shuffled, {"samples": 0}, ValueError, "samples=0: pass at least one, or leave an em"),
-        (cseq.Sequential, {"samples": 0}, ValueError, "samples=0: pass at least one"),
+        (cseq.Shuffled, {"samples": 0}, ValueError, "samples=0 is below 1; pass at least 1, or om"),
+        (cseq.Sequential, {"samples": 0}, ValueError, "samples=0 is below 1"),
         (cseq.Buckets, {"budget": 0}, ValueError, "budget=0"),
         (cseq.Buckets, {"budget": HUGE}, ValueError, f"budget={HUGE} is above"),
         (cseq.Buckets, {"together": HUGE}, ValueError, f"together={HUGE} is above"),
@@ -83,7 +83,7 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Buckets, {"boundaries": [3, 3]}, ValueError, r"boundaries\[1\]=3 is below 4"),
         (cseq.Buckets, {"boundaries": [0]}, ValueError, r"boundaries\[0\]=0"),
         (cseq.Buckets, {"boundaries": [2.5]}, TypeError, r"boundaries\[0\]=2.5"),
-        (cseq.Buckets, {"boundaries": [200]}, ValueError, "boundaries has 200.* above budget=100"),
+        (cseq.Buckets, {"boundaries": [200]}, ValueError, "length 8 to 200, which exceeds b"),
         (cseq.Buckets, {"most": 0}, ValueError, "most=0"),
         (cseq.Buckets, {"together": 0}, ValueError, "together=0"),
         (cseq.Buckets, {"together": True}, TypeError, "together=True"),
@@ -91,7 +91,7 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Buckets, {"longest_first": 1}, TypeError, "longest_first=1"),
         (cseq.Buckets, {"budget": 2, "too_long": "drop"}, ValueError, "all 3 lengths exceed budg"),
         (cseq.Buckets.of, {"labels": [0.5]}, TypeError, "labels has values of type float64"),
-        (cseq.Buckets.of, {"sizes": {0: 3}}, ValueError, "sizes has no 1"),
+        (cseq.Buckets.of, {"sizes": {0: 3}}, ValueError, "sizes has no entry for label 1"),
         (cseq.Buckets.of, {"sizes": {0: 3, 1: 0}}, ValueError, r"sizes\[1\]=0"),
         (cseq.Buckets.of, {"sizes": {0: 1.5, 1: 1}}, TypeError, r"sizes\[0\]=1.5"),
         (cseq.Buckets.of, {"sizes": 0}, ValueError, "sizes=0"),
@@ -115,21 +115,21 @@ def test_bad_lengths(kind, lengths, error, said):
             r"lengths\[0\]=9223372036854775808",
         ),
         (cseq.Groups, {"labels": [0.0, 1.0]}, TypeError, "labels has values of type float64"),
-        (cseq.Groups, {"classes": 3}, ValueError, "classes=3 exceeds the 2 classes"),
+        (cseq.Groups, {"classes": 3}, ValueError, "classes=3 is more than the 2 c"),
         (cseq.Groups, {"classes": 0}, ValueError, "classes=0"),
         (cseq.Groups, {"samples": 3}, ValueError, "2 samples of class 'b', fewer than samples=3"),
         (cseq.Groups, {"samples": 1.5}, TypeError, "samples=1.5"),
         (cseq.Groups, {"samples": 2**32}, ValueError, "samples=4294967296 is above"),
         (cseq.Groups, {"epoch_size": 0}, ValueError, "epoch_size=0"),
         (cseq.Groups, {"repeat_small": 1}, TypeError, "repeat_small=1"),
-        (cseq.Weighted, {"weights": [1, -2]}, ValueError, "has -2.0 for sample 1; pass finite"),
-        (cseq.Weighted, {"weights": [math.nan, 1]}, ValueError, "weights has nan for sample 0"),
-        (cseq.Weighted, {"weights": [1, math.inf]}, ValueError, "weights has inf for sample 1"),
+        (cseq.Weighted, {"weights": [1, -2]}, ValueError, r"weights\[1\] is -2.0; pass finite"),
+        (cseq.Weighted, {"weights": [math.nan, 1]}, ValueError, r"weights\[0\] is nan"),
+        (cseq.Weighted, {"weights": [1, math.inf]}, ValueError, r"weights\[1\] is inf"),
         (
             cseq.Weighted,
             {"weights": [0, 0.0]},
             ValueError,
-            "all of the 2 weights are 0; pass at least one",
+            "all 2 weights are 0; pass at least one",
         ),
         (cseq.Weighted, {"weights": ["1"]}, TypeError, "weights has values of type <U1.*pass real"),
         (cseq.Weighted, {"size": 0}, ValueError, "size=0"),
@@ -148,13 +148,13 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Blocks, {"lanes": 3}, ValueError, "lanes=3 does not divide window=8; pass a window"),
         (cseq.Blocks, {"lanes": 9}, ValueError, "lanes=9 is above 8"),
         (cseq.Blocks, {"rows": 2.5}, TypeError, r"rows=2\.5"),
-        (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1: pass at least 0"),
-        (cseq.Blocks, {"rows": [0, 0]}, ValueError, r"rows\[0\]=0: pass at least 0 samples a b"),
+        (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1; pass sizes of at"),
+        (cseq.Blocks, {"rows": [0, 0]}, ValueError, r"smallest block is rows\[0\]=0; pass sizes"),
         (cseq.Blocks, {"rows": [1.5]}, TypeError, "rows has values of type float64"),
-        (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "samples=8, but rows has 7"),
-        (cseq.Blocks, {"rows": [3, 4], "lanes": 2}, ValueError, "lanes=2: blocks of unequal sizes"),
-        (cseq.Balanced, {"order": cseq.Shuffled(9)}, TypeError, "does not know the work"),
-        (cseq.Balanced, {"order": cseq.Buckets([1, 2], 4)}, TypeError, "does not know the work"),
+        (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "rows adds up to 7; leave"),
+        (cseq.Blocks, {"rows": [3, 4], "lanes": 2}, ValueError, "lanes=2 needs blocks of equal s"),
+        (cseq.Balanced, {"order": cseq.Shuffled(9)}, TypeError, "cannot compute how much work"),
+        (cseq.Balanced, {"order": cseq.Buckets([1, 2], 4)}, TypeError, "cannot compute how much"),
         (cseq.Balanced, {"order": "rows"}, TypeError, "'rows' is not a cseq.Order"),
         (cseq.Balanced, {"step": 0}, ValueError, "step=0"),
         (cseq.Balanced, {"step": 2**16}, ValueError, "step=65536"),
@@ -185,18 +185,18 @@ def test_bad_documents(options, said):
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"a": 1}, r"weights has no 'b'; pass its share, or 0"),
-        ({"a": 1, "b": 1, "c": 1}, r"weights has 'c', which is not a source; there are \['a', "),
-        ({"a": -1, "b": 1}, r"weights\['a'\]=-1; pass a finite number of at least 0"),
-        ({"a": 1, "b": math.nan}, r"weights\['b'\]=nan; pass"),
-        ({"a": 1, "b": math.inf}, r"weights\['b'\]=inf; pass"),
+        ({"a": 1}, r"weights has no entry for source 'b'; pass its share, or 0"),
+        ({"a": 1, "b": 1, "c": 1}, r"weights has 'c', which is not a source; the names are \['a'"),
+        ({"a": -1, "b": 1}, r"weights\['a'\]=-1 is negative or not finite; pass a finite n"),
+        ({"a": 1, "b": math.nan}, r"weights\['b'\]=nan is negative or not finite"),
+        ({"a": 1, "b": math.inf}, r"weights\['b'\]=inf is negative or not finite"),
         ({"a": "1", "b": 1}, r"weights\['a'\]='1' is not a number"),
         ({"a": 0, "b": 0}, r"all weights are 0"),
-        (5, r"weights=5: pass a dict"),
-        ([], r"weights=\[\]: pass a dict"),
-        ([(5, {"a": 1, "b": 1})], r"weights has the unit 5 at place 0; pass 0 first"),
-        ([(0, {"a": 1, "b": 1}), (0, {"a": 1, "b": 1})], r"weights has the unit 0 at place 1"),
-        ([{"a": 1, "b": 1}], r"weights has \{'a': 1, 'b': 1\}; pass \(unit, dict"),
+        (5, r"weights=5 is neither a dict nor a list of phases; pass a dict"),
+        ([], r"weights=\[\] is neither"),
+        ([(5, {"a": 1, "b": 1})], r"weights\[0\]\[0\]=5 is out of order; pass units"),
+        ([(0, {"a": 1, "b": 1}), (0, {"a": 1, "b": 1})], r"weights\[1\]\[0\]=0 is out"),
+        ([{"a": 1, "b": 1}], r"weights contains \{'a': 1, 'b': 1\}; pass \(unit, dict"),
     ],
 )
 def test_bad_weights_of_sources(weights, says):
@@ -205,25 +205,25 @@ def test_bad_weights_of_sources(weights, says):
         cseq.Mixture(TWO, weights)
 
 
-ROWS = r"sources\['b'\] are rows of samples, but sources.* has samples; pass"
+ROWS = r"sources\['b'\] are rows of samples, but the units of sources\['a'\] are samples; pass"
 
 
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"sources": {}}, TypeError, r"sources=\{\}: pass a dict"),
+        ({"sources": {}}, TypeError, r"sources=\{\} is not a dict with at least one order"),
         ({"sources": {"a": 5}}, TypeError, r"sources\['a'\]=5 is not a cseq.Order"),
-        ({"sources": {1: TWO["a"]}}, TypeError, "sources has the name 1; pass strings"),
-        ({"sources": {"a": cseq.Shuffled()}}, ValueError, r"sources\['a'\]=.*give it the number"),
+        ({"sources": {1: TWO["a"]}}, TypeError, "source name 1 is not a string"),
+        ({"sources": {"a": cseq.Shuffled()}}, ValueError, r"sources\['a'\]=.*no number of samples"),
         ({"sources": TWO | {"b": Rows(9)}}, ValueError, ROWS),
         ({"sources": TWO | {"b": Rows(9, is_batch=True)}}, ValueError, "'b.* are batches, but"),
-        ({"stop": "first"}, ValueError, "source 'a' has 5 units, and 512 in the first b"),
-        ({"weights": {"a": 1, "b": 1e-14}}, ValueError, "'all' makes an epoch of more than .* 'b'"),
+        ({"stop": "first"}, ValueError, "source 'a' has 5 units, .* 1024 needs 512, so"),
+        ({"weights": {"a": 1, "b": 1e-14}}, ValueError, "'all', source 'b' makes an epoch longer"),
         ({"stop": "last"}, ValueError, "stop='last' is unknown"),
         ({"epoch_size": 0}, ValueError, "epoch_size=0"),
         ({"block": 65536}, ValueError, "block=65536 is above"),
         ({"weights_of": "words"}, ValueError, "weights_of='words'"),
-        ({"weights_of": "tokens"}, TypeError, r"sources\['a'\]=.* does not know the tokens"),
+        ({"weights_of": "tokens"}, TypeError, r"sources\['a'\]=.* does not provide it; pass"),
     ],
 )
 def test_bad_sources(given, error, said):

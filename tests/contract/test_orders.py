@@ -258,7 +258,7 @@ def test_a_state_of_another_order_is_refused(name, other):
     state = json.loads(json.dumps(make(other).state_dict()))
     manager = make(name)
     ours, theirs = ORDERS[name]().facts(), ORDERS[other]().facts()
-    with pytest.raises(ValueError, match="state") as error:
+    with pytest.raises(ValueError, match="the saved order has") as error:
         manager.load_state_dict(state)
     key = next(key for key in [*ours, *theirs] if ours.get(key) != theirs.get(key))
     assert f"{key}={theirs.get(key)!r}" in str(error.value)
@@ -288,11 +288,11 @@ def test_a_state_of_an_earlier_definition_is_refused(name):
     """The message has both names, the change and the remedy, even for an order inside another."""
     state = make("own", order=WITHIN[name](Backwards())).state_dict()
     manager = make("own", order=WITHIN[name](Renamed()))
-    with pytest.raises(ValueError, match="the state has") as error:
+    with pytest.raises(ValueError, match="the saved order has") as error:
         manager.load_state_dict(json.loads(json.dumps(state)))
     for part in (
-        "name='backwards-v1', but here it has name='backwards-v2': epochs begin with the last",
-        "finish the run with the version of cseq that wrote the state, or begin a new epoch",
+        "name='backwards-v1', but the current order has name='backwards-v2': epochs begin with the",
+        "finish the run with the version of cseq that saved the state, or start a new epoch",
     ):
         assert part in str(error.value)
     manager.load_state_dict(make("own", order=WITHIN[name](Renamed())).state_dict())

@@ -233,5 +233,5 @@ def test_states_without_counts():
     assert job.state()[1] == [0, 0]
     assert job.step().tolist() == job.state()[1]
     job.finish()
-    with pytest.raises(ValueError, match=r"tokens='\[1\]'.*pass what state_dict\(\) returned"):
+    with pytest.raises(ValueError, match=r"tokens='\[1\]'; pass the dict that state_dict\(\) ret"):
         job.managers[0].load_state_dict(state | {"tokens": "[1]"})

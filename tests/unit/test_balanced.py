@@ -160,7 +160,7 @@ def test_a_step_that_is_no_multiple_of_the_global_batch(caplog):
         sorted(batch) for (batch,) in rows
     ]
     [record] = caplog.records
-    assert record.getMessage().startswith("step=13 is no multiple of a global batch of 4 rows")
+    assert record.getMessage().startswith("step=13 is not a multiple of the global batch of 4 rows")
 
 
 # ── equal work ────────────────────────────────────────────────────────────────────────────────
@@ -227,7 +227,7 @@ def test_rows_are_dealt_to_whom_has_least():
     assert owners.tolist() == [0, 1, 1, 0, 0, 1]
     assert turns.tolist() == [0] * 6
     for arguments, said in (
-        ((works, np.zeros(6, np.int64), 4, 1, 1), "6 rows are not 4 x 1 x 1"),
+        ((works, np.zeros(6, np.int64), 4, 1, 1), "expected 4 x 1 x 1 rows of float64, got 6"),
         ((works.astype(np.float32), np.zeros(6, np.int64), 2, 3, 1), "of float64"),
         ((works, np.zeros(6, np.int64), 2, 3, 1), "batch 0 has more than 2 x 1"),
     ):
@@ -266,9 +266,10 @@ def test_other_weights_begin_with_a_step():
         rows = [order.batches(seed=7, epoch=2, start=at, stop=at + 12) for order in (going, inner)]
         assert sorted(rows[0]) == sorted(rows[1])
     for where in (25, 30):
-        with pytest.raises(ValueError, match=f"the order changes after row {where} of an epoch"):
+        said = f"the order cannot change after row {where} of an epoch, inside a window of 12 rows"
+        with pytest.raises(ValueError, match=said):
             after.resumed(facts, 7, 2, where)
-    with pytest.raises(ValueError, match="step=12, but here it has step=24"):
+    with pytest.raises(ValueError, match="step=12, but the current order has step=24"):
         cseq.Balanced(before.order, 24).resumed(facts, 7, 2, 24)
     # The state is the same mixture's, in the middle of a step.
     later = json.loads(json.dumps(going.facts()))
@@ -284,7 +285,7 @@ def test_weights_change_between_steps():
     with manager.start_test() as batches:
         taken = iter(batches)
         next(taken)
-        with pytest.raises(ValueError, match="the order changes after row 6 of an epoch"):
+        with pytest.raises(ValueError, match="the order cannot change after row 6 of an epoch"):
             manager.reweigh({"a": 0, "b": 1})
         next(taken)
         manager.reweigh({"a": 0, "b": 1})

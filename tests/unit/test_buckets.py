@@ -126,7 +126,7 @@ def test_samples_that_are_too_long_can_be_left_out(kind):
     """They are in no batch; a warning has their number and their tokens."""
     lengths = spread(100_000)
     kept = lengths <= 500
-    with pytest.warns(UserWarning, match=r"too_long='drop', budget=500: .*; cut them") as told:
+    with pytest.warns(UserWarning, match=r"'drop' and budget=500, .*; truncate") as told:
         order = kind(lengths, 500, too_long="drop")
     (warning,) = told
     assert warning.filename == __file__
@@ -134,28 +134,28 @@ def test_samples_that_are_too_long_can_be_left_out(kind):
     assert order.samples == 100_000
     share = 100 * lengths[~kept].sum() / lengths.sum()
     said = (
-        f"{100_000 - kept.sum():,} of 100,000 samples, with {share:.4g} % of all tokens, are left "
-        "out as too long"
+        f"{100_000 - kept.sum():,} of 100,000 samples ({share:.4g} % of all tokens) are left out "
+        "because they are too long"
     )
     assert said in str(warning.message)
     mixed = cseq.Mixture({"a": cseq.Resized(order, 9), "b": kind([3, 2], 5)}, {"a": 1, "b": 1})
     manager = cseq.MTSequence(np.arange(100_000), order=order, out_type="null")
     assert all(f"; {said}" in repr(each) for each in (order, manager))
-    assert repr(mixed).endswith(f"; of a, {said}>")
+    assert repr(mixed).endswith(f"; in a, {said}>")
 
 
 @pytest.mark.parametrize("kind", [cseq.Buckets, cseq.Packed])
 def test_a_warning_is_for_more_than_a_little(kind):
     """Up to 1 % of the samples and tokens are only reported; none are not."""
     few = kind(np.repeat([20, 50], [9_997, 3]), 20, too_long="drop")
-    assert "3 of 10,000 samples, with 0.07497 % of all tokens" in few.describe()
+    assert "3 of 10,000 samples (0.07497 % of all tokens)" in few.describe()
     assert "left out" not in kind(np.repeat([20, 50], [9_997, 3]), 50, too_long="drop").describe()
     for lengths in (np.repeat([20, 20_000], [9_997, 3]), np.repeat([20, 21], [98, 2])):
         with pytest.warns(UserWarning, match="are left out"):
             kind(lengths, 20, too_long="drop")
 
 
-@pytest.mark.filterwarnings("ignore:too_long='drop'")
+@pytest.mark.filterwarnings("ignore:with too_long='drop'")
 def test_huge_lengths():
     """They are exact beyond the integers of a double, in any type; so is what is too long."""
     lengths = np.array([2**61, 2**61 + 1, 5, 2**62 - 1, 2**62 + 7], np.uint64)

@@ -84,7 +84,7 @@ def test_rows_of_a_long_document_are_far_apart():
 def test_what_it_says():
     """It has rows, pieces and the tail, alone and in a mixture."""
     order = cseq.Concatenated([5, 20, 0, 3], 12)
-    said = "an epoch leaves 4 tokens out, others each time"
+    said = "an epoch leaves out 4 tokens, different ones each time"
     assert order.describe() == f"2 rows of 12 tokens, at most 3 pieces a row; {said}"
     assert said in cseq.Mixture({"a": order}, {"a": 1}, block=2).describe()
     assert "leaves" not in cseq.Concatenated([24], 12).describe()

@@ -419,7 +419,7 @@ def test_torch_data_sets(run_prepared):
     done = run_prepared(TORCH)
     assert done.returncode == 0, done.stderr
     stream, sparse = done.stdout.splitlines()
-    assert stream.startswith("dataset is a Stream, an IterableDataset, which gives no sample for")
+    assert stream.startswith("dataset is a Stream, an IterableDataset, which cannot be indexed; ")
     assert "cseq.DataLoader" in stream
     assert sparse.startswith("samples contain a tensor of layout torch.sparse_coo, which cannot be")
     assert "collate=" in sparse

@@ -11,7 +11,7 @@ FILES = sorted(golden.FOLDER.glob("*.json"))
 CASES = [(path.stem, *case) for path in FILES for case in golden.cases(path)]
 
 
-@pytest.mark.filterwarnings("ignore:too_long='drop'")
+@pytest.mark.filterwarnings("ignore:with too_long='drop'")
 @pytest.mark.filterwarnings("ignore:the sources")
 @pytest.mark.parametrize(
     ("kind", "name", "record"),

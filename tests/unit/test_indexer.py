@@ -246,8 +246,9 @@ class Whole(Squares):
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_a_torch_data_set_for_arrays(kind):
     """The error says that it gets none, and what does."""
-    assert "derives from no Dataset" in hint_of(kind, torchs(Whole))
-    assert "derives from no Dataset" not in hint_of(kind, cseq.from_dataset(torchs(Whole)))
+    said = "write a class that does not derive from Dataset"
+    assert said in hint_of(kind, torchs(Whole))
+    assert said not in hint_of(kind, cseq.from_dataset(torchs(Whole)))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_a_torch_data_set_for_arrays(kind):
 )
 def test_a_function_is_no_worker(worker):
     """A class that requires arguments is none either."""
-    with pytest.raises(TypeError, match=r"without arguments \(.*\): worker is a class or object"):
+    with pytest.raises(TypeError, match=r"without arguments \(.*\); pass a class or object"):
         cseq.MPSequence(worker, 8)
 
 

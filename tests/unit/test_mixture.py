@@ -167,12 +167,12 @@ def test_a_state_says_which_tokens_were_meant():
 
 def test_tokens_that_are_not_known():
     """Orders of samples have no tokens; weights beyond floats are no shares."""
-    with pytest.raises(TypeError, match=r"sources\['a'\]=.* does not know the tokens"):
+    with pytest.raises(TypeError, match=r"mean number of tokens .* sources\['a'\]=.* not"):
         cseq.Mixture({"a": cseq.Shuffled(9)}, {"a": 1}, weights_of="tokens")
     with pytest.raises(ValueError, match="weights_of='words'"):
         cseq.Mixture({"a": cseq.Shuffled(9)}, {"a": 1}, weights_of="words")  # type: ignore[arg-type]
     sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
-    with pytest.raises(ValueError, match="too large to be shares of tokens"):
+    with pytest.raises(ValueError, match="too large to convert from tokens to units"):
         cseq.Mixture(sources, dict.fromkeys(LONG, 1.7e308), weights_of="tokens")
 
 
@@ -231,7 +231,7 @@ def test_an_epoch_ends_with_a_block(pairs, block, stop):
         order = cseq.Mixture(shuffled(sizes), weights, block=block, stop=stop)
         assert order.units == blocks * block
     else:
-        with pytest.raises(ValueError, match="no block ends before its pass"):
+        with pytest.raises(ValueError, match="no epoch can end before a second pass"):
             cseq.Mixture(shuffled(sizes), weights, block=block, stop=stop)
 
 
@@ -240,10 +240,10 @@ def test_sources_that_hardly_come_are_named():
     names = [*(f"s{k}" for k in range(9)), "rest"]
     sources = shuffled(dict.fromkeys(names, 5))
     weights = {**dict.fromkeys(names, 1e-9), "rest": 1}
-    with pytest.warns(UserWarning, match=r"s0, s1, s2, s3, s4, 4 more have less than") as caught:
+    with pytest.warns(UserWarning, match=r"s0, s1, s2, s3, s4, 4 more get less than") as caught:
         order = cseq.Mixture(sources, weights, epoch_size=1000)
     assert [warning.filename for warning in caught] == [__file__]
-    assert "in an epoch of 1000; give them more weight or 0, or a larger" in str(caught[0].message)
+    assert "in an epoch of 1000; pass larger weights for them, a w" in str(caught[0].message)
     assert repr(order).endswith("; less than one unit of s0, s1, s2, s3, s4, 4 more>")
     later = [(0, weights), (900, {**dict.fromkeys(names, 1), "rest": 0})]
     for fine in (later, dict.fromkeys(names, 1 / 49), {**dict.fromkeys(names, 0), "rest": 1}):
@@ -326,11 +326,11 @@ def test_states_that_do_not_belong():
     order = mixed(OLD)
     with pytest.raises(ValueError, match=r"source 'math': .*samples=30.*samples=31.*another name"):
         mixed(OLD, math=31).resumed(order.facts(), 1, 0, 5)
-    with pytest.raises(ValueError, match="name='feistel-v1', but here it has name='mix"):
+    with pytest.raises(ValueError, match="name='feistel-v1', but the current order has name='mix"):
         order.resumed(cseq.Shuffled(5).facts(), 1, 0, 0)
-    with pytest.warns(UserWarning, match="the sources math have less than one unit"):
+    with pytest.warns(UserWarning, match="the sources math get less than one unit"):
         small = cseq.Mixture(shuffled(SIZES), OLD, block=32, epoch_size=10)
-    with pytest.raises(ValueError, match=r"unit 50 of an epoch.*have 10 units; pass epoch_size=90"):
+    with pytest.raises(ValueError, match=r"unit 50 of an epoch.*only 10 units; pass epoch_size=90"):
         small.resumed(order.facts(), 1, 0, 50)
 
 
@@ -347,10 +347,10 @@ def test_states_of_earlier_definitions():
     with pytest.raises(ValueError, match=r"^source 'a': .*'rows-v2': rows are cut anew; finish"):
         order.resumed(old, 1, 0, 5)
     old["name"] = "mixture-v1"
-    with pytest.raises(ValueError, match=r"'mixture-v2': a small share is no longer") as error:
+    with pytest.raises(ValueError, match=r"'mixture-v2': a small weight no longer") as error:
         order.resumed(old, 1, 0, 5)
-    assert str(error.value).endswith("; its source 'a' has name='rows-v1': rows are cut anew")
-    assert "finish the run with the version of cseq that wrote the state" in str(error.value)
+    assert str(error.value).endswith("; the saved source 'a' has name='rows-v1': rows are cut anew")
+    assert "finish the run with the version of cseq that saved the state" in str(error.value)
     with pytest.raises(ValueError, match="the state of a Mixture is damaged: 'sources'"):
         order.resumed({"name": "mixture-v1"}, 1, 0, 5)
 

@@ -182,7 +182,7 @@ def bad():
 
 def test_an_item_that_cannot_be_pickled_is_named():
     """The message has the item's number, the part, and the remedy."""
-    with pytest.raises(TypeError, match=r"^items\[2\]: .*lambda.*An item is kept as its"):
+    with pytest.raises(TypeError, match=r"^items\[2\]: .*lambda.*Items are stored as pickles"):
         cseq.packed(bad())
 
 

@@ -59,9 +59,9 @@ def test_states():
     """A state of another size, or of another order, is refused, with both values."""
     order = cseq.Resized(cseq.Shuffled(9), 4)
     assert order.resumed(order.facts(), 1, 3, 2) is order
-    with pytest.raises(ValueError, match="units=4, but here it has units=5"):
+    with pytest.raises(ValueError, match="units=4, but the current order has units=5"):
         cseq.Resized(cseq.Shuffled(9), 5).resumed(order.facts(), 1, 0, 0)
-    with pytest.raises(ValueError, match="samples=9, but here it has samples=8"):
+    with pytest.raises(ValueError, match="samples=9, but the current order has samples=8"):
         cseq.Resized(cseq.Shuffled(8), 4).resumed(order.facts(), 1, 0, 0)
     with pytest.raises(ValueError, match="name='feistel-v1'"):
         order.resumed(cseq.Shuffled(9).facts(), 1, 0, 0)

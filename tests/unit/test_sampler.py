@@ -93,8 +93,8 @@ def test_an_epoch_without_batches_is_said(caplog):
         sampler(7, batch_size=4, drop_last=True, world_size=2)
     (message,) = caplog.messages
     assert message == (
-        "an epoch has no batch: drop_last=True leaves out all 7 samples, since a batch of all "
-        "ranks has 8; pass a smaller batch_size, or drop_last=False"
+        "an epoch has no batches: drop_last=True leaves out all 7 samples, because a global batch "
+        "has 8; pass a smaller batch_size, or drop_last=False"
     )
 
 

@@ -47,7 +47,7 @@ def test_shard_given():
     assert shard_of((1, 3)) == (1, 3)
     assert shard_of([np.int64(0), np.uint8(1)]) == (0, 1)
     with pytest.raises(
-        ValueError, match=r"shard=\(2, 2\): rank 2 is not .* count from 0, .* most 1"
+        ValueError, match=r"shard=\(2, 2\) has rank 2, but the 2 ranks .* from 0; .* most 1"
     ):
         shard_of((2, 2))
 
@@ -76,21 +76,21 @@ def test_shard_of_a_group():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (Group(-1, 3), "is a group or mesh that this process is not in"),
-        (Mesh([4], None), "is a group or mesh that this process is not in"),
-        (Mesh([2, 2], None), r'has 2 dimensions; .*: shard=mesh\["dp"\], where mesh_dim_names='),
-        (Mesh([2, 2], [0, 1], "batch", "tp"), r'as one: shard=mesh\["batch"\]$'),
+        (Group(-1, 3), "is a group or mesh that does not include this process"),
+        (Mesh([4], None), "is a group or mesh that does not include this process"),
+        (Mesh([2, 2], None), r'2 dimensions; .*, shard=mesh\["dp"\], with "dp" in mesh_dim_names'),
+        (Mesh([2, 2], [0, 1], "batch", "tp"), r'the batches, shard=mesh\["batch"\]$'),
         (
             Mesh([2, 2, 1], [0, 1, 0], "dp", "fsdp", "tp"),
-            r'as one: shard=mesh\["dp", "fsdp"\]\._flatten\(\)$',
+            r'the batches, shard=mesh\["dp", "fsdp"\]\._flatten\(\)$',
         ),
         (
             Mesh([2, 1, 1, 2], [0, 1, 0, 0], "dp", "dp_shard", "cp", "dp_shard_cp"),
-            r'as one: shard=mesh\["dp"\]$',
+            r'the batches, shard=mesh\["dp"\]$',
         ),
         (
             Mesh([2, 2, 1], [0, 1, 0], "dp_replicate", "dp_shard", "cp"),
-            r'as one: shard=mesh\["dp_replicate", "dp_shard"\]\._flatten\(\)$',
+            r'the batches, shard=mesh\["dp_replicate", "dp_shard"\]\._flatten\(\)$',
         ),
     ],
 )
@@ -149,9 +149,9 @@ def test_shard_auto_where_ranks_share_a_model(monkeypatch):
     groups(monkeypatch, *fine, Group(0, 1, "CONTEXT_PARALLEL_GROUP"))
     assert shard_of("auto") == (2, 3)
     for shared, text in {
-        Group(1, 3, "mesh_tp"): "with tp=3: ",
-        Group(1, 3, "TENSOR_MODEL_PARALLEL_GROUP"): "with tp=1, tensor=3: ",
-        Group(0, 1, "mesh_batch"): "with tp=1, batch=1: ",
+        Group(1, 3, "mesh_tp"): "with tp=3, but",
+        Group(1, 3, "TENSOR_MODEL_PARALLEL_GROUP"): "with tp=1, tensor=3, but",
+        Group(0, 1, "mesh_batch"): "with tp=1, batch=1, but",
     }.items():
         groups(monkeypatch, *fine, shared)
         with pytest.raises(ValueError, match=text):
@@ -159,7 +159,7 @@ def test_shard_auto_where_ranks_share_a_model(monkeypatch):
     groups(monkeypatch, *fine, meshes=(Mesh([1, 3], [0, 2], "replicate", "shard"),))
     assert shard_of("auto") == (2, 3)
     groups(monkeypatch, *fine, meshes=(Mesh([1, 3], [0, 2], "dp", "tp"),))
-    with pytest.raises(ValueError, match=r'with tp=3, dp=1: .*shard=mesh\["dp"\]'):
+    with pytest.raises(ValueError, match=r'with tp=3, dp=1, but .*shard=mesh\["dp"\]'):
         shard_of("auto")
 
 

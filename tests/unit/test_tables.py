@@ -140,7 +140,7 @@ def test_a_pickle_of_other_lengths(tmp_path):
     mapped = np.load(tmp_path / "lengths.npy", mmap_mode="r")
     data = pickle.dumps(cseq.Concatenated(mapped, 256, cache=tmp_path))
     np.save(tmp_path / "lengths.npy", LENGTHS + 1)
-    with pytest.raises(ValueError, match=r"lengths\.npy has other lengths of documents than when"):
+    with pytest.raises(ValueError, match=r"lengths in .*lengths\.npy have changed since"):
         pickle.loads(data)
 
 
@@ -168,7 +168,7 @@ def test_a_folder_that_is_none(tmp_path):
         cseq.Concatenated(LENGTHS, 256, cache=tmp_path / "file")
     with pytest.raises(TypeError, match="cache=7 is not a path"):
         cseq.Concatenated(LENGTHS, 256, cache=7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is for too_long='split'"):
+    with pytest.raises(ValueError, match="is only for too_long='split'"):
         cseq.Packed(LENGTHS + 1, 400, cache=tmp_path)
 
 

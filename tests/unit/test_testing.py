@@ -202,19 +202,19 @@ def test_an_order_is_checked():
 @pytest.mark.parametrize(
     ("order", "text"),
     [
-        (own(read=remembering), "when they are read alone"),
-        (own(read=drawing), "draws from a global generator"),
-        (own(samples=29), r"samples from 0 to 29, not in \[0, 29\)"),
+        (own(read=remembering), "when read alone, but"),
+        (own(read=drawing), "draws from a global random generator"),
+        (own(samples=29), r"samples from 0 to 29; return only samples in \[0, 29\)"),
         (own(name=""), "name=''"),
         (cseq.Shuffled(), "samples=None"),
         (
             own(facts=lambda self: {"name": self.name, "rows": (1, 2)}),
-            "come back from JSON",
+            "which JSON does not preserve",
         ),
-        (own(room=1), r"pass one for each unit, in \[1, 1\]"),
+        (own(room=1), r"return one size in \[1, 1\] for each unit"),
         (
             own(read=lambda *asked: (Own.read(*asked)[0], None)),
-            "no sizes; pass the size",
+            "no sizes; return the size",
         ),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_state_of_another_order():
         ({"sampler": cseq.Shuffled(), "batch_sampler": [[0]]}, r"batch_sampler=\[\[0\]\] cannot"),
         ({"batch_sampler": Pairs(9), "sampler": [0]}, r"sampler=\[0\] .* with batch_sampler="),
         ({"sampler": cseq.Shuffled(), "batch_size": None}, "batch_size=None cannot"),
-        ({"sampler": cseq.Shuffled(8)}, "covers 8 samples, the data has 9"),
+        ({"sampler": cseq.Shuffled(8)}, "covers 8 samples, but the data has 9"),
         ({"batch_sampler": Pairs(9), "batch_size": 4}, "mutually exclusive"),
     ],
 )
@@ -294,7 +294,7 @@ def test_a_state_with_another_seed():
 
     made = make(1)
     next(iter(made))
-    with pytest.raises(ValueError, match=r"^the state has seed=1, but here it is seed=2; make it"):
+    with pytest.raises(ValueError, match=r"^the state was saved with seed=1, but .* is 2; pass"):
         make(2).load_state_dict(made.state_dict())
 
 

@@ -84,11 +84,11 @@ OF_DATA = [
     [(1, 4, 1), ["pp", "fsdp", "tp"]],
 ]
 OTHERS = {
-    'with dp=2, tp=2: .* pass what divides them, shard=mesh["dp"], or': [(2, 2), ["dp", "tp"]],
-    "with pp=1, dp=2, cp=1, tp=2: ": [(1, 2, 1, 2), ["pp", "dp", "cp", "tp"]],
-    "with dim_0=2, dim_1=2: .*, where mesh_dim_names= names": [(2, 2), None],
+    'with dp=2, tp=2, but .* divides the batches, shard=mesh["dp"], or': [(2, 2), ["dp", "tp"]],
+    "with pp=1, dp=2, cp=1, tp=2, but": [(1, 2, 1, 2), ["pp", "dp", "cp", "tp"]],
+    'with dim_0=2, dim_1=2, but .*, with "dp" in mesh_dim_names, or': [(2, 2), None],
     "with dp=1": [(1, 4), ["dp", "tp"]],
-    'shard=mesh["fsdp"], or shard=torch.distributed.group.WORLD': [(2, 2), ["fsdp", "ep"]],
+    'shard=mesh["fsdp"], or pass shard=torch.distributed.group.WORLD': [(2, 2), ["fsdp", "ep"]],
     'shard=mesh["replicate", "shard"]._flatten(), or': [(2, 1, 2), ["replicate", "shard", "cp"]],
 }
 
@@ -136,12 +136,12 @@ def test_a_group_or_a_mesh_as_shard(run_ranks):
         assert half == group == every[rank % 2 :: 2]
         assert flat == world == every[rank::4]
         assert alone == none == every
-        assert "has 3 dimensions; pass what divides the batches, as one: shard=mesh[" in mesh
+        assert "has 3 dimensions; pass the dimension that divides the batches, shard=mesh[" in mesh
         for value, ranks in ((pair, [0, 1]), (odd, [1, 3]), (even, [0, 2])):
             if rank in ranks:
                 assert value == every[ranks.index(rank) :: 2]
             else:
-                assert "is a group or mesh that this process is not in" in value
+                assert "is a group or mesh that does not include this process" in value
 
 
 SEEDS = """
