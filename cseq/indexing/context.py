@@ -199,8 +199,8 @@ def parts() -> NDArray[np.int64]:
         divided = None if ticket is None else ticket.parts()
     if divided is None:
         raise RuntimeError(
-            "cseq.parts() works only while a sequence makes a batch; call it in __getitem__ of the "
-            "indexer"
+            "cseq.parts() works only while a sequence is making a batch; call it in __getitem__ of "
+            "the indexer"
         )
     sizes: NDArray[np.int64] = divided.copy()
     ends = sizes.cumsum()

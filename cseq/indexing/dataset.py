@@ -183,7 +183,8 @@ class DatasetIndexer:
                     failure.annotate(error, f"cseq: {none_text(index, self.dataset)}")
             failure.annotate(
                 error,
-                f"cseq: while collating {len(samples)} samples, indices {failure.listed(numbers)}",
+                f"cseq: while collating {len(samples)} samples with indices "
+                f"{failure.listed(numbers)}",
             )
             raise
         return batch

@@ -78,8 +78,8 @@ class Groups(Order):
         if self.classes.sizes[smallest] < self.per_class and not repeat_small:
             raise ValueError(
                 f"labels has only {self.classes.sizes[smallest]} samples of class "
-                f"{checked.values[smallest].item()!r}, fewer than samples={self.per_class}; pass a "
-                "smaller number, leave the class out, or pass repeat_small=True to repeat samples"
+                f"{checked.values[smallest].item()!r}, fewer than samples={self.per_class}; reduce "
+                "samples, leave the class out, or pass repeat_small=True to repeat its samples"
             )
         self.samples = len(self.classes.table)
         self.room = self.chosen * self.per_class

@@ -97,7 +97,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
     for path, table in zip(paths, tables, strict=True):
         if table.schema != tables[0].schema:
             said = f"the file has {columns_of(table)}, but {paths[0]} has {columns_of(tables[0])}"
-            raise damaged(path, None, said, "write both with the same columns and types")
+            raise damaged(path, None, said, "write both files with the same columns and types")
     return pa.concat_tables(tables)
 
 

@@ -119,8 +119,8 @@ def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
     corpus.__init__(**given)  # type: ignore[misc]
     if corpus.fingerprint != known:
         raise ValueError(
-            f"the tokens of {corpus.name} have changed since the run opened the files; start the "
-            "run again, and do not change the files while it uses them"
+            f"the tokens of {corpus.name} have changed since the run opened the files; restart the "
+            "run, and do not change the files while it uses them"
         )
     return corpus
 

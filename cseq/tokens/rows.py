@@ -203,7 +203,7 @@ class Rows:
             kind = np.result_type(*{part.dtype for part in parts})
             if not np.can_cast(kind, self._dtype):
                 fits = np.can_cast(kind, np.int64)
-                remedy = "pass dtype='int64'" if fits else "write the tokens in a smaller type"
+                remedy = "pass dtype='int64'" if fits else "store the tokens in a smaller type"
                 raise TypeError(
                     f"{corpus.name} has tokens of type {kind}, which dtype={self._dtype} cannot "
                     f"hold; {remedy}"
