@@ -95,9 +95,7 @@ class Order:
 
         The sizes have shape (count,), or are None if every unit is a single sample.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} does not define read(seed, epoch, start, count)"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 
     def facts(self) -> dict[str, Any]:
         """Return everything that determines the order except the seed, as JSON values.

@@ -76,14 +76,9 @@ class Blocks(Samples):
                 )
             total = int(sizes.sum())
             if samples not in (None, total):
-                raise ValueError(
-                    f"samples={samples}, but rows adds up to {total}; leave samples out"
-                )
+                raise ValueError(f"samples={samples}, but rows sum to {total}; leave samples out")
             if lanes != 1:
-                raise ValueError(
-                    f"lanes={lanes} needs blocks of equal size, but rows is an array of sizes; "
-                    "leave lanes out"
-                )
+                raise ValueError(f"lanes={lanes} needs blocks of equal size; leave lanes out")
             self.name, self.replaced = "unequal-blocks-v1", {}  # type: ignore[misc]
             samples, rows = total, max(1, int(sizes.max()))
         super().__init__(samples)

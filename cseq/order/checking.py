@@ -41,10 +41,7 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
         )
     facts = order.facts()
     if json.loads(json.dumps(facts)) != facts:
-        raise ValueError(
-            f"facts() of {shown} returned {facts!r}, which JSON does not preserve; return strings, "
-            "numbers, lists and dicts with string keys"
-        )
+        raise ValueError(f"{shown}.facts() returned {facts!r}; return values that JSON preserves")
     before = random.getstate(), str(np.random.get_state())  # noqa: NPY002 - the global one
     reader, units = order.reader(seed), order.units
     for first in {0, max(0, units - most)}:
@@ -71,7 +68,4 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
                     "of read() may depend only on its arguments"
                 )
     if (random.getstate(), str(np.random.get_state())) != before:  # noqa: NPY002
-        raise ValueError(
-            f"{shown} draws from a global random generator, which the training loop uses as well; "
-            "create a separate generator from the seed"
-        )
+        raise ValueError(f"{shown} draws from a global generator; create one from the seed instead")

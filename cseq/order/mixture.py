@@ -144,10 +144,7 @@ class Mixture(Composed):
         means = [order.tokens or 1.0 for order in self.sources.values()]
         rates = [weight * (max(means) / mean) for weight, mean in zip(weights, means, strict=True)]
         if not all(map(math.isfinite, rates)):
-            raise ValueError(
-                f"weights={weights} are too large to convert from tokens to units; pass smaller "
-                "weights"
-            )
+            raise ValueError(f"weights={weights} overflow as shares of tokens; pass smaller ones")
         return rates
 
     def _end(self, stop: str) -> int:
@@ -489,9 +486,7 @@ def _weights(weights: Weights, names: list[str]) -> list[float]:
         if name not in sources:
             raise ValueError(f"weights has {name!r}, which is not a source; the names are {names}")
         if name not in weights:
-            raise ValueError(
-                f"weights has no entry for source {name!r}; pass its share, or 0 to leave it out"
-            )
+            raise ValueError(f"weights lacks source {name!r}; pass its share, or 0 to leave it out")
         weight = weights[name]
         if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, Real):
             raise TypeError(f"weights[{name!r}]={weight!r} is not a number; pass one of at least 0")

@@ -77,10 +77,7 @@ class Composed(Order):
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
     """Return `sources` as a dict. All must have the same type of units."""
     if not hasattr(sources, "keys") or not sources:
-        raise TypeError(
-            f"sources={sources!r} is not a dict with at least one order; pass a dict of names and "
-            "orders"
-        )
+        raise TypeError(f"sources={sources!r} is not a dict of orders; pass at least one order")
     orders = dict(sources)
     if len(orders) > MOST_SOURCES:
         raise ValueError(f"sources has {len(orders)} orders; pass at most {MOST_SOURCES}")
@@ -91,10 +88,7 @@ def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
         if not isinstance(order, Order):
             raise TypeError(f"sources[{name!r}]={order!r} is not a cseq.Order; pass one")
         if order.samples is None:
-            raise ValueError(
-                f"sources[{name!r}]={order!r} has no number of samples; create it with one, as in "
-                "cseq.Shuffled(1000)"
-            )
+            raise ValueError(f"sources[{name!r}]={order!r} has no size; pass samples to the order")
         if kind(order) != kind(first):
             raise ValueError(
                 f"the units of sources[{name!r}] are {kind(order)}, but the units of "

@@ -102,8 +102,8 @@ class Corpus:
         size = int(self.lengths[document])
         if not 0 <= start <= stop <= size:
             raise IndexError(
-                f"{self.name}: tokens [{start}, {stop}) are out of range for document {document}, "
-                f"which has {size} tokens"
+                f"{self.name}: [{start}, {stop}) is out of range for the {size} tokens of document "
+                f"{document}"
             )
         begin = int(self.ends.starts(np.array([document]))[0])
         owner = int(self.firsts.searchsorted(begin, "right")) - 1
@@ -187,9 +187,7 @@ def data_type(dtype: Any) -> np.dtype[Any]:
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:
-        raise TypeError(
-            f"dtype={dtype!r} is not a NumPy data type; pass one such as 'uint16'"
-        ) from None
+        raise TypeError(f"dtype={dtype!r} is not a NumPy type; pass one such as 'uint16'") from None
     return kind
 
 

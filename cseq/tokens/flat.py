@@ -67,10 +67,7 @@ class Flat(Corpus):
         kind = None if dtype is None else data_type(dtype)
         folder = cache_of(cache)
         if (offsets is None) == (end is None):
-            raise ValueError(
-                f"{path} needs either offsets or end, which determine where documents end; pass "
-                "exactly one of them"
-            )
+            raise ValueError(f"{path} needs either offsets or end; pass exactly one of them")
         if isinstance(offsets, (str, os.PathLike)):
             offsets = os.path.abspath(offsets)
         self.given = {"path": path, "dtype": kind, "offsets": offsets, "end": end, "cache": folder}

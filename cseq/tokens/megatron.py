@@ -93,13 +93,11 @@ def check(
     number = len(lengths)
     at = [HEAD.size, HEAD.size + 4 * number, HEAD.size + 12 * number]
     if number and starts[0]:
-        said = f"sequence 0 starts at byte {starts[0]} of .bin, not at 0"
-        raise damaged(path, at[1], said, REMEDY)
+        raise damaged(path, at[1], f"sequence 0 starts at byte {starts[0]} of .bin", REMEDY)
     if not len(documents) or documents[0] != 0 or documents[-1] != number:
         raise damaged(path, at[2], f"the document bounds do not run from 0 to {number}", REMEDY)
     if (k := first(number, lambda a, b: lengths[a:b] < 0)) is not None:
-        said = f"sequence {k} has the negative length {lengths[k]}"
-        raise damaged(path, at[0] + 4 * k, said, REMEDY)
+        raise damaged(path, at[0] + 4 * k, f"sequence {k} has length {lengths[k]}", REMEDY)
     if (k := first(number, is_apart)) is not None:
         said = f"sequence {k + 1} does not start where the previous sequence ends"
         raise damaged(path, at[1] + 8 * (k + 1), said, REMEDY)

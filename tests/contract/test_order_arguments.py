@@ -151,7 +151,7 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1; pass sizes of at"),
         (cseq.Blocks, {"rows": [0, 0]}, ValueError, r"smallest block is rows\[0\]=0; pass sizes"),
         (cseq.Blocks, {"rows": [1.5]}, TypeError, "rows has values of type float64"),
-        (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "rows adds up to 7; leave"),
+        (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "rows sum to 7; leave"),
         (cseq.Blocks, {"rows": [3, 4], "lanes": 2}, ValueError, "lanes=2 needs blocks of equal s"),
         (cseq.Balanced, {"order": cseq.Shuffled(9)}, TypeError, "cannot compute how much work"),
         (cseq.Balanced, {"order": cseq.Buckets([1, 2], 4)}, TypeError, "cannot compute how much"),
@@ -185,7 +185,7 @@ def test_bad_documents(options, said):
 @pytest.mark.parametrize(
     ("weights", "says"),
     [
-        ({"a": 1}, r"weights has no entry for source 'b'; pass its share, or 0"),
+        ({"a": 1}, r"weights lacks source 'b'; pass its share, or 0"),
         ({"a": 1, "b": 1, "c": 1}, r"weights has 'c', which is not a source; the names are \['a'"),
         ({"a": -1, "b": 1}, r"weights\['a'\]=-1 is negative or not finite; pass a finite n"),
         ({"a": 1, "b": math.nan}, r"weights\['b'\]=nan is negative or not finite"),
@@ -211,10 +211,10 @@ ROWS = r"sources\['b'\] are rows of samples, but the units of sources\['a'\] are
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"sources": {}}, TypeError, r"sources=\{\} is not a dict with at least one order"),
+        ({"sources": {}}, TypeError, r"sources=\{\} is not a dict of orders"),
         ({"sources": {"a": 5}}, TypeError, r"sources\['a'\]=5 is not a cseq.Order"),
         ({"sources": {1: TWO["a"]}}, TypeError, "source name 1 is not a string"),
-        ({"sources": {"a": cseq.Shuffled()}}, ValueError, r"sources\['a'\]=.*no number of samples"),
+        ({"sources": {"a": cseq.Shuffled()}}, ValueError, r"sources\['a'\]=.* has no size; pass"),
         ({"sources": TWO | {"b": Rows(9)}}, ValueError, ROWS),
         ({"sources": TWO | {"b": Rows(9, is_batch=True)}}, ValueError, "'b.* are batches, but"),
         ({"stop": "first"}, ValueError, "source 'a' has 5 units, .* 1024 needs 512, so"),

@@ -148,7 +148,7 @@ def test_before_the_start_and_between_two():
         ({"order": cseq.Shuffled(111)}, {}, "has no weights; pass a cseq.Mixture"),
         ({"ordered": False}, {"a": 1, "b": 1, "c": 1}, "ordered=False"),
         ({"repeat": 2}, {"a": 1, "b": 1, "c": 1}, "repeat=2"),
-        ({}, {"a": 1}, "weights has no entry for source 'b'"),
+        ({}, {"a": 1}, "weights lacks source 'b'"),
         ({}, {"a": 0, "b": 0, "c": 0}, "all weights are 0"),
     ],
 )

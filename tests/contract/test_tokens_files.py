@@ -185,7 +185,7 @@ PAIRS: list[tuple[str, Callable[[bytes], bytes], str]] = [
     ("idx", patched(17, b"\7"), r"web.idx at byte 17: type code 7 \(float32\) is not an integer"),
     ("idx", patched(17, b"\x63"), r"type code 99 \(unknown\) is not an integer type"),
     ("idx", lambda file: file[:-8], "byte 114: .* ends, but 4 sequences and 5 bounds need 122"),
-    ("idx", patched(38, struct.pack("<i", -1)), "byte 38: sequence 1 has the negative length -1"),
+    ("idx", patched(38, struct.pack("<i", -1)), "web.idx at byte 38: sequence 1 has length -1"),
     ("idx", patched(58, struct.pack("<q", 2)), "byte 58: sequence 1 does not start where"),
     ("idx", patched(50, struct.pack("<q", 2)), "byte 50: sequence 0 starts at byte 2 of"),
     ("idx", patched(82, b"\1"), "byte 82: the document bounds do not run from 0 to 4"),
@@ -243,7 +243,7 @@ FLAT: list[tuple[str, dict[str, Any], str]] = [
     ("a.npy", {"end": 0, "dtype": "uint32"}, "a.npy at byte 0: the tokens are uint16, not uint32"),
     ("a.npy", {"end": 9}, "a.npy: none of the 8 uint16 tokens is end=9; pass the token that"),
     ("a.bin", {"end": 0}, "a.bin is a raw file; pass its token type, such as dtype="),
-    ("a.bin", {"end": 0, "dtype": "uint99"}, "dtype='uint99' is not a NumPy data type"),
+    ("a.bin", {"end": 0, "dtype": "uint99"}, "dtype='uint99' is not a NumPy type"),
     ("empty.npy", {"end": 0}, "empty.npy at byte 0: .*; write it again with numpy.save"),
     ("a.bin", {"end": 0, "dtype": "uint32"}, "byte 12: the file ends inside a 4-byte token"),
     ("a.bin", {"end": 0, "dtype": "float16"}, "a.bin at byte 0: the values are float16"),
@@ -277,5 +277,5 @@ def test_a_cache_that_is_no_folder(tmp_path):
 def test_a_range_that_no_document_has(tmp_path):
     """Ranges outside of a document are not read."""
     write_megatron(tmp_path / "web", DOCUMENTS)
-    with pytest.raises(IndexError, match=r"web: tokens \[2, 4\) are out of range .* 3 tokens"):
+    with pytest.raises(IndexError, match=r"web: \[2, 4\) is out of range for the 3 tokens"):
         tokens.Megatron(tmp_path / "web").read(0, 2, 4)

@@ -37,7 +37,7 @@ def test_a_state_of_version_1():
     natural = sampler(order=Sequential())
     assert checkpoint.load(FIRST | {"shuffle": False}, natural, any_seed=False)[1] == 3
     for changed in ({"algorithm": "feistel-v1"}, {"shuffle": False}, {"dset_size": 99}):
-        with pytest.raises(ValueError, match="the saved order has .*, but the current order has"):
+        with pytest.raises(ValueError, match=r"the saved order has .*, but the current order has"):
             checkpoint.load(FIRST | changed, one, any_seed=False)
     for name in ("algorithm", "dset_size", "shuffle", "seed"):
         with pytest.raises(ValueError, match=f"lacks.*{name}"):

@@ -203,13 +203,13 @@ def test_an_order_is_checked():
     ("order", "text"),
     [
         (own(read=remembering), "when read alone, but"),
-        (own(read=drawing), "draws from a global random generator"),
+        (own(read=drawing), "draws from a global generator"),
         (own(samples=29), r"samples from 0 to 29; return only samples in \[0, 29\)"),
         (own(name=""), "name=''"),
         (cseq.Shuffled(), "samples=None"),
         (
             own(facts=lambda self: {"name": self.name, "rows": (1, 2)}),
-            "which JSON does not preserve",
+            "return values that JSON preserves",
         ),
         (own(room=1), r"return one size in \[1, 1\] for each unit"),
         (
