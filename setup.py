@@ -117,7 +117,7 @@ class BuildCore(build_ext):
                 "cseq-loader is compiled when it is installed from source, and the C compiler "
                 f"{command[0]!r} was not found: install one (Debian, Ubuntu: apt install "
                 "build-essential; Fedora: dnf install gcc; macOS: xcode-select --install), "
-                "or set CC to yours"
+                "or set CC to the path of your compiler"
             )
         if command and not Path(headers, "Python.h").exists():
             raise PlatformError(

@@ -67,7 +67,7 @@ HERE = {
 }
 
 # The log of workers on a busy machine may contain this.
-SLOW_START = "nothing has come from the workers"
+SLOW_START = "nothing has arrived from the workers"
 
 # Processes inherit this, so a process whose parent is gone, and which init adopted, is still known.
 MARK = f"CSEQ_TESTS_{os.getpid()}"

@@ -53,7 +53,7 @@ def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Ten
     try:
         return rebuild(*arguments)
     except Exception as error:
-        raise Lost(f"a tensor of a converter process cannot be opened: {error}") from error
+        raise Lost(f"a tensor from a converter process could not be opened: {error}") from error
 
 
 def pack(batch: Batch) -> bytes:
@@ -140,7 +140,7 @@ class Imports(SlotReader):
         packed: Any = super().decode(cell, slot, capacity, record)
         token = self._ring.token(cell)
         if self._read[cell] == token:
-            raise Lost("an exception was raised while it was fetched")
+            raise Lost("an exception interrupted its transfer")
         self._read[cell] = token
         return pickle.loads(packed)
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("cseq")
 
 Kind = Literal["cuda", "cpu", "array", "null", "call"]
 
-OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callable for every array"
+OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callable for each array"
 
 
 class Output(NamedTuple):
@@ -87,7 +87,7 @@ def _parse_out_type(out_type: object) -> tuple[Kind, str, Callable[[Array], obje
         return _parse_name(re.sub(r"^cpu:\d+$", "cpu", str(out_type)), out_type)
     if callable(out_type):
         return "call", "cpu", out_type
-    raise TypeError(f"out_type is {out_type!r} ({type(out_type).__name__}): pass {OUT_TYPES}")
+    raise TypeError(f"out_type={out_type!r} has type {type(out_type).__name__}; pass {OUT_TYPES}")
 
 
 def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
@@ -97,7 +97,7 @@ def _parse_name(name: str, out_type: object) -> tuple[Kind, str, None]:
         return "cpu", "cpu", None
     if match := re.fullmatch(r"cuda(:[0-9]+)?", name):
         return "cuda", f"cuda:{int(match[1][1:])}" if match[1] else "cuda", None
-    raise ValueError(f"out_type is {out_type!r}, which is not known: pass {OUT_TYPES}")
+    raise ValueError(f"out_type={out_type!r} is unknown; pass {OUT_TYPES}")
 
 
 def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
@@ -111,14 +111,14 @@ def _parse_dtype(dtype: object) -> tuple[Dtype | None, str | None]:
         known = np.dtype(name)  # type: ignore[call-overload]
     except (TypeError, ValueError, SyntaxError) as error:
         kind = ValueError if isinstance(name, str) else TypeError
-        raise kind(f"dtype is {dtype!r}, which numpy does not know: {_DTYPES}") from error
+        raise kind(f"dtype={dtype!r} is not a valid numpy dtype; {_DTYPES}") from error
     if known.kind not in "biufc" or known.type in (np.longdouble, np.clongdouble):
-        raise ValueError(f"dtype is {dtype!r}, which no tensor can have: {_DTYPES}")
+        raise ValueError(f"dtype={dtype!r} is not supported by tensors; {_DTYPES}")
     return np.dtype(np.dtype(known.type).str), None
 
 
 _DTYPES = (
-    "pass a type of numbers such as 'float32', 'int64' or 'bfloat16', None to keep types, or 'auto'"
+    "pass a numeric type such as 'float32', 'int64' or 'bfloat16', None to keep types, or 'auto'"
 )
 
 
@@ -170,8 +170,8 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
     if arrays < 2 or not labels:
         return None
     return (
-        f"integer arrays of the first batch ({', '.join(labels)}) become {dtype} on their way to "
-        f"the loop, as dtype={dtype.name!r} says: labels and indices need dtype=None, which keeps "
+        f"integer arrays of the first batch ({', '.join(labels)}) were converted to {dtype}, "
+        f"because of dtype={dtype.name!r}; for labels and indices, pass dtype=None, which keeps "
         "the type of each array"
     )
 
@@ -191,12 +191,15 @@ def resolve(output: Output) -> Output:
         return output
     torch = _find_torch()
     if torch is None:
-        say_once("torch is not installed: batches are numpy arrays. For tensors: pip install torch")
+        say_once(
+            "torch is not installed, so batches are numpy arrays; to get tensors, run pip install "
+            "torch"
+        )
         return output._replace(kind="array", device="cpu")
     if output.kind == "cpu":
         return output
     if not torch.cuda.is_available():
-        say_once("CUDA is not available: out_type 'cuda' gives CPU tensors, as 'cpu' does")
+        say_once("CUDA is not available, so out_type='cuda' returns CPU tensors, like 'cpu'")
         return output._replace(kind="cpu", device="cpu")
     return output._replace(device=_name_device(torch, output.device))
 
@@ -209,8 +212,8 @@ def _name_device(torch: ModuleType, device: str) -> str:
     count = torch.cuda.device_count()
     if int(device.removeprefix("cuda:")) >= count:
         raise ValueError(
-            f"out_type is {device!r}, but the CUDA devices here, {count} in number, are counted "
-            f"from 0: pass 'cuda', or a number below {count}"
+            f"out_type={device!r} does not exist: this machine has {count} CUDA devices, numbered "
+            f"from 0; pass 'cuda', or a number below {count}"
         )
     return device
 

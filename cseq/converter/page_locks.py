@@ -36,8 +36,8 @@ class PageLocks:
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
         if status:
             say_once(
-                f"CUDA could not page-lock shared memory (error {status}): batches are copied "
-                "once more on their way to the device"
+                f"CUDA could not page-lock shared memory (error {status}), so batches are copied "
+                "one extra time on their way to the device"
             )
             return False
         self._locked[memory.address] = memory
@@ -72,4 +72,4 @@ class PageLocks:
         try:
             self._torch.ones(1, device=self._device)
         except RuntimeError as error:
-            logger.debug("CUDA's error was cleared: %s", str(error))
+            logger.debug("a CUDA error was cleared: %s", str(error))

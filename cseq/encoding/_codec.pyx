@@ -110,7 +110,7 @@ cdef class Encoder:
         if count > self.most:
             words = <int64_t*>PyMem_RawCalloc(count, 8)
             if words == NULL:
-                raise MemoryError(f"no memory for a layout of {count} numbers")
+                raise MemoryError(f"not enough memory for a layout of {count} numbers")
             PyMem_RawFree(self.words)
             self.words, self.most = words, count
         return 0

@@ -48,7 +48,7 @@ cdef int check_record(Memory memory, const uint64_t* record) except -1:
     cdef int k
     for k in range(4):
         if record[k] > <uint64_t>memory.size - end:
-            raise IndexError(f"a batch is outside a memory of {memory.size} bytes")
+            raise IndexError(f"a batch lies outside its memory of {memory.size} bytes")
         end += record[k]
     return 0
 
@@ -71,7 +71,7 @@ cdef class Plan:
         self.node = n = <Node*>PyMem_RawCalloc(len(self.nodes) + 1, sizeof(Node))
         self.leaf = <Leaf*>PyMem_RawCalloc(len(self.nodes) + 1, sizeof(Leaf))
         if self.node == NULL or self.leaf == NULL:
-            raise MemoryError(f"no memory for a plan of {len(self.nodes)} nodes")
+            raise MemoryError(f"not enough memory for a plan of {len(self.nodes)} nodes")
         for node in self.nodes:
             if isinstance(node, str):
                 n.kind = OBJECT
@@ -113,7 +113,7 @@ cdef class Plan:
         cdef int nd = len(axes)
         rows = bytes(range(nd))
         if not isinstance(dtype, cnp.dtype) or dtype.hasobject or nd > MAX_DIMS or bytes(sorted(axes)) != rows:
-            raise ValueError(f"a leaf of {dtype!r} with axes {[*axes]} cannot lie in raw memory")
+            raise ValueError(f"a leaf of {dtype!r} with axes {[*axes]} cannot be stored in raw memory")
         leaf.kind, leaf.nd, leaf.rows = kind, nd, axes == rows
         leaf.axes = <const uint8_t*><const char*>axes
         leaf.dtype = <PyObject*>dtype
@@ -478,7 +478,7 @@ cdef list load_objects(Memory memory, Py_ssize_t offset, Py_ssize_t nbytes, Memo
     if nbytes >= 8:
         memcpy(&count, memory.data + table, 8)
     if not 0 <= count <= (nbytes - 8) // 16:
-        raise IndexError(f"a pickle of {nbytes} bytes has no {count} buffers")
+        raise IndexError(f"a pickle of {nbytes} bytes cannot have {count} buffers")
     for table in range(table - 16 * count, table, 16):
         memcpy(&start, memory.data + table, 8)
         memcpy(&size, memory.data + table + 8, 8)

@@ -185,7 +185,7 @@ cdef class Room:
         kind = numpy.dtype(dtype)
         dims = dimensions(shape)
         if kind.hasobject:
-            raise ValueError(f"dtype {kind} holds Python objects: make the array with numpy.empty")
+            raise ValueError(f"dtype {kind} holds Python objects; make the array with numpy.empty")
         if self.slots is not None and not self.may_lend():
             return numpy.empty(dims, kind)
         offset = self.reserve(kind.itemsize * math.prod(dims))
@@ -234,7 +234,7 @@ cdef class Room:
         if self.is_lent():
             raise RuntimeError(
                 "arrays in a slot are still in use after its batch was made, but another batch will "
-                "overwrite the slot: keep a copy (array.copy())")
+                "overwrite the slot; keep copies (array.copy())")
 
     def close(self):
         """Drop all mappings. Live arrays keep theirs."""

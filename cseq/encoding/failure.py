@@ -52,12 +52,12 @@ UNSHARED = (
     "MDB_BAD_RSLOT",
 )
 OPEN_THERE = (
-    "if the training process has opened it, open it in each worker instead, at its first use"
+    "if the training process opened this resource, open it in each worker instead, on first use"
 )
 
 DEBUG = (
-    "cseq: a debugger needs the terminal, which worker processes do not have: pass num_workers=0, "
-    "or start a manager by start_test()"
+    "cseq: a debugger needs a terminal, and worker processes do not have one; pass num_workers=0, "
+    "or start a manager with start_test()"
 )
 
 # How many indices to list in messages, and in messages about dead workers.

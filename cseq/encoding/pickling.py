@@ -60,8 +60,8 @@ FILENAME = 10
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
 REMEDY = (
-    "Worker processes get a copy of the {name}, made with pickle. Make or open such things where "
-    "they are first used, in each worker process and not in the training process"
+    "Worker processes get a pickled copy of the {name}. Create or open such objects where they "
+    "are first used, in each worker process and not in the training process"
 )
 
 # Types that only cloudpickle can pickle. It changes files and memoryviews.

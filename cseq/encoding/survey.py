@@ -89,8 +89,8 @@ class TooDeepError(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            f"the batch has more than {MAX_DEPTH} containers inside one another, or contains "
-            "itself: return a flatter one"
+            f"the batch nests more than {MAX_DEPTH} containers or contains itself; return a "
+            "flatter batch"
         )
 
 
@@ -261,7 +261,7 @@ def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
 
 # -- pickle ----------------------------------------------------------------------------------------
 
-REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that pickle takes"
+REMEDY = "Return arrays, tensors, numbers, strings, bytes, None, or objects that can be pickled"
 
 
 def dump(objects: list[object]) -> tuple[bytes, list[Array]]:

@@ -51,7 +51,7 @@ class SlotReader:
     def error(self, entry: int, slot: int, capacity: int, record: Fields) -> BaseException:
         """Return the exception in a slot."""
         if slot == NO_SLOT:
-            return MemoryError("no room in shared memory for a batch or for the text of its error")
+            return MemoryError("not enough shared memory for a batch or for the text of its error")
         packed: Any = SlotReader.decode(self, entry, slot, capacity, record)
         return failure.unpack(packed)
 

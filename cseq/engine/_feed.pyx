@@ -166,7 +166,7 @@ cdef class Feed:
         self.buffer = <Ticket*>PyMem_RawCalloc(2 * self.room, sizeof(Ticket))
         self.r = <cseq_ring**>PyMem_RawCalloc(3 * len(rings), sizeof(cseq_ring*))
         if self.buffer == NULL or self.r == NULL:
-            raise MemoryError(f"no memory for {self.room} cells")
+            raise MemoryError(f"not enough memory for {self.room} cells")
         self.asked, self.cells = self.r + len(rings), <uint32_t*>(self.r + 2 * len(rings))
         for ring in rings:
             self.r[k] = ring.r

@@ -94,7 +94,7 @@ cdef class ItemSource(StreamSource):
     def __cinit__(self, *_, **__):
         self.asked = <uint64_t*>PyMem_RawCalloc(len(self.rings), sizeof(uint64_t))
         if self.asked == NULL:
-            raise MemoryError(f"no memory for {len(self.rings)} workers")
+            raise MemoryError(f"not enough memory for {len(self.rings)} workers")
 
     def __dealloc__(self):
         PyMem_RawFree(self.asked)
@@ -218,8 +218,8 @@ cdef class KeySource(StreamSource):
             self.keys, self.error = None, error
         except BaseException as cause:
             self.error = self.incomplete = RuntimeError(
-                f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended: "
-                "the rest of the epoch may be missing")
+                f"the iterator of keys was interrupted ({type(cause).__name__}) and has ended; the "
+                "rest of the epoch may be missing")
             raise
         else:
             self.error = None

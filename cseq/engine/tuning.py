@@ -115,7 +115,7 @@ class Tuner:
             return None
         return Decision(
             size._replace(num_workers=workers),
-            f"{before:.3g} batches a second with {workers}, {rate:.3g} with {now}",
+            f"{before:.3g} batches/s with {workers} workers, {rate:.3g} with {now}",
         )
 
     def _next(self, v: Window, size: Size, most: Size) -> Decision | None:

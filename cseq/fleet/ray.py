@@ -47,8 +47,8 @@ try:
     from ray import exceptions
 except ImportError as error:
     raise ImportError(
-        "RaySequence and RayFleet need Ray, which is not installed here or has no build for this "
-        "Python: pip install 'cseq-loader[ray]'"
+        "RaySequence and RayFleet need Ray, which is not installed or has no build for this "
+        "Python; run pip install 'cseq-loader[ray]'"
     ) from error
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ AWAY, SHORT = 2.0, 10.0
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
-    "on node {}: install the module on all nodes, or have Ray install it there, with "
+    "on node {}: install the module on all nodes, or let Ray install it with "
     "runtime_env={{'pip': [...]}} or {{'py_modules': [...]}}"
 )
 
@@ -307,8 +307,8 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
     rooms = [int(cpus // (num_cpus or 1)) for cpus in cpu_counts if cpus >= (num_cpus or 1)]
     if not rooms and None in (nodes, num_workers):
         raise ValueError(
-            f"num_cpus={num_cpus:g}, but no node of the cluster has that many now: pass nodes= and "
-            "num_workers= to make Ray wait for such nodes"
+            f"num_cpus={num_cpus:g}, but no node in the cluster has that many CPUs now; pass "
+            "nodes= and num_workers= to make Ray wait for such nodes"
         )
     if nodes is None and num_workers is None:
         return sum(rooms)
@@ -351,7 +351,7 @@ class Caller:
             raise crew.failed(raised) if made.is_setup else raised
         location = failure.location_of(now.epoch, now.batch, indices.tolist(), failure.MOST)
         died = WorkerDied(
-            f"{location} was lost with {TRIES} agents: {'; '.join(lost)}",
+            f"{location} was lost on {TRIES} agents: {'; '.join(lost)}",
             epoch=now.epoch,
             batch=now.batch,
             indices=indices.tolist(),
@@ -397,7 +397,7 @@ class Caller:
         while calls:
             answered = ray.wait(list(calls), timeout=seconds)[0]
             if not answered:
-                raise TimeoutError("Ray has not started it")
+                raise TimeoutError("Ray has not started the agent")
             call, k = answered[0], calls.pop(answered[0])
             crew.calls.pop(k, None)
             with contextlib.suppress(*OPEN if calls else ()):
@@ -428,7 +428,7 @@ class Caller:
         agent.send(pickle.dumps(request), [])
         while not agent.wait(limit):
             if not ray.wait([crew.fleet.ask(handle)], timeout=limit)[0]:
-                raise TimeoutError(f"no sign of life within {limit} s")
+                raise TimeoutError(f"no response within {limit} s")
         return agent.receive(crew.take_memory)
 
     def close(self) -> None:
@@ -446,7 +446,7 @@ def of_fleet(job: Job) -> Job:
         fleet = RayFleet(job.worker, 1, job.num_workers, seed_globals=job.seed_globals, **own)
         fleet.is_own = True
     if not fleet.handles:
-        raise RuntimeError("this fleet was closed: make another one")
+        raise RuntimeError("this fleet is closed; make another one")
     threads, buffer = len(fleet.handles), job.start.buffer
     if job.auto[1]:
         buffer = min(max(buffer, 2 * threads), MOST_BUFFER)

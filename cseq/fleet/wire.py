@@ -114,7 +114,7 @@ class Connection:
         while offset < size:
             received = self._raw.recv_into(data[offset:], 0, socket.MSG_WAITALL)
             if not received:
-                raise EOFError("the connection was closed at the other end")
+                raise EOFError("the other end closed the connection")
             offset += received
         return data
 

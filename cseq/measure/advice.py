@@ -301,7 +301,7 @@ def _waits(v: Window) -> str:
     if v.dry is not None:
         said += f"; the GPU had run dry after {v.dry:.0%} of the waits"
     if v.first >= LITTLE * (v.elapsed + v.first):
-        said += f"; before that, it waited {duration(v.first)} until all workers had begun"
+        said += f"; before that, it waited {duration(v.first)} until all workers had started"
     return said
 
 
@@ -321,7 +321,7 @@ def _start(v: Window) -> str:
     remedy = (
         "check what the workers import, and what is pickled with the data set"
         if v.is_stream
-        else "import what the workers need at the top of a module, and see what the worker's "
+        else "import what the workers need at the top of a module, and check what the worker's "
         "constructor does"
     )
     return f"the first batch came after {duration(v.start)} → {remedy}"
@@ -342,14 +342,14 @@ def _larger(v: Window, seen: str, pause: float = 0.0, action: str = "") -> Said:
     """
     gain = min(v.most, 1 / v.busy) if v.busy > 0 else v.most
     if v.is_stream:
-        larger = "a larger prefetch (of a DataLoader: prefetch_factor)"
+        larger = "a larger prefetch (prefetch_factor in a DataLoader)"
         return Said(seen, f"{larger}, {action}" if action else larger, gain=gain)
     ahead = math.ceil(pause / max(v.step, v.index / max(v.workers, 1), 1e-6)) + v.workers
     return Said(seen, action, {"buffer": min(max(2 * ahead, v.buffer + 1), MOST_BUFFER)}, gain)
 
 
 def _inline(v: Window) -> Said:
-    seen = "the loop makes its batches itself"
+    seen = "the loop makes its own batches"
     if v.elapsed > 0:
         return _more(v, f"num_workers=0: {seen}")
     return Said(f"num_workers=0 (or test mode): {seen}", change={"num_workers": 2}, gain=1.0)
@@ -357,7 +357,7 @@ def _inline(v: Window) -> Said:
 
 def _gil(v: Window) -> Said:
     seen = (
-        f"all threads together compute on {v.computed:.1f} cores of {v.cores}, and one in five of "
+        f"all threads together compute on {v.computed:.1f} of {v.cores} cores, and one in five of "
         f"their waits for the GIL takes {duration(v.gil)} or longer"
     )
     if v.starved:
@@ -387,7 +387,7 @@ def _loop(v: Window) -> Said:
         seen += f", and waits for a core {v.loop_queued:.0%} of the time"
         seen += ": other programs use the cores" * v.has_others
     if v.spare:
-        seen += f"; {_count(v.fewest, 'worker')} would be enough, not {v.workers}"
+        seen += f"; {_count(v.fewest, 'worker')} would be enough instead of {v.workers}"
     return Said(seen)
 
 
@@ -406,29 +406,31 @@ def _handover(v: Window) -> Said:
 
 
 def _converters(v: Window) -> Said:
-    seen = f"{_count(v.converters, 'converter')} work {v.converting:.0%} of the time; {_busy(v)}"
+    are = "is" if v.converters == 1 else "are"
+    seen = f"{_count(v.converters, 'converter')} {are} busy {v.converting:.0%} of the time"
+    seen += f"; {_busy(v)}"
     return Said(seen, change={"num_converters": 2 * v.converters})
 
 
 def _memory(v: Window) -> Said:
-    seen = f"{v.copies} of {v.batches} batches were copied, since the loop holds too many"
+    seen = f"{v.copies} of {v.batches} batches were copied, because the loop holds too many"
     limit = "" if v.is_stream else ", or pass a larger memory_limit"
     return Said(seen, f"drop batches after their step{limit}")
 
 
 def _stragglers(v: Window) -> Said:
     slow = f" ({v.slowest})" if v.slowest else ""
-    seen = f"one in a hundred takes {duration(v.index_p99)}{slow}, and the others wait for it"
+    seen = f"one batch in a hundred takes {duration(v.index_p99)}{slow}, and the others wait for it"
     return _larger(v, seen, v.index_p99, f"or {'in_order' if v.is_stream else 'ordered'}=False")
 
 
 def _buffer(v: Window) -> Said:
-    ahead = f", and {v.buffer} batches are ahead" if v.buffer else ""
+    ahead = f", and the buffer holds {v.buffer} batches" if v.buffer else ""
     seen = f"{_busy(v)}; one step in a hundred takes {duration(v.step_p99)}{ahead}"
     larger = _larger(v, seen, v.step_p99)
     if v.is_stream or larger.change["buffer"] > v.buffer + 1:
         return larger
-    return Said(seen, "look at stats().slowest, and make one of these batches again: remake()")
+    return Said(seen, "look at stats().slowest, and make one of these batches again with remake()")
 
 
 def _cores(v: Window) -> Said:
@@ -441,7 +443,7 @@ def _cores(v: Window) -> Said:
     fewer = "try fewer workers, and " if v.workers > v.cores else ""
     return Said(
         f"{_busy(v)}: {_count(v.cores, 'core')} are used up",
-        f"{fewer}find what uses the CPU{'' if v.is_stream else ': remake() under a profiler'}; "
+        f"{fewer}find what uses the CPU{'' if v.is_stream else ' (run remake() in a profiler)'}; "
         "if each epoch decodes the same samples, keep them with cseq.cached",
     )
 
@@ -450,7 +452,7 @@ def _workers(v: Window) -> Said:
     waits = "" if v.computes else ": they wait for a disk or a network"
     waits += "" if v.queued or not waits else ", or for a core"
     if waits and v.is_stream and not v.threads:
-        waits += "; threads (worker_method='thread' in a DataLoader) would wait in less memory"
+        waits += "; threads (worker_method='thread' in a DataLoader) would use less memory"
     return _more(v, f"{_busy(v)}{waits}")
 
 
@@ -507,8 +509,8 @@ RULES = (
         "epochs",
         lambda v: v.busy < BUSY and v.early > 0.5,
         lambda v: Said(
-            f"{v.early:.0%} of the waiting is for the first batches of epochs",
-            "longer epochs, or fewer of them: iterate over several at a time",
+            f"{v.early:.0%} of the waiting time goes to the first batches of epochs",
+            "fewer, longer epochs: iterate over several at a time",
         ),
     ),
     Rule(

@@ -297,7 +297,7 @@ class Stats:
         0.07
         """
         if earlier.batches > self.batches or earlier._first not in (0, self._first):
-            raise ValueError("`earlier` is of another run: pass an earlier stats() of this run")
+            raise ValueError("earlier= is from a different run; pass earlier stats() of this run")
         grown = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
         before, now = earlier.source_tokens, self.source_tokens
         grown["source_tokens"] = {name: now[name] - before.get(name, 0) for name in now}
@@ -447,7 +447,7 @@ def counting(manager: object) -> Counting:
     """Return the manager, if it has a method `stats`."""
     if not hasattr(manager, "stats"):
         raise TypeError(
-            f"manager={manager!r} has no stats(); pass a manager of cseq or a cseq.DataLoader"
+            f"manager={manager!r} has no stats(); pass a cseq manager or a cseq.DataLoader"
         )
     counts: Counting = manager
     return counts
@@ -491,7 +491,7 @@ class Every:
         before, self._before = self._before, read_stats(self._manager)
         if self._before is None:
             if not self._has_warned:
-                log.warning("no figures to log: this loader has no worker processes of cseq")
+                log.warning("there are no figures to log, because this loader has no cseq workers")
             self._has_warned = True
             return {}
         return added(self._before, before).as_dict()

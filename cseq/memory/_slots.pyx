@@ -81,12 +81,12 @@ cdef class SlotTable:
         with nogil:
             error = cseq_commit(self.fd, offset, nbytes)
         if error:
-            raise MemoryError(f"no room for the table of slots: {strerror(error).decode()}")
+            raise MemoryError(f"not enough memory for the table of slots: {strerror(error).decode()}")
         return 0
 
     cdef int check(self, Py_ssize_t slot) except -1:
         if slot < 1 or slot >= self.count():
-            raise IndexError(f"slot {slot} is not one of {self.count()}")
+            raise IndexError(f"slot {slot} is out of range for {self.count()} slots")
         return 0
 
     def close(self):
@@ -138,7 +138,7 @@ cdef class SlotTable:
         cdef uint64_t made = cseq_load_acq_u64(&self.table.made)
         cdef uint64_t upto = min(<uint64_t>self.most, made + CHUNK)
         if made == upto:
-            raise MemoryError(f"all {made - 1} slots of shared memory are in use: hold fewer batches")
+            raise MemoryError(f"all {made - 1} slots of shared memory are in use; hold fewer batches")
         self.commit(PAGE + made // CHUNK * sizeof(slot_chunk), sizeof(slot_chunk))
         cseq_cas_sc_u64(&self.table.made, made, upto)  # SYNC: entries of slots are there
         return 0
@@ -244,7 +244,7 @@ cdef class SlotTable:
             self.set_free(slot)
             return 0
         if cseq_add_sc_u32(self.uses(slot), LEASED):
-            raise RuntimeError(f"slot {slot} is leased already")
+            raise RuntimeError(f"slot {slot} is already leased")
         cseq_store_rlx_u64(&self.peak_held,
                            max(cseq_load_rlx_u64(&self.peak_held), cseq_add_sc_u64(&self.held, 1) + 1))
         cseq_add_sc_u64(&self.held_bytes, self.committed(slot))

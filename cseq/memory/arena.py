@@ -279,19 +279,20 @@ class Arena:
         self.copies += 1
         if self.copies == 1 and nbytes > self.memory_limit:
             logger.warning(
-                "a batch takes %d bytes of shared memory, and memory_limit is %d: all are copied",
+                "a batch takes %d bytes of shared memory, but memory_limit is %d, so all batches "
+                "are copied",
                 nbytes,
                 self.memory_limit,
             )
         elif self.copies == 1:
             held, most = self.slots.leased_bytes, self._most_leased()
-            limit, remedy = f"{most} batches is the most", ""
+            limit, remedy = f"the maximum is {most} batches", ""
             if self.slots.leased < most:
-                limit = f"memory_limit={self.memory_limit} is the most"
-                remedy = "; a sequence, not a DataLoader, takes a larger memory_limit"
+                limit = f"the maximum is memory_limit={self.memory_limit}"
+                remedy = ". With a sequence (not a DataLoader), you can raise memory_limit"
             logger.warning(
-                "%d batches are held in %d bytes of shared memory, and %s: until some are dropped, "
-                "further batches are copied. Hold fewer, or copies of what you need%s",
+                "the loop holds %d batches in %d bytes of shared memory, and %s. Until it drops "
+                "some, further batches are copied. Hold fewer batches, or copy what you need%s",
                 self.slots.leased,
                 held,
                 limit,
@@ -328,8 +329,8 @@ def room_for(needed: int, capacity: int, width: int) -> int:
     """Return the new size of a slot that must contain `needed` bytes."""
     if needed > width:
         raise MemoryError(
-            f"a batch of {needed} bytes exceeds a slot, which has at most {width} bytes: "
-            "make batch_size smaller"
+            f"a batch of {needed} bytes exceeds the maximum slot size of {width} bytes; reduce "
+            "batch_size"
         )
     if needed <= LARGE:
         room = max(FIRST, capacity, 1 << (needed - 1).bit_length())

@@ -36,7 +36,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
             return Descriptor(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
         except OSError as error:
             if error.errno == errno.EMFILE:
-                text = f"{error.strerror}: each worker takes four here; raise ulimit -n"
+                text = f"{error.strerror}: each worker needs four of them; raise ulimit -n"
                 raise OSError(error.errno, text) from error
     # Slow and seldom needed.
     import tempfile
@@ -59,7 +59,7 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
         os.ftruncate(file.fd, nbytes)
     except OSError as error:
         text = f"no sparse file of {nbytes:,} bytes for shared memory: {error.strerror}"
-        raise OSError(error.errno, f"{text}; is the size of files limited (ulimit -f)?") from error
+        raise OSError(error.errno, f"{text}; check the file size limit (ulimit -f)") from error
     if sealable:
         import fcntl
 

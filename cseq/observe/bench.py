@@ -94,11 +94,11 @@ def load(path: str, name: str) -> Callable[[], object]:
         raise ValueError(f"there is no file {path}")
     stem, ending = os.path.splitext(file)
     if ending != ".py" or "." in stem:
-        raise ValueError(f"{path} cannot be imported; pass a file whose name is NAME.py")
+        raise ValueError(f"{path} cannot be imported; pass a file named NAME.py")
     sys.path.insert(0, folder)
     module = importlib.import_module(stem)
     if os.path.realpath(getattr(module, "__file__", None) or "") != os.path.realpath(path):
-        raise ValueError(f"{path} has the name of one of Python's modules; rename the file")
+        raise ValueError(f"{path} has the same name as another Python module; rename the file")
     function: Callable[[], object] | None = getattr(module, name, None)
     if not callable(function):
         names = [
@@ -119,9 +119,9 @@ def loader_of(made: Any) -> Loader:
         return loader
     if not is_stream and not all(hasattr(type(made), name) for name in ("__getitem__", "__len__")):
         raise ValueError(
-            f"make() returned an object of {type(made).__name__}; let it return a data set (with "
-            "__getitem__ and __len__, or torch's IterableDataset), a torch DataLoader, or a "
-            "manager of cseq"
+            f"make() returned an object of type {type(made).__name__}; return a data set (with "
+            "__getitem__ and __len__, or torch's IterableDataset), a torch DataLoader, or a cseq "
+            "manager"
         )
     if importlib.util.find_spec("torch") is None:
         options: dict[str, Any] = {"batch_size": BATCH_SIZE, "out_type": "null"}
@@ -216,7 +216,7 @@ def _fallen_back() -> str:
     """Return why torch's workers were used instead, or an empty string."""
     from cseq.adapters.torch.fallback import made
 
-    return next((f"torch's own workers, since {reason}" for _, reason in made if reason), "")
+    return next((f"torch's own workers ran, because {reason}" for _, reason in made if reason), "")
 
 
 def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
@@ -253,7 +253,7 @@ def seconds_of(text: str) -> float:
                 if 0 < value <= 60:
                     return value
             break
-    raise ValueError(f"{text!r} is not a duration up to a minute; pass 30ms, 0.5s or 800us")
+    raise ValueError(f"{text!r} is not a duration of at most a minute; pass 30ms, 0.5s or 800us")
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
@@ -263,7 +263,7 @@ def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | st
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
-        return f"cseq bench: {target!r} is not FILE.py:make: a file, and a function in it"
+        return f"cseq bench: {target!r} is not of the form FILE.py:make"
     # The file and its workers see these arguments.
     sys.argv = [path]
     try:
@@ -318,7 +318,7 @@ def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]
     if not step:
-        return ["with --step 30ms, say: how long such a loop waits, and what helps"]
+        return ["pass --step (for example, 30ms) to see how long such a loop waits, and what helps"]
     lines = []
     waits = measured[current].waits
     if waits is not None:

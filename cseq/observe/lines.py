@@ -86,7 +86,7 @@ def head(run: AttachedRun, width: int) -> list[str]:
         phrases += [f"seed {run.fact('seed')}"]
     lines = _filled(phrases, width)
     if not stats.batches:
-        return lines + _filled([run.ended or "no batch so far: workers start"], width)
+        return lines + _filled([run.ended or "no batch so far; the workers are starting"], width)
     epoch, batch = _position(run)
     phrases = [f"epoch {epoch}"]
     if run.fact("length") and run.next_batch is not None:
@@ -143,7 +143,7 @@ def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
     """Return at most `height` lines: one per run, and one run in full."""
     shown = watcher.shown
     if shown is None:
-        why = watcher.problems or ["there is none among the processes that you may read"]
+        why = watcher.problems or ["none of the processes that you may read has one"]
         return textwrap.wrap(f"no run of cseq was found: {'; '.join(why)}", width)
     several = [*ranks(watcher, width), ""] if len(watcher.runs) > 1 else []
     top, rows, end = head(shown, width), workers(shown, width), foot(shown, width)

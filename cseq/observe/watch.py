@@ -96,8 +96,8 @@ class Watched:
         lines.append(f"  {advice}")
         starts = self.started / (window.elapsed + self.started)
         if self.num_workers and self.epochs > 1 and starts > LITTLE:
-            kept = "" if self.persistent else ": persistent_workers=True keeps the workers"
-            lines.append(f"  {starts:.0%} of all time went with first batches of epochs{kept}")
+            kept = "" if self.persistent else "; persistent_workers=True keeps the workers"
+            lines.append(f"  {starts:.0%} of the time went to the first batches of epochs{kept}")
         return lines
 
 

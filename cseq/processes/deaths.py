@@ -93,11 +93,11 @@ class Deaths:
         can_do_without = self._fails and is_batch
         self.has_failed = is_lethal and can_do_without and not is_over
         if is_lethal and not (can_do_without and is_over):
-            reason = f"this {self._unit} ended {TRIES} workers: {self._advice}"
+            reason = f"this {self._unit} has killed {TRIES} workers; {self._advice}"
         elif self._unready >= self._starts:
             reason = (
-                f"{self._unready} workers in a row died before they were ready: look at how they "
-                "start"
+                f"{self._unready} workers in a row died before they were ready; check what they "
+                "do at the start"
             )
         elif is_over:
             reason = (
@@ -128,5 +128,5 @@ class Deaths:
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""
         killed = self._oom_kills - before
-        remedy = "; fewer workers or smaller batches need less memory" if killed > 0 else ""
-        return f" (out-of-memory kills that the cgroup counted: {killed}{remedy})"
+        remedy = "; use fewer workers or smaller batches" if killed > 0 else ""
+        return f" (out-of-memory kills in its cgroup: {killed}{remedy})"

@@ -124,8 +124,8 @@ class Records:
         lost, self._reported = self._lost - self._reported, self._lost
         if lost:
             log.warning(
-                "%d records that workers logged were left out, because the logging handlers are "
-                "slower than the workers: raise the level of the workers' loggers",
+                "%d log records from the workers were dropped, because the logging handlers are "
+                "too slow for them; raise the log level in the workers",
                 lost,
             )
         record = logging.makeLogRecord(pickle.loads(body))

@@ -51,20 +51,20 @@ def location_in(stacks: str) -> str:
     Returns
     -------
     str
-        For example, ``still imports data → torch (torch/__init__.py:12 in <module>)`` or ``is still
-        in data.py:4 in __init__``.
+        For example, ``is still importing data → torch (torch/__init__.py:12 in <module>)`` or
+        ``is still in data.py:4 in __init__``.
     """
     last = re.split(r"^.*hread 0x.*$", stacks, flags=re.MULTILINE)[-1]
     frames = [Frame(*match.groups()) for match in FRAME.finditer(last)]
     theirs = [frame for frame in frames if not (frame.imports or frame.is_ours)]
     if not theirs:
-        return f"is still in {frames[0].shown}" if frames else f"shows no stack {stacks.strip()}"
+        return f"is still in {frames[0].shown}" if frames else f"has no stack {stacks.strip()}"
     own = [frame for frame in theirs if not any(_is_in(frame.path, path) for path in LIBRARIES)]
     shown = ", ".join(dict.fromkeys(frame.shown for frame in [*theirs[:MOST], *own[:1]]))
     pairs = itertools.pairwise(frames)
     bodies = [inner.path for inner, outer in pairs if outer.imports and inner in theirs]
     names = dict.fromkeys(re.split(r"[/\\.]", _from_package(path))[0] for path in bodies[::-1])
-    return f"still imports {' → '.join(names)} ({shown})" if names else f"is still in {shown}"
+    return f"is still importing {' → '.join(names)} ({shown})" if names else f"is still in {shown}"
 
 
 def _is_in(path: str, folder: str | None) -> bool:

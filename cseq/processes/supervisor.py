@@ -227,7 +227,8 @@ class Supervisor:
             room.select(0, 0)
             self._record = codec.encode_pickled(pickled, Encoder(room))
         except MemoryError as error:
-            raise MemoryError(f"no room for the {name}'s {nbytes} bytes: {error}") from error
+            text = f"not enough memory for a copy of the {name} ({nbytes} bytes): {error}"
+            raise MemoryError(text) from error
         finally:
             room.close()
 
@@ -357,7 +358,7 @@ class Supervisor:
             exitcode = child.status(GRACE)
         if not child.gone:
             raise RuntimeError(
-                f"worker {runner_number - 1} (pid {child.pid}) was killed and has not ended"
+                f"worker {runner_number - 1} (pid {child.pid}) was killed but is still running"
             )
         self._selector.unregister(child.sock)
         del self._workers[runner_number]
@@ -396,10 +397,10 @@ class Supervisor:
         if error is not None and not has_failed:
             self._fail(error)
         elif counts:
-            done = "replaced" if runner_number in self.wanted() else "its tickets go to others"
+            done = " and is replaced" if runner_number in self.wanted() else "; others do its work"
             log_later(
                 logging.WARNING,
-                "worker %d %s: %s%s",
+                "worker %d %s%s%s",
                 runner_number - 1,
                 text,
                 done,
@@ -425,7 +426,7 @@ class Supervisor:
         """
         if self.closed:
             raise InterruptedError(
-                "the workers were ended while the loop waited for a batch or item"
+                "the workers were stopped while the loop waited for a batch or item"
             )
         if self._missing:
             self._await_forks()
@@ -447,12 +448,12 @@ class Supervisor:
             doing = f"worker {worker.runner_number - 1} {location_in(worker.stack())}"
         if self._beside:
             beside = (
-                f". They were forked beside other threads ({self._beside}): a lock that one of "
-                "them held stays locked in a worker, which may wait for it forever. Start workers "
-                "before such threads, or use start_method='forkserver' (for a DataLoader, "
+                f". The workers were forked while other threads were running ({self._beside}). If "
+                "one of these threads held a lock, a worker may wait for that lock forever. Start "
+                "workers before such threads, or use start_method='forkserver' (for a DataLoader, "
                 "multiprocessing_context='forkserver')"
             )
-        text = "nothing has come from the workers after %.0f s: %s; cseq waits%s"
+        text = "nothing has arrived from the workers after %.0f s: %s; cseq is still waiting%s"
         log_later(logging.WARNING, text, seconds, doing, beside)
 
     def _await_forks(self) -> None:
@@ -490,10 +491,10 @@ class Supervisor:
         for runner_number, took in overdue(working, starting, timeout):
             worker = self._workers.get(runner_number)
             stack = NO_STACK if worker is None else worker.stack()
-            message = f"{took}; worker {runner_number - 1} is here:\n{stack}"
+            message = f"{took}; stack of worker {runner_number - 1}:\n{stack}"
             if not restart:
                 raise WorkerTimeout(message)
-            log_later(logging.ERROR, "%sworker %d is restarted", message, runner_number - 1)
+            log_later(logging.ERROR, "%sworker %d is being restarted", message, runner_number - 1)
             if worker is not None:
                 worker.is_overdue = True
                 worker.child.kill()
@@ -549,9 +550,10 @@ class Supervisor:
                 self.hurry(time.monotonic() + HURRY)
             if not self._ended.wait(GRACE):
                 for worker in self._snapshot():
-                    k, text = worker.runner_number - 1, "worker %d is ending: killed after %g s"
+                    k = worker.runner_number - 1
+                    text = "worker %d was still exiting after %g s and was killed"
                     if self._is_busy(worker):
-                        text = "worker %d is busy: killed after %g s"
+                        text = "worker %d was still busy after %g s and was killed"
                     log_later(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
@@ -560,7 +562,7 @@ class Supervisor:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_logged(time.monotonic() + LAST_GRACE)
         if not self._gone:
-            raise RuntimeError("worker processes were killed and have not ended")
+            raise RuntimeError("worker processes were killed but are still running")
         self._thread.join(time.monotonic() + LAST_GRACE)
         # Break a reference cycle that would keep the user's object alive.
         self._launcher.local = None

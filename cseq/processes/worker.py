@@ -63,8 +63,8 @@ __all__ = [
 ]
 
 NOT_FOUND = (
-    "cseq: worker processes import modules by name, with the sys.path of the training process: put "
-    "the module into a folder on it, or call cloudpickle.register_pickle_by_value(module)"
+    "cseq: worker processes import modules by name, with the sys.path of the training process; put "
+    "the module into a folder on sys.path, or call cloudpickle.register_pickle_by_value(module)"
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
@@ -75,7 +75,7 @@ LENGTH = struct.Struct("<Q")
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
 # How long to wait for stack traces, and after what pause they are complete, in seconds.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
-NO_STACK = "(its stack is not available)\n"
+NO_STACK = "(the stack is not available)\n"
 
 
 class Setup(NamedTuple):
@@ -285,7 +285,7 @@ class WorkerProcess:
                 break
             quiet.wait(0.02)
         text = os.pread(fd, size, 0).decode(errors="replace")
-        return text or "(it does not answer: is it stopped?)\n"
+        return text or "(the process does not respond; it may be stopped)\n"
 
     def close(self) -> None:
         """Close the socket and the file for stack traces."""

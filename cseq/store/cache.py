@@ -112,10 +112,10 @@ def cached(
     (192, 192, 1)
     """
     if os.name == "nt":
-        raise OSError("cseq.cached needs fcntl's locks, which Windows does not have")
+        raise OSError("cseq.cached does not work on Windows, because it needs file locks (fcntl)")
     for name in ("__getitem__", "__len__"):
         if not hasattr(make, name):
-            raise TypeError(f"make={make!r} has no {name}; pass a data set, with [index] and len()")
+            raise TypeError(f"make={make!r} has no {name}; pass a data set that has one")
     about = {
         "format": FORMAT,
         "samples": integer("len(make)", len(make)),
@@ -197,9 +197,9 @@ class Cached(Generic[T_co]):
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):
             raise ValueError(
-                f"make[{number}] is not the sample that the cache has: "
-                "what it returns must not depend on random numbers, which belong behind the cache; "
-                f"if make has changed, pass another version, or remove {self._folder}"
+                f"make[{number}] returned a sample that differs from the cached one. Samples must "
+                "not depend on random numbers; apply random augmentation after the cache. If make "
+                f"has changed, pass a different version= or delete {self._folder}"
             )
 
 
@@ -256,8 +256,8 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
     # cloudpickle gives a random number to each class that it pickles by value.
     if b"_make_skeleton_class" in pickled:
         raise ValueError(
-            f"make={make!r} is of a class in a function, or has one, whose pickle differs from "
-            "process to process; define it in a module, or pass version="
+            f"make={make!r} uses a class that is defined inside a function, and its pickle "
+            "differs between processes; define the class in a module, or pass version="
         )
     data = hashlib.sha256(pickled)
     for buffer in buffers:

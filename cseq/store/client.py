@@ -99,8 +99,8 @@ class Client(Folder):
                     line.close()
             return _checked(answer)
         raise OSError(
-            f"the process that fetches shards into {self.path} ended {STARTS} times in a row; "
-            "its errors are on standard error"
+            f"the process that fetches shards into {self.path} exited {STARTS} times in a row; "
+            "its error messages are on standard error"
         )
 
     def _connection(self, start: bytes) -> Line:
@@ -130,8 +130,8 @@ class Client(Folder):
         except (ConnectionError, TimeoutError) as error:
             line.close()
             raise OSError(
-                f"the process that fetches shards into {self.path} does not start: its errors are "
-                "on standard error; is the folder on a local disk?"
+                f"the process that fetches shards into {self.path} did not start. See its error "
+                "messages on standard error, and check that the folder is on a local disk"
             ) from error
         except BaseException:
             line.close()

@@ -72,15 +72,15 @@ class Entries(Folder):
         If there is not enough space for the index.
     """
 
-    remedy = ". With version= you say yourself when samples change"
+    remedy = ". With version=, you decide when the cached samples become invalid"
 
     def __init__(self, path: str, about: dict[str, Any], *, is_kept: bool) -> None:
         self.limit: int = about["limit"]
         self.overhead: int = 8 * (FIRST + about["samples"])
         if self.limit <= self.overhead:
             raise ValueError(
-                f"limit={self.limit} is too small: the index of {about['samples']} samples takes "
-                f"{self.overhead} bytes; pass room for it and the samples"
+                f"limit={self.limit} is too small: the index of {about['samples']} samples alone "
+                f"takes {self.overhead} bytes; pass a larger limit"
             )
         super().__init__(path, about, is_kept=is_kept)
 
@@ -144,8 +144,8 @@ class Entries(Folder):
         room = self.limit - self.overhead
         if nbytes > room:
             raise ValueError(
-                f"limit={self.limit} is too small: sample {number} alone takes {nbytes} bytes, and "
-                f"the index {self.overhead}; pass a larger limit"
+                f"limit={self.limit} is too small: sample {number} takes {nbytes} bytes, and the "
+                f"index takes {self.overhead} bytes; pass a larger limit"
             )
         with self._own, self._locked(ROOM):
             start = int(self._words[USED])
@@ -160,8 +160,9 @@ class Entries(Folder):
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             log.warning(
-                "no room to keep a sample in %s (%s), of which %d of at most %d bytes are taken: "
-                "it is made again in each epoch; pass a smaller limit, or another folder",
+                "a sample could not be stored in %s: %s. The cache uses %d of at most %d bytes. "
+                "The sample will be made again in each epoch; to avoid this, pass a smaller limit "
+                "or a different folder",
                 self.path, error.strerror, self.nbytes, self.limit,
             )  # fmt: skip
         self._note(MADE if self._starts[number] else REFUSED)

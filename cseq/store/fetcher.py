@@ -194,8 +194,8 @@ class Fetcher:
                 raise changed(self.remote.describe(before), before, now)
         for new in there.values():
             raise ValueError(
-                f"shard {self.remote.describe(new)} is not in the index of cache={self.folder!r}: "
-                "pass another folder, or remove this one"
+                f"shard {self.remote.describe(new)} was added after the index in "
+                f"cache={self.folder!r} was created; pass a different folder, or delete this one"
             )
 
     def _schedule(self) -> None:
@@ -285,9 +285,9 @@ class Fetcher:
                 os.unlink(part)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(
-                    f"{error.strerror}: no room for a shard in cache={self.folder!r}, which has "
-                    f"{self.held} of at most {limit} bytes; make room, or pass a smaller limit or "
-                    "another folder"
+                    f"{error.strerror}: a shard could not be stored in cache={self.folder!r}, "
+                    f"which holds {self.held} of at most {limit} bytes. Free some disk space, or "
+                    "pass a smaller limit or a different folder"
                 ) from error
             raise
         self.keep(number, nbytes)

@@ -99,9 +99,9 @@ class Folder:
         for name in about | theirs:
             if theirs.get(name) != about.get(name):
                 raise ValueError(
-                    f"{self.argument}={self.path!r} has samples with {name}={theirs.get(name)!r}, "
-                    f"and here it is {about.get(name)!r}; pass another folder, or remove this one"
-                    f"{self.remedy}"
+                    f"{self.argument}={self.path!r} was created with {name}={theirs.get(name)!r}, "
+                    f"but {name} is now {about.get(name)!r}; pass a different folder, or delete "
+                    f"this one{self.remedy}"
                 )
 
 

@@ -54,7 +54,8 @@ class Npy(Shards):
                 except ValueError as error:
                     if len(data) < most or most == HEADS[-1]:
                         named = remote.describe(shard)
-                        raise ValueError(f"shard {named} is no .npy file: {error}") from error
+                        text = f"shard {named} is not a valid .npy file: {error}"
+                        raise ValueError(text) from error
             raise AssertionError
 
         found = await asyncio.gather(*map(look, objects))
@@ -63,12 +64,15 @@ class Npy(Shards):
             named = remote.describe(shard)
             if (its_shape[1:], its_dtype) != (shape[1:], dtype):
                 raise ValueError(
-                    f"shard {named} has rows of {its_shape[1:]}, {its_dtype}, and the first one of "
-                    f"{shape[1:]}, {dtype}; make a reader for each kind"
+                    f"shard {named} has rows of shape {its_shape[1:]} and dtype {its_dtype}, but "
+                    f"the first shard has rows of shape {shape[1:]} and dtype {dtype}; make a "
+                    "separate reader for each kind"
                 )
             nbytes = offset + math.prod(its_shape) * dtype.itemsize
             if shard.nbytes < nbytes:
-                raise ValueError(f"shard {named} has {shard.nbytes} of its {nbytes} bytes")
+                raise ValueError(
+                    f"shard {named} is truncated: it has {shard.nbytes} of {nbytes} bytes"
+                )
         return {
             "rows": [its_shape[0] for _, its_shape, _ in found],
             "nbytes": [shard.nbytes for shard in objects],
@@ -112,10 +116,10 @@ def header(data: bytes) -> tuple[int, tuple[int, ...], np.dtype[Any]]:
         (2, 0): np.lib.format.read_array_header_2_0,
     }
     if version not in readers:
-        raise ValueError(f"its version is {version}")
+        raise ValueError(f"format version {version} is not supported")
     shape, is_fortran, dtype = readers[version](file)
     if dtype.hasobject:
-        raise ValueError("it has Python objects")
+        raise ValueError("the array contains Python objects")
     if not shape or (is_fortran and len(shape) > 1):
-        raise ValueError("its rows do not lie one after another: save an array in C order")
+        raise ValueError("its rows are not contiguous; save the array in C order")
     return file.tell(), shape, dtype

@@ -45,7 +45,7 @@ def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
     """Split URLs into a folder and names or a pattern."""
     given = urls if isinstance(urls, (list, tuple)) else [urls]
     if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
-        raise TypeError(f"urls={urls!r}: pass a URL or a path, or a list of these")
+        raise TypeError(f"urls={urls!r} is not a URL or path; pass one, or a list of them")
     full = [_absolute(os.fspath(url), in_store=in_store) for url in given]
     if len(full) == 1:
         start = min((full[0].find(sign) for sign in "*?[" if sign in full[0]), default=-1)
@@ -57,7 +57,7 @@ def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
     same = os.path.commonprefix(full)  # noqa: RUF071
     root = same[: same.rfind("/") + 1]
     if not in_store and "://" not in root.rstrip("/"):
-        raise ValueError(f"urls={urls!r} are of several stores; make a reader for each")
+        raise ValueError(f"urls={urls!r} belong to several stores; make a reader for each")
     return Place(root, [url[len(root) :] for url in full], "")
 
 
@@ -73,14 +73,14 @@ def _absolute(url: str, *, in_store: bool) -> str:
 def changed(named: str, before: Object, now: Object | None) -> ValueError:
     """Return an error for a shard that is not the same as in the index."""
     if now is None:
-        what = "is gone"
+        what = "no longer exists"
     elif now.nbytes != before.nbytes:
-        what = f"has {now.nbytes} bytes, and had {before.nbytes}"
+        what = f"has {now.nbytes} bytes and had {before.nbytes} before"
     else:
-        what = f"has the tag {now.tag}, and had {before.tag}"
+        what = f"has the tag {now.tag} and had {before.tag} before"
     return ValueError(
-        f"shard {named} has changed since its index was made: it {what}; if that is meant, pass "
-        "another cache=, or remove that folder"
+        f"shard {named} has changed since its index was made: it {what}. If the change is "
+        "intended, pass a different cache= or delete that folder"
     )
 
 
@@ -141,16 +141,16 @@ class Remote:
         except self._errors as error:
             if self.place.root.startswith("http"):
                 raise ValueError(
-                    f"urls={self.place.root!r} lists nothing ({_first_line(error)}); pass "
-                    "a list of the URLs of all shards"
+                    f"urls={self.place.root!r} cannot be listed ({_first_line(error)}); pass a "
+                    "list of the URLs of all shards"
                 ) from error
             raise
         objects = [_object(meta["path"][len(self._folder) :], meta) for meta in found]
         chosen = [one for one in objects if fnmatch.fnmatchcase(one.name, self.place.pattern)]
         if not chosen:
             raise ValueError(
-                f"urls={self.place.root + self.place.pattern!r}: none of the {len(objects)} "
-                "objects there is such a shard"
+                f"urls={self.place.root + self.place.pattern!r} matches none of the "
+                f"{len(objects)} objects there; correct the URL or pattern"
             )
         return sorted(chosen)
 
@@ -187,10 +187,10 @@ class Remote:
             raise changed(named, shard, None) from None
         except self._errors as error:
             stalled = "kind: Timeout" in str(error)
-            cause = f"nothing for {self._timeout:g} s" if stalled else _first_line(error)
+            cause = f"none for {self._timeout:g} s" if stalled else _first_line(error)
         if came < stop - start:
             raise OSError(
-                f"shard {named} cannot be fetched: {came} of {stop - start} bytes came, then "
+                f"shard {named} could not be fetched: {came} of {stop - start} bytes arrived, then "
                 f"{cause}"
             )
 

@@ -67,7 +67,7 @@ class Parquet(Shards):
                 data = await remote.look(shard, max(0, shard.nbytes - need), shard.nbytes)
                 need = int.from_bytes(data[-8:-4], "little") + 8
                 if data[-4:] != b"PAR1" or need > shard.nbytes:
-                    raise ValueError(f"shard {remote.describe(shard)} is no Parquet file")
+                    raise ValueError(f"shard {remote.describe(shard)} is not a Parquet file")
                 if need <= len(data):
                     return pq.read_metadata(pa.BufferReader(data))
 
@@ -77,12 +77,14 @@ class Parquet(Shards):
         first = self._schema_of(footers[0])
         names = footers[0].schema.to_arrow_schema().names
         if {*(self.columns or ())} - {*names}:
-            raise ValueError(f"columns={self.columns}: there are {names}")
+            raise ValueError(
+                f"columns={self.columns} includes unknown columns; the shards have {names}"
+            )
         for which, (shard, footer) in enumerate(zip(objects, footers, strict=True)):
             if not self._schema_of(footer).equals(first):
                 raise ValueError(
-                    f"shard {remote.describe(shard)} has columns of other types than the first "
-                    "one; make a reader for each kind"
+                    f"shard {remote.describe(shard)} and the first shard have different column "
+                    "types; make a separate reader for each kind"
                 )
             footer.write_metadata_file(f"{self.folder}/footers/{which}")
             for number in range(footer.num_row_groups):
@@ -120,7 +122,7 @@ class Parquet(Shards):
             parts = pq.ParquetFile(pa.BufferReader(pa.py_buffer(whole)), metadata=footer)
             table = parts.read_row_group(group, columns=self.columns).combine_chunks()
         except (OSError, ValueError) as error:
-            raise ValueError(f"has a row group {group} that cannot be decoded: {error}") from error
+            raise ValueError(f"cannot be decoded (row group {group}): {error}") from error
         with pa.OSFile(path, "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
             writer.write_table(table)
 

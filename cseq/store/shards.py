@@ -125,7 +125,8 @@ class Shards(Reader):
         largest = int(self.nbytes.max())
         if largest > most:
             raise ValueError(
-                f"limit={most} is too small: a shard takes {largest} bytes; pass a larger one"
+                f"limit={most} is too small: the largest shard takes {largest} bytes; pass a "
+                "larger limit"
             )
 
     def __reduce__(self) -> Any:
@@ -190,9 +191,9 @@ class Shards(Reader):
         largest = np.sort(self.nbytes)[::-1][: 2 * order.window + self.ahead]
         if int(largest.sum()) > self.limit:
             raise ValueError(
-                f"limit={self.limit} is too small for window={window}: two windows, and "
-                f"ahead={self.ahead} shards that are fetched, take up to {largest.sum()} bytes; "
-                "pass such a limit, or a smaller window or ahead"
+                f"limit={self.limit} is too small for window={window}: two windows and the "
+                f"ahead={self.ahead} shards that are fetched in advance take up to {largest.sum()} "
+                "bytes; pass a limit of at least this size, or a smaller window or ahead"
             )
         return order
 
@@ -215,12 +216,12 @@ class Shards(Reader):
 
     def _batch(self, indices: NDArray[Any]) -> Any:
         if indices.ndim != 1 or (len(indices) and indices.dtype.kind not in "iu"):
-            raise TypeError(f"indices={indices!r}: pass one-dimensional integers")
+            raise TypeError(f"indices={indices!r} is not a one-dimensional array of integers")
         total = len(self)
         where = np.where(indices < 0, indices + total, indices).astype(np.int64)
         if len(where) and not 0 <= where.min() <= where.max() < total:
             wrong = indices[(where < 0) | (where >= total)][0]
-            raise IndexError(f"index {wrong} is out of range: there are {total} samples")
+            raise IndexError(f"index {wrong} is out of range for {total} samples")
         shards = self._ends.searchsorted(where, "right")
         rows = where - (self._ends - self.sizes)[shards]
         return self.gather(self._map(np.unique(shards).tolist()), shards, rows)
@@ -237,7 +238,7 @@ class Shards(Reader):
             if nbytes > self.limit:
                 raise ValueError(
                     f"limit={self.limit} is too small: the {len(shards)} shards of this batch take "
-                    f"{nbytes} bytes; pass a larger limit, or read in the order of order()"
+                    f"{nbytes} bytes; pass a larger limit, or the order that order() returns"
                 )
         while missing := [number for number in shards if number not in mapped]:
             self._map_there(self._ask("need", missing), mapped)
@@ -300,7 +301,7 @@ def _pickled(store: Any) -> bytes | None:
 
 def _refuse_what_is_missing() -> None:
     if os.name == "nt":
-        raise OSError("cseq.store needs fcntl's locks, which Windows does not have")
+        raise OSError("cseq.store does not work on Windows, because it needs file locks (fcntl)")
     if importlib.util.find_spec("obstore") is None:
         raise ImportError(
             "cseq.store needs obstore: pip install 'cseq-loader[store]'", name="obstore"

@@ -65,7 +65,7 @@ class Tar(Shards):
                 found = [(one.name, one.offset_data, one.size) for one in file if one.isreg()]
                 end = file.offset
         except tarfile.TarError as error:
-            raise ValueError(f"is no tar file: {error}") from error
+            raise ValueError(f"is not a tar file: {error}") from error
         samples: list[Members] = []
         for name, offset, size in found:
             folder, _, base = name.rpartition("/")
@@ -80,7 +80,7 @@ class Tar(Shards):
         with open(path, "r+b") as file_of_bytes:
             file_of_bytes.seek(end)
             if file_of_bytes.read(tarfile.BLOCKSIZE).strip(b"\0"):
-                raise ValueError(f"has no member at byte {end}: is it damaged?")
+                raise ValueError(f"has no valid tar header at byte {end}; the file may be damaged")
             file_of_bytes.seek(0, os.SEEK_END)
             file_of_bytes.write(data + len(data).to_bytes(LENGTH, "little"))
 

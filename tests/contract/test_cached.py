@@ -186,14 +186,14 @@ def test_a_full_cache_keeps_what_it_has(tmp_path):
 @pytest.mark.parametrize("limit", [100, "20 kB"])
 def test_a_limit_without_room_for_the_index_is_an_error(limit):
     """A limit too small for a sample raises an error that names the limit and the need."""
-    with pytest.raises(ValueError, match=r"limit=\d+ is too small: the index of 900 samples takes"):
+    with pytest.raises(ValueError, match=r"limit=\d+ is too small: the index of 900 samples alone"):
         cseq.cached(Decoded(900), limit)
 
 
 def test_a_sample_larger_than_the_limit_is_an_error():
     """A sample that never fits is an error, not an empty cache."""
     samples = cseq.cached(Decoded(4, None, 10**5), "90 kB")
-    with pytest.raises(ValueError, match="sample 2 alone takes 100"):
+    with pytest.raises(ValueError, match="sample 2 takes 100"):
         samples[2]
 
 
@@ -226,7 +226,7 @@ def test_a_full_disk_keeps_no_sample(monkeypatch, caplog, tmp_path):
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "cseq"):
         patch.setattr(os, "pwrite", full)
         assert all(is_right(samples[k], k) for k in range(3))
-    assert "no room to keep a sample" in caplog.text
+    assert "a sample could not be stored in" in caplog.text
     assert all(is_right(samples[k], k) for k in range(20))
     assert samples.stats().kept == 20
 
@@ -365,7 +365,7 @@ def test_changed_code_does_not_read_old_samples(run_anew, tmp_path):
     run_anew(SCRIPT, str(tmp_path / "cache"))
     changed = run_anew(SCRIPT.replace("index)\n\n", "index + 1)\n\n"), str(tmp_path / "cache"))
     assert changed.returncode == 1
-    assert "pass another folder, or remove this one. With version=" in changed.stderr
+    assert "pass a different folder, or delete this one. With version=" in changed.stderr
 
 
 def test_shared_memory_is_gone_with_the_last_process(run_anew):
@@ -417,7 +417,7 @@ def test_samples_that_differ_each_time_are_an_error():
     """Random numbers in `make` would be drawn once for all epochs; an error says so."""
     samples = cseq.cached(Noisy(), "2 MB")
     samples[1]
-    with pytest.raises(ValueError, match=r"make\[1\] is not the sample that the cache has"):
+    with pytest.raises(ValueError, match=r"make\[1\] returned a sample that differs from the"):
         samples[1]
 
 
@@ -428,7 +428,7 @@ def test_a_folder_of_something_else_is_refused(limit, version, name, tmp_path):
     """If a folder's cache has another limit or version, an error names both values."""
     folder = str(tmp_path / "cache")
     kept = cseq.cached(Decoded(), "2 MB", folder=folder, version="1")
-    with pytest.raises(ValueError, match=rf"has samples with {name}="):
+    with pytest.raises(ValueError, match=rf"was created with {name}="):
         cseq.cached(Decoded(), limit, folder=folder, version=version)
     assert is_right(kept[0], 0)
 
@@ -439,7 +439,7 @@ def test_a_class_in_a_function_needs_a_version():
     class Local(Decoded):
         pass
 
-    with pytest.raises(ValueError, match=r"define it in a module, or pass version="):
+    with pytest.raises(ValueError, match=r"define the class in a module, or pass version="):
         cseq.cached(Local(), "2 MB")
     assert len(cseq.cached(Local(), "2 MB", version="1")) == 20
 

@@ -177,7 +177,7 @@ def test_a_newer_iterator_interrupts(kind):
         old = iter(m)
         next(old)
         new = iter(m)
-        with pytest.raises(InterruptedError, match="make two managers for two loops at once"):
+        with pytest.raises(InterruptedError, match="for two loops, make two managers"):
             next(old)
         assert len(list(new)) == 10
         with pytest.raises(InterruptedError):

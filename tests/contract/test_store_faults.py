@@ -137,12 +137,12 @@ def test_chance(server, tmp_path, kind):
 LASTING = {
     "503": ({"kind": "503"}, OSError, "503"),
     "403": ({"kind": "403"}, OSError, "403"),
-    "cut": ({"kind": "cut", "at": 0.0}, OSError, "0 of {nbytes} bytes came"),
-    "half": ({"kind": "half", "at": 0.0}, OSError, "0 of {nbytes} bytes came"),
-    "short": ({"kind": "short"}, ValueError, "it has {half} bytes, and had {nbytes}"),
-    "stall": ({"kind": "stall", "at": 0.0}, OSError, "nothing for 0.2 s"),
+    "cut": ({"kind": "cut", "at": 0.0}, OSError, "0 of {nbytes} bytes arrived"),
+    "half": ({"kind": "half", "at": 0.0}, OSError, "0 of {nbytes} bytes arrived"),
+    "short": ({"kind": "short"}, ValueError, "it has {half} bytes and had {nbytes} before"),
+    "stall": ({"kind": "stall", "at": 0.0}, OSError, "none for 0.2 s"),
     "etag": ({"kind": "etag"}, ValueError, "has changed since its index was made"),
-    "404": ({"kind": "404"}, ValueError, "is gone"),
+    "404": ({"kind": "404"}, ValueError, "it no longer exists"),
 }
 
 
@@ -169,7 +169,7 @@ def test_changed_shards(server, tmp_path):
     rows = read(server, tmp_path / "old")
     other = shard(5, add=100)
     server.put(KEY.format(5), other)
-    with pytest.raises(ValueError, match=r"05\.npy.* has changed .*another cache="):
+    with pytest.raises(ValueError, match=r"05\.npy.* has changed .*different cache="):
         epoch(FEW[-1], rows)
     new = read(server, tmp_path / "new")
     found = np.concatenate(epoch(INLINE, new))
@@ -193,4 +193,4 @@ def test_next_run_with_a_changed_shard(server, tmp_path, run_anew):
     server.put(KEY.format(5), shard(5, add=1))
     done = run_anew(script)
     assert done.returncode == 1
-    assert re.search(r"ValueError: shard .*05\.npy.* has changed .*another cache=", done.stderr)
+    assert re.search(r"ValueError: shard .*05\.npy.* has changed .*different cache=", done.stderr)

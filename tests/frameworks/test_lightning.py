@@ -128,7 +128,7 @@ def test_a_loader_that_does_not_count(folder):
     """An object without figures is refused, and so is a manager instead of a function."""
     from cseq.adapters.lightning import DataModule, Monitor
 
-    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a manager"):
+    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a cseq manager"):
         Monitor([])
     with pytest.raises(ValueError, match="every=0 is below 1"):
         Monitor(every=0)

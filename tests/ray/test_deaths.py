@@ -146,7 +146,7 @@ def test_a_batch_that_ends_three_agents_is_named():
     with cseq.RayFleet(KillsItsAgent, 2, 1) as fleet:
         await_agents(fleet)
         manager = sequence(fleet, **SMALL).start()
-        with manager, pytest.raises(cseq.WorkerDied, match="was lost with 3 agents") as caught:
+        with manager, pytest.raises(cseq.WorkerDied, match="was lost on 3 agents") as caught:
             list(manager)
         assert 77 in caught.value.indices
         assert in_test_mode()[caught.value.batch][0].tolist() == caught.value.indices
@@ -157,7 +157,7 @@ def test_a_batch_that_ends_three_agents_is_named():
             assert len(list(batches)) == BATCHES - 1
             (skipped,) = batches.skipped
         assert skipped.indices == caught.value.indices
-        assert "was lost with 3 agents" in skipped.error
+        assert "was lost on 3 agents" in skipped.error
 
 
 # In seconds; for many, use pytest -o faulthandler_timeout=0.

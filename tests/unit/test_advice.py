@@ -135,7 +135,7 @@ def test_how_many_workers():
     assert advise(replace(PLAIN, cpu=0.02, cores=2)).change == {"num_workers": 8}
     assert advise(replace(PLAIN, cpu=0.02, cores=2, step=0.02)).change == {"num_workers": 5}
     fewer = advise(replace(PLAIN, waited=0.1, busy=0.2, workers=16))
-    assert "4 workers would be enough, not 16" in fewer.sentence
+    assert "4 workers would be enough instead of 16" in fewer.sentence
     assert (fewer.change, fewer.action, fewer.gain) == ({}, "", 1.0)
 
 
@@ -154,7 +154,7 @@ def test_a_buffer_lasts_as_long_as_a_pause():
     """It lasts for twice a pause's batches; if it already does, the slowest batches are named."""
     pauses = replace(PLAIN, busy=0.6, step_p99=0.5)
     assert advise(pauses).change == {"buffer": 2 * (50 + 4)}
-    assert "batches are ahead" in advise(pauses).sentence
+    assert "and the buffer holds" in advise(pauses).sentence
     starved = advise(replace(pauses, waited=0.9 * PLAIN.elapsed))
     # All workers are then busy.
     assert (starved.cause, starved.gain) == ("buffer", pytest.approx(1 / 0.6))
@@ -196,7 +196,7 @@ def test_a_start_of_many_workers_is_none_of_the_waiting():
     """The start is reported if it takes a large part of the time; no longer epoch is advised."""
     late = advise(replace(PLAIN, waited=0.0, first=1.0))
     assert (late.cause, late.action) == ("loop", "")
-    assert "before that, it waited 1 s until all workers had begun" in late.sentence
+    assert "before that, it waited 1 s until all workers had started" in late.sentence
     assert "before" not in advise(replace(PLAIN, waited=0.0, first=0.1)).sentence
 
 

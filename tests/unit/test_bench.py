@@ -117,10 +117,10 @@ def test_a_manager(run, name):
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("data.py", "'data.py' is not FILE.py:make"),
+        ("data.py", "'data.py' is not of the form FILE.py:make"),
         ("none.py:rows", "there is no file none.py"),
         ("data.py:row", "has no function 'row'; it has Broken, rows, alone, left_to_it, breaks"),
-        ("data.py:number", "make() returned an object of int; let it return"),
+        ("data.py:number", "make() returned an object of type int; return"),
         ("data.py:fails", "OSError: no disk"),
     ],
 )
@@ -181,7 +181,7 @@ def test_what_is_said():
     ]
     assert said({"torch": torch._replace(waits=None)}, "torch", 0.01) == []
     (hint,) = said(measured, "torch", 0.0)
-    assert hint.startswith("with --step 30ms, say")
+    assert hint.startswith("pass --step (for example, 30ms)")
     failed = {"torch": Figures(error="it fails")}
     assert said(failed, "torch", 0.0) == ["nothing could be measured: see above"]
 

@@ -67,7 +67,7 @@ def test_a_loader_without_workers_is_told_once(caplog):
         for step, _ in enumerate(loader, 1):
             assert every.at(step) == {}
     assert [record.getMessage() for record in caplog.records] == [
-        "no figures to log: this loader has no worker processes of cseq"
+        "there are no figures to log, because this loader has no cseq workers"
     ]
 
 
@@ -94,7 +94,7 @@ def cseq_loader(**options):
 
 def test_what_does_not_count_is_refused():
     """The error comes at once, with the remedy."""
-    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a manager of cseq"):
+    with pytest.raises(TypeError, match=r"manager=\[\] has no stats\(\); pass a cseq manager"):
         cseq.Stats.every(1, [])
     with pytest.raises(ValueError, match="n=0 is below 1"):
         cseq.Stats.every(0, Read(None))

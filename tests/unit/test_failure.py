@@ -642,7 +642,7 @@ def test_a_close_that_raises(kind, caplog, capfd):
     printed = capfd.readouterr().err
     assert "code 8: stuck" in caplog.text + printed
     if kind.processes:
-        assert re.search(r"worker 0 \(process \d+\) ends with an exception:\r?\nTraceback", printed)
+        assert re.search(r"worker 0 \(process \d+\) raised an exception:\r?\nTraceback", printed)
     assert len(caplog.records) == 1
     list(kind.begin(manager))
     manager.finish()

@@ -339,7 +339,7 @@ def test_workers_that_hang_after_a_fork(run_prepared, is_beside):
     done = run_prepared(f"IS_BESIDE = {int(is_beside)}\n{SILENT}")
     assert "worker 0 is still in script.py:24 in __getitem__, torch/" in done.stdout
     assert done.stdout.endswith("[[b'!']]\n")
-    assert ("They were forked beside other threads" in done.stdout) == is_beside
+    assert ("The workers were forked while other threads" in done.stdout) == is_beside
     assert ("multiprocessing_context='forkserver'" in done.stdout) == is_beside
 
 
@@ -400,7 +400,7 @@ POOLS = [
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("exit", 0), ("raise", "LookupError: astray"), ("return", "returned from it")]
+    ("how", "said"), [("exit", 0), ("raise", "LookupError: astray"), ("return", "did not end")]
 )
 @pytest.mark.parametrize("options", POOLS, ids=lambda options: "-".join(options.values()))
 def test_a_process_that_an_indexer_forks_is_no_worker(run_script, how, said, options):

@@ -192,7 +192,7 @@ def test_labels_are_told_of_once(caplog):
     worker = functools.partial(Returns, labels)
     with cseq.MTSequence(worker, 64, batch_size=2, out_type="cpu", num_workers=3).start() as m:
         assert len([*m]) == 32
-    assert caplog.text.count("labels and indices need dtype=None") == 1
+    assert caplog.text.count("for labels and indices, pass dtype=None") == 1
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)

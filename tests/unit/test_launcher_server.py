@@ -86,7 +86,7 @@ def test_a_fork_that_fails_is_an_error(served, entries):
         "server.fork = fail"
     )
     one = served(entry="full:answer")
-    with pytest.raises(BlockingIOError, match="no worker process"):
+    with pytest.raises(BlockingIOError, match="worker process could not be started"):
         one.launch(0)
     child = one.launch(1)
     assert ask(child, "1") == 1
@@ -310,7 +310,7 @@ def test_a_module_prints_once_and_raises_as_in_a_worker(run_script, tmp_path):
         "except ZeroDivisionError as error:\n    print(type(error.__cause__).__name__)\n"
     )
     assert done.stdout == "hello\nRemoteTraceback\n", done.stderr
-    assert "module raises was to be imported for all workers" in done.stderr
+    assert "module raises could not be imported in advance" in done.stderr
 
 
 @linux
@@ -338,8 +338,9 @@ def test_a_slow_import_is_told_of_and_can_be_broken_off(run_script, tmp_path):
         "    except KeyboardInterrupt:\n"
         "        print(method, begun[0].getMessage().partition(': ')[2])\n"
     )
-    told = "forkserver module slow is being imported for all of them; cseq waits\n"
-    told += "spawn worker 0 still imports slow (slow.py:12 in <module>); cseq waits\n"
+    told = "forkserver module slow is being imported for all of them; cseq is still waiting\n"
+    told += "spawn worker 0 is still importing slow (slow.py:12 in <module>); "
+    told += "cseq is still waiting\n"
     # Otherwise it would sleep, and not end.
     assert done.stdout == told, done.stderr
 
@@ -400,7 +401,7 @@ for each in (killed, other):
 """
     )
     assert done.stdout == "[True, True]\n", done.stderr
-    assert done.stderr == "worker 0 was killed by SIGKILL: replaced\n"
+    assert done.stderr == "worker 0 was killed by SIGKILL and is replaced\n"
 
 
 @linux
@@ -449,7 +450,7 @@ def test_a_hanging_import_counts_as_a_workers(run_script, tmp_path):
         "except cseq.WorkerTimeout as error:\n    print('slow.py' in str(error))\n"
     )
     assert done.stdout == "True\n", done.stderr
-    assert "module slow takes more than 1 s when it is imported" in done.stderr
+    assert "importing module slow takes more than 1 s, so" in done.stderr
 
 
 SHARED = """

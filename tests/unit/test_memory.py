@@ -356,8 +356,8 @@ def test_too_many_slots_held(arena, writer, monkeypatch, caplog):
     assert (arena.slots.leased, arena.copies) == (3, 2)
     # The warning has this limit, and not the other one's remedy.
     [told] = caplog.messages
-    assert told.startswith("3 batches are held in ")
-    assert ", and 3 batches is the most: until some are dropped" in told
+    assert told.startswith("the loop holds 3 batches in ")
+    assert ", and the maximum is 3 batches. Until it drops some" in told
     assert "memory_limit" not in told
     assert [whole(memory, 1)[0] for memory in memories] == list(range(5))
 

@@ -228,12 +228,12 @@ def test_the_way_of_a_window(kind):
     assert (added.batches, added.samples, added.index_seconds.count) == (40, 40, 40)
     assert added.elapsed == pytest.approx(after.elapsed - before.elapsed)
     assert {slow.epoch for slow in added.slowest} <= {1}
-    with pytest.raises(ValueError, match="of another run"):
+    with pytest.raises(ValueError, match="from a different run"):
         before.since(after)
     with m.start() as batches:
         for _ in range(3):
             list(batches)
-        with pytest.raises(ValueError, match="of another run"):
+        with pytest.raises(ValueError, match="from a different run"):
             batches.stats().since(after)
     figures = added.as_dict()
     assert list(figures) == [f"cseq/{name}" for name in NAMES]

@@ -200,7 +200,7 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(pool, *, waits
             assert handler.got == []
             release.set()
         one.close()
-        assert handler.got == ["noted", "worker 0 exited with code 3: replaced"]
+        assert handler.got == ["noted", "worker 0 exited with code 3 and is replaced"]
     finally:
         log.removeHandler(handler)
 
@@ -215,8 +215,8 @@ def test_a_slow_start_is_a_line_and_the_next_ones_are_not(pool, monkeypatch, cap
         supervisor.check_start(now_ns() - int(waited * 1e9))
         one.close()
     first, second = caplog.messages
-    assert re.fullmatch("nothing has come from the workers after 15 s: worker 0 .*", first)
-    assert re.fullmatch("nothing has come from the workers after 40 s: worker 0 .*", second)
+    assert re.fullmatch("nothing has arrived from the workers after 15 s: worker 0 .*", first)
+    assert re.fullmatch("nothing has arrived from the workers after 40 s: worker 0 .*", second)
 
 
 def test_one_that_cannot_get_ready(pool, monkeypatch):
@@ -278,7 +278,7 @@ def test_close_asks_again(monkeypatch):
 
     monkeypatch.setattr(one.launcher, "close", linger)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="have not ended"):
+        with pytest.raises(RuntimeError, match="are still running"):
             supervisor.close()
     supervisor.close()
     one.close()
@@ -347,7 +347,7 @@ def test_close_waits_for_what_is_made(method, monkeypatch, caplog):
     while "noted" not in caplog.text:
         seen.wait(0.001)
     one.close()
-    assert "worker 0 is busy: killed" in caplog.text
+    assert "worker 0 was still busy after" in caplog.text
 
 
 def test_a_worker_that_does_not_come_to_its_end(pool, monkeypatch, caplog):
@@ -357,7 +357,7 @@ def test_a_worker_that_does_not_come_to_its_end(pool, monkeypatch, caplog):
     one.start()
     one.await_ready(1)
     one.close()
-    assert caplog.messages == ["worker 0 is ending: killed after 0.05 s"]
+    assert caplog.messages == ["worker 0 was still exiting after 0.05 s and was killed"]
 
 
 # An interpreter that imports this does not reach the import's end.
@@ -436,7 +436,7 @@ def test_no_room_for_the_object(pool, monkeypatch):
 
     one = pool(method="spawn")
     monkeypatch.setattr("cseq.encoding._room.commit", commit)
-    with pytest.raises(MemoryError, match=r"no room for the indexer's 8\d\d\d bytes: full"):
+    with pytest.raises(MemoryError, match=r"copy of the indexer \(8\d\d\d bytes\): full"):
         one.supervisor.prepare(np.zeros(1000), name="indexer")
     assert one.events.all == []
 
@@ -512,5 +512,5 @@ def test_kills_for_lack_of_memory(monkeypatch, exitcode, named):
     monkeypatch.setattr(deaths_module, "oom_kills", lambda: next(counts))
     error = Deaths(0, 1, "batch", "look").count_death(0, exitcode, [], was_ready=True)
     assert error is not None
-    assert ("out-of-memory kills that the cgroup counted: 2" in str(error)) == named
+    assert ("out-of-memory kills in its cgroup: 2" in str(error)) == named
     assert ("fewer workers or smaller batches" in str(error)) == named

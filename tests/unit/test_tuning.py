@@ -76,7 +76,7 @@ def test_more_workers_that_did_harm_are_taken_back():
     back = tuner.look(slower, Size(4, 10), MOST)
     assert back is not None
     assert back.size.num_workers == 2
-    assert back.why == "50 batches a second with 2, 40 with 4"
+    assert back.why == "50 batches/s with 2 workers, 40 with 4"
     for _ in range(20):
         assert tuner.look(COMPUTING, Size(2, 10), MOST) is None
     dearer = replace(COMPUTING, index=0.08, batches=25)

@@ -109,7 +109,7 @@ def test_more_records_than_handlers_take(monkeypatch, caplog):
         records.queue_record(
             pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": "later"})
         )
-    assert texts[0].startswith("2 records that workers logged were left out")
+    assert texts[0].startswith("2 log records from the workers were dropped")
     assert texts[1:] == ["0", "1", "2", "later"]
 
 

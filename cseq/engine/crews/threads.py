@@ -100,7 +100,7 @@ class ThreadGroup:
         starting = [(k, since) for k, since in list(self.begun.items()) if since > 0]
         for runner_number, took in overdue(working, starting, timeout):
             raise WorkerTimeout(
-                f"{took}; its thread is here:\n{self._stack(runner_number)}({self._instead})"
+                f"{took}; stack of its thread:\n{self._stack(runner_number)}({self._instead})"
             )
 
     def _stack(self, runner_number: int) -> str:
@@ -117,7 +117,7 @@ class ThreadGroup:
                 leave_running(threads)
         if stuck and not hurried:
             log.warning(
-                "threads %s did not end within %g s: a call hangs; they are left running",
+                "threads %s did not end within %g s, because a call hangs; they are left running",
                 stuck,
                 seconds,
             )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Batches", "wake_at"]
 
-ADVICE = "look at what the indexer does with these indices"
+ADVICE = "check what the indexer does with these indices"
 
 
 def wake_at(buffer: int, num_workers: int) -> int:
@@ -44,7 +44,8 @@ class Batches(Tickets):
     rings = 1
     interrupted = (
         "this iterator was interrupted: the manager was started or finished, or a newer iterator "
-        "of it began; a manager has one iterator at a time: make two managers for two loops at once"
+        "has replaced this one. A manager has one iterator at a time; for two loops, make two "
+        "managers"
     )
     instead = "threads cannot be restarted; the processes of an MPSequence can"
 

@@ -51,8 +51,8 @@ class Naming(NamedTuple):
     lost: str = ""
     samples: Callable[[Any], int] | None = None
     interrupted: str = (
-        "no epoch is under way: none was begun, or it was interrupted, or the streams were closed; "
-        "call begin()"
+        "no epoch is in progress: it was not begun, or it was interrupted, or the streams were "
+        "closed; call begin()"
     )
 
 
@@ -62,7 +62,7 @@ class Items(Tickets):
     pool: Pool[Items]
     calls = CALLS
     runners = 1
-    instead = "a thread cannot be replaced: its items come late"
+    instead = "a thread cannot be replaced, so its items will be late"
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Items(Tickets):
     def deaths(self) -> Deaths:
         """Count deaths and decide whether to replace a worker."""
         most, naming = self.options.max_restarts, self._naming
-        advice = "look at what makes it"
+        advice = "check the code that makes it"
         return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
 
     def feed_of(self, pool: Pool[Items]) -> Feed:

@@ -74,7 +74,7 @@ def make_launcher(method: str | None = None, *, entry: str, threads: int | None 
     method = method or methods[0]
     if method not in methods:
         names = ", ".join(map(repr, methods))
-        raise ValueError(f"start_method={method!r} does not exist here; choose one of {names}")
+        raise ValueError(f"start_method={method!r} is not available here; pass one of {names}")
     if method == "forkserver":
         from cseq.processes.launcher.forkserver import ForkServerLauncher
 

@@ -139,7 +139,7 @@ def end_copy(error: BaseException | None) -> NoReturn:
         if isinstance(error, SystemExit):
             code = exit_code_of(error.code)
         else:
-            verb = "returned from it (end it by os._exit)" if error is None else "raised"
+            verb = "did not end with os._exit()" if error is None else "raised an exception"
             sys.stderr.write(f"cseq: process {os.getpid()}, forked by an indexer, {verb}\n")
             if error is not None:
                 sys.__excepthook__(type(error), error, error.__traceback__)
@@ -172,6 +172,6 @@ def check_reading() -> None:
     """Raise RuntimeError if an import would start workers recursively."""
     if _reading:
         raise RuntimeError(
-            "a module that worker processes import starts worker processes when it is imported: "
-            "start them in a function, or below: if __name__ == '__main__':"
+            "a module that worker processes import starts worker processes when it is imported; "
+            "start them in a function, or under if __name__ == '__main__':"
         )

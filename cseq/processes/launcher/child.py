@@ -255,7 +255,7 @@ def _code_after(error: BaseException, sock: socket.socket, worker: int) -> int:
 def report(worker: int) -> int:
     """Print the exception that ends a worker, and return the exit code."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
-        sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) ends with an exception:\n")
+        sys.stderr.write(f"cseq: worker {worker} (process {os.getpid()}) raised an exception:\n")
         sys.__excepthook__(*cast("Any", sys.exc_info()))
     return 1
 

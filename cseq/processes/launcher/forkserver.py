@@ -174,8 +174,8 @@ class ForkServerLauncher(Launcher):
                 end = time.monotonic() + seconds
             if time.monotonic() >= end:
                 raise TimeoutError(
-                    "the fork server did not answer in time: does it import a module that is very "
-                    "slow?"
+                    "the fork server did not answer in time; it may be importing a module that is "
+                    "very slow"
                 )
         return answered(answers)
 
@@ -210,7 +210,7 @@ class ForkServerLauncher(Launcher):
         if not reason:
             server.has.add(name)
             if outcome == FAILED:
-                text = "module %s was to be imported for all workers: its import fails"
+                text = "module %s could not be imported in advance for all workers"
                 log_later(logging.WARNING, text, name)
             return
         self._servers.remove(server)
@@ -218,8 +218,8 @@ class ForkServerLauncher(Launcher):
         _any_unfit = True
         log_later(
             logging.WARNING,
-            "module %s %s when it is imported, so each worker imports all modules itself. Import "
-            "that module in a function: the others are then imported once, for all workers",
+            "importing module %s %s, so each worker imports all modules itself. Import that "
+            "module in a function; then the others are imported once for all workers",
             name,
             reason,
         )
@@ -252,14 +252,15 @@ class ForkServerLauncher(Launcher):
                 if reply is not None:
                     kind, value = reply
                     if kind == REFUSED:
-                        raise OSError(value, f"no worker process: {os.strerror(value)}")
+                        text = f"a worker process could not be started: {os.strerror(value)}"
+                        raise OSError(value, text)
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
             # Otherwise, a server that is exiting could be reused.
             code = server.process.status(LAST)
         raise OSError(
-            f"the fork server {describe_exit(code)} before it could start worker {worker}; if it "
-            "printed an error, see above"
+            f"the fork server {describe_exit(code)} before it could start worker {worker}; see "
+            "above for any error that it printed"
         )
 
     def _end_servers(self, deadline: float) -> bool:

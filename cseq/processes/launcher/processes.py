@@ -93,7 +93,7 @@ class Child:
                     self._send(signum, tree=tree)
         except PermissionError:
             log_later(
-                logging.WARNING, "process %d gets no signal %d: no permission", self.pid, signum
+                logging.WARNING, "no permission to send process %d signal %d", self.pid, signum
             )
 
     def status(self, timeout: float) -> int | None:
@@ -216,7 +216,7 @@ class Launcher:
 
     def _check(self) -> None:
         if self._cancelled:
-            raise InterruptedError("no worker was started, because the workers are being ended")
+            raise InterruptedError("no worker was started, because the workers are being stopped")
 
     def close(self, deadline: float) -> bool:
         """Kill workers that are still running, and stop the servers.

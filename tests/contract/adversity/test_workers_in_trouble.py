@@ -95,7 +95,7 @@ def test_a_death_that_the_fork_server_reports_late(caplog):
         finally:
             logging.getLogger("cseq").removeHandler(handler)
     assert [record.getMessage() for record in caplog.records] == [
-        "worker 0 was killed by SIGKILL: replaced"
+        "worker 0 was killed by SIGKILL and is replaced"
     ]
 
 
@@ -178,7 +178,7 @@ def test_a_batch_that_kills_again_and_again_is_named():
         iterator = iter(m)
         for _ in range(number):
             next(iterator)
-        with pytest.raises(cseq.WorkerDied, match=rf"{WORDS}.* ended 3 workers") as caught:
+        with pytest.raises(cseq.WorkerDied, match=rf"{WORDS}.* has killed 3 workers") as caught:
             next(iterator)
         assert m.stats().restarts == 2
     died = caught.value

@@ -143,5 +143,5 @@ def test_cuda_devices(monkeypatch):
     assert once.use_cuda
     assert once.device == "cuda:1"
     assert resolve(once) == once
-    with pytest.raises(ValueError, match=r"'cuda:2', but .* 2 in number, .* number below 2"):
+    with pytest.raises(ValueError, match=r"'cuda:2' does not .* 2 CUDA devices, .* number below 2"):
         resolve(parse("cuda:2", None))

@@ -168,7 +168,7 @@ def test_a_worker_that_was_stopped(monkeypatch, on_timeout):
         assert stopped is not None
         os.kill(stopped, signal.SIGSTOP)
         if on_timeout == "raise":
-            with pytest.raises(cseq.WorkerTimeout, match=r"worker 1 is here:\n.*stopped"):
+            with pytest.raises(cseq.WorkerTimeout, match=r"stack of worker 1:\n.*stopped"):
                 s.begin([3, 3])
             kill(stopped)
         else:
