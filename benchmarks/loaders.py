@@ -1,9 +1,9 @@
-"""The loaders: for each of them, one function that does a `Work`.
+"""The loaders: one function for each, which runs a `Work`.
 
 Each is a generator function: it sets the loader up, yields the function that runs a round, and
-ends the loader. All of them shuffle, fetch a whole batch with one call of the indexer, hold at
-most `work.buffer` batches in readiness and keep their workers from one epoch to the next.
-To add a loader, add a function here and name it in the cases it is for.
+closes the loader. All of them shuffle, fetch a whole batch with one call of the indexer, buffer at
+most `work.buffer` batches, and keep their workers between epochs. To add a loader, add a function
+here and use it in the cases that it is for.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cseq_test_mode(work: Work, **options: Any) -> Rounds:
 
 
 def cseq_manager(kind: Callable[..., Any], work: Work, **options: Any) -> Any:
-    """Make a manager for a work."""
+    """Make a manager for a `Work`."""
     ours = {
         "num_workers": work.num_workers,
         "batch_size": work.batch_size,
@@ -97,11 +97,11 @@ def plain_queue(work: Work) -> Rounds:
 
 
 def pipe(work: Work) -> Rounds:
-    """A process that sends the bytes of the batches through a pipe, at most `buffer` ahead."""
+    """A process that sends the bytes of batches through a pipe, at most `buffer` batches ahead."""
     context = multiprocessing.get_context("fork")
 
     class Sent:
-        """The batches of an epoch, of a process of its own."""
+        """The batches of an epoch, from a separate process."""
 
         def __iter__(self) -> Iterator[Any]:
             reader, writer = context.Pipe(duplex=False)
@@ -124,7 +124,7 @@ def pipe(work: Work) -> Rounds:
 
 
 class InOrder:
-    """The batches of an epoch out of a queue, at most `buffer` of them asked for at a time."""
+    """The batches of an epoch from a queue, with at most `buffer` of them requested at a time."""
 
     def __init__(self, rows: Rows, inputs: queue.Queue, outputs: queue.Queue, buffer: int) -> None:
         self.rows = rows
@@ -186,7 +186,7 @@ def torch_dataloader(
 
 
 def drop_in(loader: Callable[..., Any], work: Work, dataset: Any, **options: Any) -> Rounds:
-    """A DataLoader, torch's or another class with its arguments, over the samples of a data set."""
+    """A DataLoader, torch's or another class with the same arguments, over a data set's samples."""
     made = loader(
         dataset,
         num_workers=work.num_workers,
@@ -201,7 +201,7 @@ def drop_in(loader: Callable[..., Any], work: Work, dataset: Any, **options: Any
 def torch_loader(
     work: Work, start_method: str | None, *, pin_memory: bool = False, kind: Any = None
 ) -> Any:
-    """Make a DataLoader for a work, torch's or another class with its arguments."""
+    """Make a DataLoader for a `Work`, torch's or another class with the same arguments."""
     from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
     dataset = TorchDataset(work)
@@ -259,14 +259,14 @@ def spdl_fetch(indices: Any) -> Any:
 
 
 def spdl_pool(work: Work, *, start_method: str) -> Rounds:
-    """A pipeline whose one stage is run by a pool of processes, as many as there are workers."""
+    """A pipeline with one stage, which is run by a pool of `work.num_workers` processes."""
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     from spdl.pipeline import PipelineBuilder
 
     context = multiprocessing.get_context(start_method)
-    # Half of the batches are asked for, and half are in the sink.
+    # Half of the batches are requested, and half are in the sink.
     half = max(1, work.buffer // 2)
     with ProcessPoolExecutor(work.num_workers, context, spdl_open, (work,)) as pool:
         builder = (
@@ -281,7 +281,7 @@ def spdl_pool(work: Work, *, start_method: str) -> Rounds:
 
 
 def spdl_threads(work: Work) -> Rounds:
-    """A pipeline with the indexer as its one stage, run by as many threads as there are workers."""
+    """A pipeline with the indexer as its only stage, run by `work.num_workers` threads."""
     from spdl.pipeline import PipelineBuilder
 
     indexer = work.indexer()
@@ -323,7 +323,7 @@ class GrainSource:
 
 
 class GrainEpochs:
-    """A Grain iterator that repeats its epochs without end, so that its workers are kept."""
+    """A Grain iterator that repeats its epochs forever, so that its workers are kept."""
 
     def __init__(self, work: Work, *, threads: bool = False) -> None:
         import grain
@@ -333,7 +333,7 @@ class GrainEpochs:
         if work.shuffle:
             dataset = dataset.shuffle(seed=1)
         dataset = dataset.repeat()
-        # By default, it would read 500 batches ahead, in 16 threads of each worker.
+        # By default, Grain would read 500 batches ahead, in 16 threads per worker.
         if threads:
             reading = grain.ReadOptions(work.num_workers, prefetch_buffer_size=work.buffer)
             self.batches = iter(dataset.to_iter_dataset(reading))
@@ -349,7 +349,7 @@ class GrainEpochs:
             yield next(self.batches)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.batches.close()
 
 
@@ -364,7 +364,7 @@ def grain_threads(work: Work) -> Rounds:
 
 
 def grain_rounds(epochs: GrainEpochs, work: Work) -> Rounds:
-    """The rounds of an iterator, which is then closed."""
+    """Run the rounds of an iterator, then close it."""
     yield functools.partial(work.measure, epochs)
     epochs.close()
 
@@ -431,7 +431,7 @@ def ray_calls(work: Work) -> Rounds:
 
 
 def ray_data(work: Work) -> Rounds:
-    """Ray Data's `map_batches` by the same number of actors on one node, with NumPy batches."""
+    """Ray Data's `map_batches` with the same number of actors on one node, with NumPy batches."""
     import ray
 
     class Indexed:
@@ -451,7 +451,7 @@ def ray_data(work: Work) -> Rounds:
 
 
 def ray_objects(work: Work, nbytes: int) -> Rounds:
-    """Get objects that other nodes have made before, one after the other: GB/s."""
+    """Measure getting objects, which other nodes made in advance, one after another, in GB/s."""
     import ray
 
     def make() -> Any:

@@ -39,7 +39,7 @@ class InMemory(Dataset):
         return self.order
 
     def load_seqs(self, start: int, end: int) -> None:
-        """Do nothing: all is there."""
+        """Do nothing: all sequences are in memory."""
 
     def get_data_keys(self) -> list[str]:
         return ["data"]

@@ -40,7 +40,7 @@ def main() -> int:
     check_checkout(options.beside)
     compile_sources(options.beside)
     if not os.access(usage.COMPACT, os.W_OK):
-        print("not root: memory stays scattered, and the first contender may seem 12 % slower")
+        print("not root: memory stays fragmented, and the first contender may seem 12 % slower")
     name = options.name or named(options)
     report = {"machine": machine(), "rounds": options.rounds, "cases": []}
     if options.beside is not None:
@@ -72,12 +72,12 @@ def named(options: argparse.Namespace) -> str:
 
 
 def added_to(path: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Return the report that a file has, if it is one of this program on this machine."""
+    """Return the report in a file, if it is from this program on this machine."""
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else report
     for key in ("commit", "cpu", "cores", "versions"):
         if found["machine"][key] != report["machine"][key]:
             was, now = (one["machine"][key] for one in (found, report))
-            raise SystemExit(f"--add: {key} of {path} is {was}, now it is {now}; use --name")
+            raise SystemExit(f"--add: {key} in {path} is {was}, but is now {now}; pass --name")
     return found
 
 
@@ -85,7 +85,7 @@ def check_checkout(checkout: Path | None) -> None:
     """End the program unless Python finds a built cseq in the checkout."""
     if checkout is None:
         return
-    # The core as well: for one that is not built, an editable install gives this checkout's.
+    # Check the core as well: if it is not built, an editable install provides this checkout's.
     program = "import cseq._core; print(cseq.__file__, cseq._core.__file__, sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -95,37 +95,37 @@ def check_checkout(checkout: Path | None) -> None:
     if done.returncode != 0 or not all(checkout in Path(file).parents for file in found):
         what = " and ".join(found) or done.stderr.strip().rpartition("\n")[2]
         raise SystemExit(
-            f"--beside {checkout}: no cseq that this Python can import ({what}); build it there: "
-            "python setup.py build_ext --inplace"
+            f"--beside {checkout}: this Python cannot import cseq from there ({what}); build it "
+            "there with python setup.py build_ext --inplace"
         )
 
 
 def compile_sources(checkout: Path | None) -> None:
-    """Write the bytecode that an installed package has. Else, every process might compile."""
+    """Write the bytecode that an installed package has. Otherwise, every process might compile."""
     folders = [Path(cseq.__file__).parent, Path(__file__).parent]
     for folder in folders if checkout is None else [*folders, checkout / "cseq"]:
         if not compileall.compile_dir(folder, quiet=1):
-            print(f"{folder} is not compiled: starts will seem slower than they are")
+            print(f"{folder} is not compiled to bytecode, so starts will seem slower")
 
 
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     result = argparse.ArgumentParser(description=__doc__)
-    result.add_argument("cases", nargs="*", help="names, beginnings, patterns, files; all")
-    result.add_argument("--rounds", type=int, default=5, help="measured rounds of a contender")
-    result.add_argument("--only", default="", help="contenders with this in their names")
-    result.add_argument("--no-peers", action="store_true", help="those that need nothing else")
-    result.add_argument("--tiny", action="store_true", help="hardly any work: see that all runs")
+    result.add_argument("cases", nargs="*", help="names, prefixes, patterns, files (default: all)")
+    result.add_argument("--rounds", type=int, default=5, help="measured rounds per contender")
+    result.add_argument("--only", default="", help="run only contenders with this in the name")
+    result.add_argument("--no-peers", action="store_true", help="leave out other libraries")
+    result.add_argument("--tiny", action="store_true", help="do little work, to test the program")
     result.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     result.add_argument(
         "--beside",
         type=checkout_at,
-        help="another built checkout of cseq: run ours with it as well",
+        help="another built checkout of cseq, to run ours with as well",
     )
-    result.add_argument("--python", default="", help="another Python with cseq: run all there too")
-    result.add_argument("--name", default="", help="name of the files; latest, or partial")
-    result.add_argument("--add", action="store_true", help="keep other cases of these files")
-    result.add_argument("--list", action="store_true", help="name the cases")
+    result.add_argument("--python", default="", help="another Python, to run all in as well")
+    result.add_argument("--name", default="", help="name of the files (default: latest or partial)")
+    result.add_argument("--add", action="store_true", help="keep the other cases in these files")
+    result.add_argument("--list", action="store_true", help="list the cases")
     return result
 
 
@@ -133,7 +133,7 @@ def checkout_at(path: str) -> Path:
     """Return the path of a checkout that has a folder `cseq`."""
     checkout = Path(path).resolve()
     if not (checkout / "cseq" / "__init__.py").is_file():
-        raise argparse.ArgumentTypeError(f"{checkout} is no checkout of cseq")
+        raise argparse.ArgumentTypeError(f"{checkout} is not a checkout of cseq")
     return checkout
 
 
@@ -143,7 +143,7 @@ def chosen(patterns: list[str]) -> list[Case]:
     for pattern in patterns:
         if not any(matches(group, case, pattern) for group, case in known):
             names = ", ".join(case.name for _, case in known)
-            raise SystemExit(f"no case {pattern!r}; there are {names}")
+            raise SystemExit(f"unknown case {pattern!r}; pass some of {names}")
     return [
         case
         for group, case in known
@@ -152,19 +152,19 @@ def chosen(patterns: list[str]) -> list[Case]:
 
 
 def matches(group: str, case: Case, pattern: str) -> bool:
-    """Whether a pattern names a case or its file, or begins the case's name."""
+    """Return whether a pattern is a case's name, its file, or the beginning of its name."""
     return pattern == group or case.name.startswith(pattern) or fnmatch(case.name, pattern)
 
 
 def present(case: Case, options: argparse.Namespace) -> list[Contender]:
-    """Leave out contenders that are not asked for, or, saying so, that are not installed."""
+    """Leave out contenders that are not requested. Report the ones that are not installed."""
     contenders = []
     for contender in case.contenders:
         if options.only not in contender.name or (options.no_peers and contender.needs):
             continue
         if contender.missing:
             missing = ", ".join(contender.missing)
-            print(f"{case.name}: no {contender.name}, which needs {missing}", file=sys.stderr)
+            print(f"{case.name}: {contender.name} is left out; it needs {missing}", file=sys.stderr)
             continue
         contenders.append(contender)
         if contender.ours and options.beside is not None:

@@ -1,9 +1,9 @@
-"""Figures of the README and the pages, from results: `python benchmarks/tables.py`.
+"""Update figures in the README and the pages from results: `python benchmarks/tables.py`.
 
-They come from latest.json, or from renewed.json if that has the case. The table of
-performance.md is made again. Elsewhere, a sentence is found by its words, and gets its figures:
-`{case: contender}`, that figure *less* another contender's, or *over* it. A test compares the pages
-with what this program makes of them.
+The figures come from latest.json, or from renewed.json if it has the case. The table in
+performance.md is regenerated. Elsewhere, a sentence is found by its words, and its figures are
+replaced: `{case: contender}`, that figure *less* another contender's, or *over* it. A test compares
+the pages with the output of this program.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ THREADS = (
 
 
 def picture(work: str, case: str) -> str:
-    """The README's line of a case: torch's figure, and how many times ours is as fast."""
+    """Return the README's line for a case: torch's figure, and how many times as fast ours is."""
     torch = f"{case}: torch DataLoader"
     ours = " | ".join(f"{{{torch} over {name}}}" for name in ("cseq.DataLoader", "MPSequence"))
     return f"| {work} | {{{torch}}} | {ours} |"
 
 
 def threads(work: str, case: str) -> str:
-    """The line of a case in the table of processes and threads."""
+    """Return a case's line in the table of processes and threads."""
     names = "cseq.DataLoader, processes", "cseq.DataLoader, threads", "SPDL threads"
     return (
         f"| {work} | {' | '.join(f'{{{case}: {name}}}' for name in (*names, 'torch DataLoader'))} |"
@@ -134,7 +134,7 @@ possible is {computing_uneven: best possible, 32 in hand}.
 
 
 class Run:
-    """The medians of a run, as pages have them."""
+    """The medians of a run, formatted for the pages."""
 
     def __init__(self, *reports: dict[str, Any]) -> None:
         self.cases = {case["name"]: case for report in reports for case in report["cases"]}
@@ -172,17 +172,17 @@ class Run:
 
 
 def short(value: float) -> str:
-    """Two digits, or whole."""
+    """Format a value with two digits, or as an integer."""
     return f"{value:#.2g}".rstrip(".") if value < 99.5 else f"{value:.0f}"
 
 
 def renewed(page: str, sentence: str, run: Run) -> str:
-    """Return the page with the figures of the sentence."""
+    """Return the page with updated figures in the sentence."""
     parts = re.split(r"\{(\w+): (.*?)\}", " ".join(sentence.split()))
     words = [re.escape(part).replace(r"\ ", r"\s+") for part in parts[::3]]
     found = [*re.finditer(r"([\d.]+\s+(?:\wB/)?[\w×]+)".join(words), page)]
     if len(found) != 1:
-        raise ValueError(f"{len(found)} times on the page: {sentence}")
+        raise ValueError(f"the page has this sentence {len(found)} times: {sentence}")
     figures = [*zip(parts[1::3], parts[2::3], strict=True)]
     for k, (case, name) in reversed([*enumerate(figures, 1)]):
         page = page[: found[0].start(k)] + run.figure(case, name) + page[found[0].end(k) :]
@@ -190,7 +190,7 @@ def renewed(page: str, sentence: str, run: Run) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The pages as they should be."""
+    """Return the pages with current figures."""
     texts = ((RESULTS / f"{name}.json").read_text(encoding="utf-8") for name in NAMES)
     run = Run(*map(json.loads, texts))
     result = {}

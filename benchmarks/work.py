@@ -1,4 +1,4 @@
-"""The work that is the same for all: indexers, and the loop that takes the batches.
+"""The work that all contenders share: indexers, and the loop that takes the batches.
 
 Workers import this file, so it imports nothing large but numpy and cseq.
 """
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PAGE = 4096
-# Enough images that each batch lies elsewhere than the one before.
+# Enough images that each batch has different ones from the batch before.
 IMAGES = scaled(256, 16)
 
 # -- indexers
 
 
 class Floats:
-    """32 floats a batch: the least cost of an indexer."""
+    """32 floats per batch: the minimum cost of an indexer."""
 
     def __init__(self, samples: int) -> None:
         self.table = np.arange(samples, dtype=np.float32)
@@ -45,7 +45,7 @@ class FloatsBesideTorch(Floats):
 
 
 class Images:
-    """Images of 3 × 224 × 224, by fancy index: a fresh array for every batch."""
+    """Images of 3 × 224 × 224 by fancy indexing: a new array for every batch."""
 
     def __init__(self, dtype: str) -> None:
         rows = np.arange(IMAGES, dtype=dtype).reshape(-1, 1, 1, 1)
@@ -96,7 +96,7 @@ class Features(Images):
 
 
 class Parts:
-    """So many arrays of 32 floats that lie ready: alone, a pair, or a dict."""
+    """A given number of prepared arrays of 32 floats: alone, a pair, or a dict."""
 
     def __init__(self, count: int) -> None:
         arrays = [np.full(32, number, np.float32) for number in range(count)]
@@ -110,7 +110,7 @@ class Parts:
 
 
 class Sleepy:
-    """5 ms a batch, without work for the processor. Some batches take 20 times as long."""
+    """5 ms per batch without CPU work. Some batches take 20 times as long."""
 
     def __init__(self, batches: int, slow: float) -> None:
         self.seconds = np.full(batches, 0.005)
@@ -123,7 +123,7 @@ class Sleepy:
 
 
 class Interpreted:
-    """About 1 ms a batch in the interpreter, which holds the GIL all the time if there is one."""
+    """About 1 ms per batch in the interpreter, which holds the GIL (if any) all the time."""
 
     def __getitem__(self, indices):
         total = 0
@@ -133,7 +133,7 @@ class Interpreted:
 
 
 class Brief:
-    """Some microseconds of work for the processor a batch, and an array that lies ready."""
+    """Some microseconds of CPU work per batch, and a prepared array."""
 
     def __init__(self, us: int) -> None:
         self.ns = 1000 * us
@@ -147,7 +147,7 @@ class Brief:
 
 
 class Rarely:
-    """32 floats a batch. The first one of the data set takes much memory for a moment."""
+    """32 floats per batch. The batch with the first sample briefly takes much memory."""
 
     # In MB.
     SIZE = scaled(640, 160)
@@ -159,7 +159,7 @@ class Rarely:
 
 
 class Echo:
-    """No data at all: the first index of the batch."""
+    """No data: a batch is its first index."""
 
     def __getitem__(self, indices):
         return int(indices[0])
@@ -175,13 +175,13 @@ class Work:
     Attributes
     ----------
     indexer : callable
-        Makes the indexer, in every worker.
+        Makes the indexer in every worker.
     batches : int
-        In an epoch.
+        The number of batches per epoch.
     figure : callable
         (work, loader) → the figure of a round: it goes through the loader's epochs.
     epochs : int
-        In a round.
+        The number of epochs per round.
     touch : bool
         Whether the loop reads one byte of each page of a batch.
     """
@@ -198,43 +198,44 @@ class Work:
 
     @property
     def samples(self) -> int:
-        """In an epoch."""
+        """The number of samples per epoch."""
         return self.batches * self.batch_size
 
     def part(self, divisor: int) -> Work:
-        """Return shorter epochs, for a contender that would take too long."""
+        """Return shorter epochs for a contender that would take too long."""
         return replace(self, batches=max(1, self.batches // divisor))
 
     def measure(self, loader: Iterable[Any]) -> float:
-        """Do a round."""
+        """Run a round."""
         return self.figure(self, loader)
 
 
 def seconds_a_batch(work: Work, loader: Iterable[Any]) -> float:
-    """Go through the epochs of a round. Return the time of a batch."""
+    """Run the epochs of a round. Return the time per batch."""
     take = touch_all if work.touch else take_all
     start = time.perf_counter()
     count = sum(take(loader) for _ in range(work.epochs))
     seconds = time.perf_counter() - start
     if count != work.batches * work.epochs:
-        raise RuntimeError(f"{count} batches instead of {work.batches * work.epochs}")
+        expected = work.batches * work.epochs
+        raise RuntimeError(f"the loader returned {count} batches instead of {expected}")
     Counter.batches += count
     return seconds / count
 
 
 def milliseconds(work: Work, loader: Iterable[Any]) -> float:
-    """Time of a batch."""
+    """Return the milliseconds per batch."""
     return seconds_a_batch(work, loader) * 1e3
 
 
 def microseconds(work: Work, loader: Iterable[Any]) -> float:
-    """Time of a batch."""
+    """Return the microseconds per batch."""
     return seconds_a_batch(work, loader) * 1e6
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Gigabytes a second, for batches of a number of bytes."""
+    """Measures gigabytes per second for batches of a given size."""
 
     nbytes: int
 
@@ -272,7 +273,7 @@ def touch(batch: Any) -> None:
 
 
 def shuffled(work: Work, epoch: int) -> np.ndarray:
-    """Return the indices of an epoch, a row a batch."""
+    """Return the indices of an epoch, one row per batch."""
     order = np.arange(work.samples)
     if work.shuffle:
         np.random.default_rng((1, epoch)).shuffle(order)
@@ -280,7 +281,7 @@ def shuffled(work: Work, epoch: int) -> np.ndarray:
 
 
 class Bare:
-    """In process, with the indices at hand: the indexer's own time, the limit of every loader."""
+    """In process, with prepared indices: the indexer's own time, the limit for every loader."""
 
     def __init__(self, work: Work) -> None:
         self.indexer = work.indexer()
@@ -291,7 +292,7 @@ class Bare:
 
 
 class Rows:
-    """The indices of one epoch after the other, a row a batch."""
+    """The indices of one epoch after another, one row per batch."""
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -304,7 +305,7 @@ class Rows:
 
 
 class Batches(Rows):
-    """The batches of one epoch after the other."""
+    """The batches of one epoch after another."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)

@@ -1,4 +1,4 @@
-"""The cases, one file a group: `CASES` in each module."""
+"""The benchmark cases, one file per group: `CASES` in each module."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def groups() -> dict[str, tuple[Case, ...]]:
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case by its name, including those in `gpu`."""
+    """All cases by name, including those in `gpu`."""
     ours = [*groups().values(), import_module("gpu.cases").CASES]
     return {case.name: case for cases in ours for case in cases}

@@ -1,4 +1,4 @@
-"""The adapters, each against the original. An item is a sample or a sequence."""
+"""The adapters, each compared with the original. An item is a sample or a sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUFFER = 20
 
 
 def work_of(size: str, part: int = 1) -> Work:
-    """Return a work whose batches are single items."""
+    """Return a `Work` whose batches are single items."""
     return Work(partial(make, size), max(1, ITEMS[size] // part), microseconds, batch_size=1)
 
 
@@ -36,7 +36,7 @@ def make(size: str, _: object = None) -> Any:
 
 
 def torchdata(size: str, part: int, *, original: bool) -> Iterator[Callable[[], float]]:
-    """A DataLoader2 over a mapped range, its items made by two processes."""
+    """Measure a DataLoader2 over a mapped range whose items are made by two processes."""
     # The warnings say that datapipes are deprecated.
     warnings.simplefilter("ignore")
     from torchdata.dataloader2 import DataLoader2
@@ -60,7 +60,7 @@ def torchdata(size: str, part: int, *, original: bool) -> Iterator[Callable[[], 
 
 
 class Sequences:
-    """A RETURNN dataset, epoch after epoch, the way its trainer reads it."""
+    """Reads a RETURNN dataset epoch by epoch, as RETURNN's trainer does."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -78,7 +78,7 @@ class Sequences:
 
 
 def returnn(size: str, part: int, *, original: bool) -> Iterator[Callable[[], float]]:
-    """A MultiProcDataset over sequences in memory, in random order."""
+    """Measure a MultiProcDataset over sequences in memory, in random order."""
     from returnn_data import InMemory
 
     work = work_of(size, part)
@@ -87,7 +87,7 @@ def returnn(size: str, part: int, *, original: bool) -> Iterator[Callable[[], fl
 
 
 def task12ax(part: int, *, original: bool | None) -> Iterator[Callable[[], float]]:
-    """A MultiProcDataset over RETURNN's own Task12AXDataset, or (None) that one alone."""
+    """Measure a MultiProcDataset over RETURNN's Task12AXDataset, or the latter alone (None)."""
     work = work_of("small", 5 * part)
     yield from over({"class": "Task12AXDataset", "num_seqs": work.batches}, work, original=original)
 
@@ -95,7 +95,7 @@ def task12ax(part: int, *, original: bool | None) -> Iterator[Callable[[], float
 def over(
     inner: dict[str, Any], work: Work, *, original: bool | None
 ) -> Iterator[Callable[[], float]]:
-    """Wrap a dataset, unless `original` is None, and go through it."""
+    """Wrap a dataset unless `original` is None, and iterate over it."""
     from returnn.datasets.basic import init_dataset
 
     if original:

@@ -1,8 +1,8 @@
-"""Loops that wait, each for another reason: whether the advice names it, and what it gains.
+"""Loops that wait for different reasons: whether the advice finds the reason, and what it gains.
 
-Where the waiting is to go, nothing computes for long, and a core is never what is missing: so a
-figure says whether the advice is right, and not how fast the machine is. Where a promise is judged,
-some loops compute, also beside two other busy processes.
+If a case measures how much waiting disappears, nothing computes for long, and cores are never
+scarce. The figure then shows whether the advice is right, not how fast the machine is. If a case
+judges a promise, some loops compute, and some run next to two other busy processes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from cseq.measure.advice import Advice
     from cseq.measure.stats import Stats
 
-# Rounds of some seconds for each contender.
+# The rounds for each contender. A round takes some seconds.
 ROUNDS = 2
 BATCHES = scaled(300, 25)
-# The seconds of a constructor.
+# How long a slow constructor takes, in seconds.
 START = scaled(25, 1) / 10
-# The batch of the first pause. No buffer helps before it.
+# The batch at the first pause. Before it, a larger buffer does not help.
 EARLY = 5
 
 
 class Sleeps:
-    """An indexer that waits for a disk, now and then for long."""
+    """An indexer that waits for a disk, sometimes for a long time."""
 
     def __init__(self, seconds: float, every: int = 0, longer: float = 0.0) -> None:
         self.seconds, self.every, self.longer = seconds, every, longer
@@ -49,7 +49,7 @@ class Sleeps:
 
 
 def parse(seconds: float) -> None:
-    """Compute in Python for some CPU time of this thread, with the GIL."""
+    """Compute in Python, holding the GIL, for a given CPU time of this thread."""
     end = time.thread_time() + seconds
     while time.thread_time() < end:
         sum(range(200))
@@ -59,14 +59,14 @@ NUMBERS = np.random.default_rng(0).random(10_000)
 
 
 def sort(seconds: float, clock: Callable[[], float] = time.thread_time) -> None:
-    """Compute for some CPU time of this thread, or of another clock, without the GIL."""
+    """Compute without the GIL for a given CPU time of this thread, or time of another clock."""
     end = clock() + seconds
     while clock() < end:
         np.sort(NUMBERS)
 
 
 def multiply(seconds: float) -> None:
-    """Compute with as many threads of torch's as there are cores, for some time of the clock."""
+    """Compute with one torch thread per core for a given wall-clock time."""
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -77,7 +77,7 @@ def multiply(seconds: float) -> None:
 
 
 class Works:
-    """An indexer that does several things for a batch, with a slow constructor."""
+    """An indexer with a slow constructor that does several things per batch."""
 
     def __init__(self, *parts: tuple[Callable[[float], None], float], start: float = 0.0) -> None:
         time.sleep(start)
@@ -90,9 +90,9 @@ class Works:
 
 
 class Script(NamedTuple):
-    """A loop: an indexer, the manager's arguments, the time of a step, and its pauses."""
+    """A loop: its indexer, manager arguments, step time and pauses."""
 
-    # Several causes may be right for one that computes on a busy machine.
+    # If the loop computes on a busy machine, several causes may be right.
     cause: str
     worker: Callable[[], Any]
     arguments: dict[str, Any]
@@ -104,12 +104,12 @@ class Script(NamedTuple):
     samples: int = BATCHES
 
     def run(self, **changed: Any) -> tuple[float, Advice]:
-        """Go through it: seconds that a batch was waited for, and the advice."""
+        """Run the loop. Return the seconds waited per batch, and the advice."""
         stats = self.stats(**changed)
         return stats.loop_waited / stats.batches, stats.advice()
 
     def stats(self, **changed: Any) -> Stats:
-        """Go through it, with other arguments."""
+        """Run the loop with changed arguments."""
         arguments = {"batch_size": 1, "out_type": "null", "shuffle": False} | self.arguments
         manager = cseq.MSequence(self.worker, self.samples // self.epochs, **arguments | changed)
         with manager.start() as batches:
@@ -121,7 +121,7 @@ class Script(NamedTuple):
 
 
 def removed(script: Script) -> Iterator[Callable[[], float]]:
-    """Take the advice: percent of the waiting that is gone, or 0 if the cause is wrong."""
+    """Follow the advice. Measure the percentage of waiting removed, or 0 for a wrong cause."""
 
     def once() -> float:
         before, advice = script.run()
@@ -134,7 +134,7 @@ def removed(script: Script) -> Iterator[Callable[[], float]]:
 
 
 def named(script: Script) -> Iterator[Callable[[], float]]:
-    """Ask for the cause: 100 if it is the right one, else 0."""
+    """Measure whether the advised cause is right: 100 if so, else 0."""
 
     def once() -> float:
         _, advice = script.run()
@@ -145,13 +145,13 @@ def named(script: Script) -> Iterator[Callable[[], float]]:
 
 
 def gained(script: Script) -> Iterator[Callable[[], float]]:
-    """Ask for advice where nothing is wrong: how many times as fast it might get."""
+    """Measure the gain that the advice promises if nothing is wrong."""
     yield lambda: script.run()[1].gain
 
 
 @contextlib.contextmanager
 def beside(busy: int) -> Iterator[None]:
-    """Make other processes compute meanwhile."""
+    """Keep other processes computing in the meantime."""
     command = [sys.executable, "-c", "while True: pass"]
     others = [subprocess.Popen(command) for _ in range(busy)]
     try:
@@ -170,9 +170,9 @@ def followed(advice: Advice) -> dict[str, Any]:
 
 
 def kept(script: Script, busy: int) -> Iterator[Callable[[], float]]:
-    """Follow the advice: its gain in percent of the promise, or 100 if nothing was promised.
+    """Follow the advice. Measure its gain in percent of the promise, or 100 without a promise.
 
-    Two loops of the same length are compared, without their starts.
+    Compare two loops of equal length, excluding their starts.
     """
 
     def once() -> float:
@@ -214,7 +214,7 @@ BAD = {
 }
 QUICK, PYTHON = partial(Sleeps, 0.0005), partial(Works, (parse, 0.005))
 BOTH = partial(Works, (time.sleep, 0.015), (parse, 0.005))
-# This takes as long on a busy machine.
+# This takes equally long on a busy machine.
 SORTS_ON = partial(sort, clock=time.perf_counter)
 SORTS, MULTIPLIES = partial(Works, (sort, 0.01)), partial(Works, (multiply, 0.01))
 TWO = {"thread_type": "proc", "num_workers": 2}

@@ -1,7 +1,7 @@
-"""``num_workers='auto'`` and ``buffer='auto'`` against the best fixed numbers.
+"""``num_workers='auto'`` and ``buffer='auto'`` compared with the best fixed numbers.
 
-A slow disk is a sleep in the indexer, and the loop's step is one, as a GPU's is. So one kind of
-work alone, the one that computes, needs cores; it says little on a machine that is not idle.
+A sleep in the indexer simulates a slow disk, and a sleep in the loop simulates a step on a GPU.
+Only one kind of work computes and needs cores; its figures mean little on a busy machine.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from work import Floats
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# The seconds that 'auto' has to settle.
+# The seconds in which 'auto' must settle.
 SETTLE = scaled(50, 2) / 10
 WARM, MEASURED = scaled(5, 1) / 10, scaled(20, 1) / 10
-# Of the rates above this fraction of the best one, the one that computes least wins.
+# Among settings that reach this fraction of the best rate, the one that computes least wins.
 SAME = 0.97
-# Rounds of some 10 s for each contender.
+# The rounds for each contender. A round takes about 10 s.
 ROUNDS = 2
-# The seconds after that in which nothing should change.
+# The seconds after settling in which nothing should change.
 STILL = scaled(50, 1) / 10
 AUTO: dict[str, Any] = {"num_workers": "auto", "buffer": "auto"}
-# What a user may have given.
+# Settings that a user may have chosen.
 FIXED = tuple(
     {"num_workers": workers, "buffer": buffer}
     for workers, buffer in ((1, 10), (2, 10), (4, 10), (8, 16), (4, 64), (8, 64))
@@ -41,7 +41,7 @@ FIXED = tuple(
 
 
 class Reads:
-    """An indexer that waits for a disk, now and then for long."""
+    """An indexer that waits for a disk, sometimes for a long time."""
 
     def __init__(self, seconds: float, longer: float = 0.0) -> None:
         self.seconds, self.longer = seconds, longer
@@ -66,7 +66,7 @@ class Computes:
 
 
 class Kind(NamedTuple):
-    """A kind of work: an indexer, and the time of the loop's step."""
+    """A kind of work: an indexer and the loop's step time."""
 
     worker: Callable[[], Any]
     step: float
@@ -81,7 +81,7 @@ KINDS = {
 
 
 class Run(NamedTuple):
-    """What a loop did: batches a second, CPU seconds for a batch, changes that were logged."""
+    """The result of a loop: batches per second, CPU seconds per batch, logged changes."""
 
     rate: float
     cpu: float
@@ -98,7 +98,7 @@ class Changes(logging.Handler):
 
 
 def run(kind: Kind, warm: float, measured: float, sizes: dict[str, Any]) -> Run:
-    """Go through a loop for some seconds, and measure it for some more."""
+    """Run a loop for some seconds to warm up, then measure it for some more."""
     options = {"batch_size": 1, "shuffle": False, "out_type": "null"} | sizes
     manager = cseq.MPSequence(kind.worker, np.arange(32_000), **options, repeat=True)
     log, handler = logging.getLogger("cseq"), Changes()
@@ -133,7 +133,7 @@ def go(batches: Iterator[Any], step: float, seconds: float) -> int:
 
 
 def beside_the_best(kind: Kind, figure: str) -> Iterator[Callable[[], float]]:
-    """The rate of 'auto' after some seconds, in percent of the rate of the best fixed numbers."""
+    """Measure 'auto' after some seconds, in percent of the best fixed numbers."""
     runs = [(run(kind, WARM, MEASURED, sizes), sizes) for sizes in FIXED]
     enough = SAME * max(one.rate for one, _ in runs)
     _, best = min(((one.cpu, k) for k, (one, _) in enumerate(runs) if one.rate >= enough))
@@ -147,12 +147,12 @@ def beside_the_best(kind: Kind, figure: str) -> Iterator[Callable[[], float]]:
 
 
 def changes(kind: Kind) -> Iterator[Callable[[], float]]:
-    """How often something is changed once it had time to settle."""
+    """Count the changes after 'auto' has had time to settle."""
     yield lambda: run(kind, SETTLE, STILL, AUTO).changes
 
 
 def contenders(make: Callable[..., Iterator[Callable[[], float]]], *more: str) -> Any:
-    """Return one for each kind of work."""
+    """Return one contender for each kind of work."""
     return tuple(Contender(n, partial(make, kind, *more), ours=True) for n, kind in KINDS.items())
 
 

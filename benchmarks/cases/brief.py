@@ -1,4 +1,4 @@
-"""Batches of some microseconds of work: the cost of waiting for each other, asleep or awake."""
+"""Batches that take a few microseconds: the cost of waiting for each other, asleep or awake."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ PIPE, SPDL, LIMIT = "pipe, 1 process", "SPDL subprocess, 1 worker", "bare loop"
 
 
 def usage_of(work: Work, loader: Iterable[Any], of: Callable[[Any], float]) -> float:
-    """Go through the epochs. Return the trainer's CPU time for a batch."""
+    """Run the epochs. Return the trainer's usage per batch, measured by `of`."""
     before = of(resource.getrusage(resource.RUSAGE_SELF))
     microseconds(work, loader)
     return (of(resource.getrusage(resource.RUSAGE_SELF)) - before) / work.batches
 
 
 def processor(work: Work, loader: Iterable[Any]) -> float:
-    """Microseconds of the trainer's processor time."""
+    """Return the trainer's CPU time per batch in microseconds."""
     return usage_of(work, loader, lambda used: (used.ru_utime + used.ru_stime) * 1e6)
 
 
 def sleeps(work: Work, loader: Iterable[Any]) -> float:
-    """Percent of the batches for which the trainer slept."""
+    """Return the percentage of batches for which the trainer slept."""
     return 100 * usage_of(work, loader, lambda used: used.ru_nvcsw)
 
 
 def case(us: int, name: str, unit: str, figure: Any, goals: tuple[Goal, ...] = ()) -> Case:
-    """Declare the case of batches of `us` microseconds."""
+    """Declare the case for batches of `us` microseconds."""
     work = Work(partial(Brief, us), BATCHES, figure)
     contenders = (
         Contender(ONE, partial(loaders.cseq_processes, work, num_workers=1), ours=True),
@@ -51,7 +51,7 @@ def case(us: int, name: str, unit: str, figure: Any, goals: tuple[Goal, ...] = (
 
 
 def beyond(f: Any, name: str) -> float:
-    """Return a contender's time beyond the work."""
+    """Return a contender's time in excess of the work."""
     return f[name] - f[LIMIT]
 
 

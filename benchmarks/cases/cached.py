@@ -1,4 +1,4 @@
-"""`cseq.cached`: photographs that are decoded once, and augmented in each epoch."""
+"""`cseq.cached`: photographs that are decoded once and augmented in each epoch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Photographs:
 
 
 class Augmented:
-    """A random part, resized to 224 × 224, flipped or not, normalized."""
+    """Crops a random part, resizes it to 224 × 224, flips it at random, and normalizes it."""
 
     def __init__(self, pictures: Any) -> None:
         self.pictures = pictures
@@ -67,7 +67,7 @@ class Augmented:
 
 
 def epochs(size: tuple[int, int], name: str) -> Iterator[Callable[[], float]]:
-    """CPU time of a batch in an epoch of persistent workers, after a first one to warm up."""
+    """Measure the CPU time per batch in an epoch of persistent workers, after a warm-up epoch."""
     pictures: Any = Photographs(size)
     if name == CACHED:
         pictures = cseq.cached(pictures, "1 GB")
@@ -80,7 +80,7 @@ def epochs(size: tuple[int, int], name: str) -> Iterator[Callable[[], float]]:
 
 
 def case(name: str, size: str, at_least: float) -> Case:
-    """Declare a case for photographs of a size."""
+    """Declare a case for photographs of one size."""
     return Case(
         f"cached_{name}",
         f"JPEG files of {size}, resized crop, flip, normalize: CPU time of a batch of {BATCH}",

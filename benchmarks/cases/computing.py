@@ -1,6 +1,6 @@
-"""Workers that take their time: how well their work overlaps.
+"""Slow workers: how well their work overlaps.
 
-The order is not shuffled here, so that the same batches are slow ones for everybody.
+The order is not shuffled, so the same batches are slow for all contenders.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNORDERED = "cseq, buffer=32, ordered=False"
 
 
 def bare_threads(work: Work) -> Iterator[Callable[[], float]]:
-    """Perfect overlap: threads that take whatever is next, for a loop that wants no order."""
+    """Measure perfect overlap: threads take whatever is next, and the loop accepts any order."""
     rows = list(shuffled(work, 0))
     indexer = work.indexer()
 
@@ -37,7 +37,7 @@ def bare_threads(work: Work) -> Iterator[Callable[[], float]]:
 
 
 class Overlapped:
-    """An epoch that several threads go through together."""
+    """An epoch that several threads share."""
 
     def __init__(self, work: Work, target: Callable[[], object]) -> None:
         self.work = work
@@ -53,7 +53,7 @@ class Overlapped:
 
 
 def computed(work: Work) -> Iterator[Callable[[], float]]:
-    """The best that anyone can do in order, with `work.buffer` batches in hand: arithmetic."""
+    """Compute the best possible time in order, with `work.buffer` batches in hand."""
     seconds = work.indexer().seconds
     # When each worker is free again.
     free = [0.0] * work.num_workers
@@ -78,7 +78,7 @@ def peers(work: Work) -> tuple[Contender, ...]:
 
 
 def share(name: str) -> Callable[[Mapping[str, float]], float]:
-    """The share of perfect overlap that a contender reaches."""
+    """Return a function for the share of perfect overlap that a contender reaches."""
     return lambda figures: figures[LIMIT] / figures[name]
 
 

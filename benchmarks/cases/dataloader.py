@@ -1,4 +1,4 @@
-"""`cseq.DataLoader` beside the classes that it takes the place of: the import alone differs."""
+"""`cseq.DataLoader` compared with the classes that it replaces: only the import differs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ WITHOUT = "torch DataLoader, num_workers=0"
 HOMES = {OURS: "cseq", TORCH: "torch.utils.data", STATEFUL: "torchdata.stateful_dataloader"}
 NEEDS = {POOL: (), STATEFUL: ("torch", "torchdata.stateful_dataloader")}
 
-# -- data sets: a batch is 32 samples, or as many as `Load` says
+# -- data sets: a batch has 32 samples unless `Load` gives another number
 
 
 class Tensors:
-    """Eight floats and a number."""
+    """Samples of eight floats and a number."""
 
     def __init__(self, samples: int) -> None:
         import torch
@@ -45,7 +45,7 @@ class Tensors:
 
 
 class Arrays(Tensors):
-    """The same as an array."""
+    """The same samples as arrays."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -53,7 +53,7 @@ class Arrays(Tensors):
 
 
 class Images(Tensors):
-    """3 x 224 x 224 bytes."""
+    """Samples of 3 x 224 x 224 bytes."""
 
     def __init__(self, samples: int) -> None:
         super().__init__(samples)
@@ -63,7 +63,7 @@ class Images(Tensors):
 
 
 class Dicts(Tensors):
-    """A dict of 20 tensors of 16."""
+    """Samples that are dicts of 20 tensors of 16."""
 
     def __init__(self, samples: int) -> None:
         import torch
@@ -76,7 +76,7 @@ class Dicts(Tensors):
 
 
 class Slow(Tensors):
-    """Samples that take 5 ms each, of a batch of 4."""
+    """Samples that take 5 ms each. A batch has 4."""
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(0.005)
@@ -94,7 +94,7 @@ class Record:
 
 
 class Named(NamedTuple):
-    """The same as a named tuple."""
+    """The same sample as a named tuple."""
 
     number: int
     text: str
@@ -108,7 +108,7 @@ def fields(n: int) -> tuple[int, str, float, list[str]]:
 
 
 def annotations(n: int) -> dict[str, Any]:
-    """Return an image's annotations: numbers, six containers inside one another."""
+    """Return an image's annotations: numbers in containers that are nested six deep."""
     box = [1.0, 2.0, 3.0, 4.0 * n]
     return {"id": n, "parts": [{"box": box, "outline": [[n, *box]]} for _ in range(n % 8)]}
 
@@ -123,7 +123,7 @@ OBJECTS: dict[str, Callable[[int], Any]] = {
 
 
 class Objects(Tensors):
-    """Objects without arrays, made before."""
+    """Objects without arrays, made in advance."""
 
     def __init__(self, kind: str, samples: int) -> None:
         self.samples = samples
@@ -134,12 +134,12 @@ class Objects(Tensors):
 
 
 def listed(samples: list[Any]) -> list[Any]:
-    """Leave samples as they are: a collate function."""
+    """Return the samples unchanged: a collate function."""
     return samples
 
 
 def stacked(samples: list[Any]) -> Any:
-    """The user's own collate function."""
+    """Stack the samples: a user's collate function."""
     import torch
 
     return torch.stack([image for image, _ in samples]), torch.tensor([n for _, n in samples])
@@ -149,7 +149,7 @@ def stacked(samples: list[Any]) -> Any:
 
 
 class Load(NamedTuple):
-    """What is loaded: batches of an epoch, and the options."""
+    """A load: the data set, the number of batches per epoch, and the options."""
 
     dataset: Callable[[int], Any]
     batches: int
@@ -158,7 +158,7 @@ class Load(NamedTuple):
     num_workers: int = 2
 
     def loader(self, name: str, **more: Any) -> Any:
-        """Make the loader of a contender."""
+        """Make a contender's loader."""
         from importlib import import_module
 
         workers: dict[str, Any] = {"num_workers": 0}
@@ -177,7 +177,7 @@ class Load(NamedTuple):
 
 
 def epochs(load: Load, name: str) -> Iterator[Callable[[], float]]:
-    """Time of a batch, over an epoch of persistent workers."""
+    """Measure the time per batch over an epoch of persistent workers."""
     if name != OURS:
         load = load._replace(batches=max(4, load.batches // 5))
     loader = load.loader(name)
@@ -186,7 +186,7 @@ def epochs(load: Load, name: str) -> Iterator[Callable[[], float]]:
 
 
 def measured(loader: Any) -> float:
-    """Go through an epoch. Return the microseconds of a batch."""
+    """Run an epoch. Return the microseconds per batch."""
     start = time.perf_counter()
     count = sum(1 for _ in loader)
     seconds = time.perf_counter() - start
@@ -197,7 +197,7 @@ def measured(loader: Any) -> float:
 class Pooled:
     """The batches of `Pool.imap` over the same samples."""
 
-    # The data set of a pool's process.
+    # The data set in a process of the pool.
     dataset: Any
 
     def __init__(self, load: Load, pool: Any) -> None:
@@ -209,24 +209,24 @@ class Pooled:
 
     @classmethod
     def open(cls, dataset: Any) -> None:
-        """Keep the data set, in a process of the pool."""
+        """Store the data set in a process of the pool."""
         cls.dataset = dataset
 
     @classmethod
     def fetch(cls, keys: list[int]) -> list[Any]:
-        """Make a batch there."""
+        """Make a batch in a process of the pool."""
         return [cls.dataset[key] for key in keys]
 
 
 def processor(loader: Any) -> float:
-    """Go through an epoch. Return a batch's CPU time in all processes, in microseconds."""
+    """Run an epoch. Return the CPU time of all processes per batch, in microseconds."""
     before, batches = usage.cpu_seconds(os.getpid()), Counter.batches
     measured(loader)
     return (usage.cpu_seconds(os.getpid()) - before) / (Counter.batches - batches) * 1e6
 
 
 def objects(load: Load, name: str) -> Iterator[Callable[[], float]]:
-    """CPU time of a batch, over an epoch of persistent workers."""
+    """Measure the CPU time per batch over an epoch of persistent workers."""
     if name != POOL:
         yield partial(processor, load.loader(name))
         return
@@ -237,7 +237,7 @@ def objects(load: Load, name: str) -> Iterator[Callable[[], float]]:
 
 
 def first_batch(load: Any, name: str) -> Iterator[Callable[[], float]]:
-    """Time from `iter` to the first batch, all imports done."""
+    """Measure the time from `iter` to the first batch, with all imports done."""
     loader = load.loader(name)
     kept: list[Any] = []
     # Collecting the garbage of imports takes 50 ms, so it happens before the measurement.
@@ -256,10 +256,10 @@ def first_batch(load: Any, name: str) -> Iterator[Callable[[], float]]:
 
 
 def after_a_break(load: Load, name: str) -> Iterator[Callable[[], float]]:
-    """Time of `iter` where batches of the epoch that was left are under way."""
+    """Measure the time of `iter` while batches of the abandoned epoch are in progress."""
     loader = load.loader(name)
     if name == OURS:
-        # With "worker", it waits as torch's does.
+        # With "worker", `iter` would wait as torch's does.
         loader.rng = "batch"
 
     def run() -> float:
@@ -272,7 +272,7 @@ def after_a_break(load: Load, name: str) -> Iterator[Callable[[], float]]:
 
 
 def states(load: Load, name: str) -> Iterator[Callable[[], float]]:
-    """Time of `state_dict`, in mid-epoch."""
+    """Measure the time of `state_dict` in mid-epoch."""
     loader = load.loader(name)
     iterator = iter(loader)
     next(iterator)
@@ -289,14 +289,14 @@ def states(load: Load, name: str) -> Iterator[Callable[[], float]]:
 
 
 def death(load: Load, name: str) -> Iterator[Callable[[], float]]:
-    """Time from a worker's death to batches that it had not begun, or with torch to the error."""
+    """Measure the time from a worker's death to batches that it had not begun, or torch's error."""
     loader = load.loader(name)
 
     def run() -> float:
         iterator = iter(loader)
         next(iterator)
         start = time.perf_counter()
-        # torch's handler of SIGCHLD may raise at once.
+        # torch's SIGCHLD handler may raise at once.
         try:
             os.kill(iterator._workers[0].pid, signal.SIGKILL)
             for _ in range(4 * load.num_workers):
@@ -319,13 +319,13 @@ TINY = Load(Tensors, scaled(5000, 10))
 ONE = TINY._replace(num_workers=1)
 LARGE = Load(Images, scaled(60, 6), 256)
 SLOW = Load(Slow, scaled(150, 8), 4)
-# Few samples: the sampler draws the whole order first, which takes all contenders the same time.
+# Few samples, because the sampler first draws the whole order, which is equally slow for all.
 START = TINY._replace(batches=100)
 UNDER_WAY = Load(Slow, 40, 32)
 
 
 def contenders(measure: Any, load: Load, *names: str) -> tuple[Contender, ...]:
-    """Declare contenders that do the same."""
+    """Declare contenders that do the same work."""
     return tuple(
         Contender(name, partial(measure, load, name), NEEDS.get(name, ("torch",)), name == OURS)
         for name in names
@@ -333,7 +333,7 @@ def contenders(measure: Any, load: Load, *names: str) -> tuple[Contender, ...]:
 
 
 def part(most: float) -> Goal:
-    """Declare a goal: a part of the time of torch's DataLoader."""
+    """Declare a goal: a fraction of the time of torch's DataLoader."""
     return Goal("part of torch's time", lambda f: f[OURS] / f[TORCH], at_most=most)
 
 

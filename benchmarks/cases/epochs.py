@@ -1,4 +1,4 @@
-"""Epochs: the pause between two, and the way to the first batch of one."""
+"""Epochs: the pause between two epochs, and the time to the first batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def pause(work: Work, loader: Iterable[Any]) -> float:
-    """The median time from an epoch's last batch to the next one's first, in batch times."""
+    """Return the median time from an epoch's last batch to the next one's first, in batch times."""
     pauses, times = [], []
     last = 0.0
     for _epoch in range(work.epochs):
@@ -35,7 +35,7 @@ def pause(work: Work, loader: Iterable[Any]) -> float:
 
 
 def boundary(name: str, title: str, work: Work, *, goal: bool = True) -> Case:
-    """Declare a case of the pause."""
+    """Declare a case that measures the pause."""
     ours, threads = "cseq, processes", "cseq, threads"
     fewer = replace(work, epochs=max(2, work.epochs // 4))
     return Case(
@@ -63,11 +63,11 @@ def boundary(name: str, title: str, work: Work, *, goal: bool = True) -> Case:
     )
 
 
-# -- the way to the first batch
+# -- the time to the first batch
 
 
 def first_batch(loader: Iterable[Any], repetitions: int) -> float:
-    """The median time from `iter` to the first batch of a started loader, in microseconds."""
+    """Return the median time from `iter` to a started loader's first batch, in microseconds."""
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()
@@ -84,7 +84,7 @@ def firsts(_: Work, loader: Iterable[Any]) -> float:
 
 
 def of_size(samples: int) -> Work:
-    """Return a work of `samples` samples whose batches cost nothing."""
+    """Return a `Work` of `samples` samples whose batches cost nothing."""
     return Work(Echo, samples // 32, firsts)
 
 
@@ -118,7 +118,7 @@ FIRST_BATCH = Case(
     ),
 )
 
-# -- going on at 99 % of an epoch
+# -- resuming at 99 % of an epoch
 
 SAMPLES = scaled(10**8, 10**6)
 PLACE = SAMPLES // 100 * 99
@@ -168,7 +168,7 @@ RESUMING = Case(
             at_most=1.2,
         ),
     ),
-    # A second time, the order would be there already.
+    # In a second round, the order would already exist.
     fresh=True,
 )
 

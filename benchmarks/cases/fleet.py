@@ -34,7 +34,7 @@ CASES = (
             Goal("times as quick as a call each", lambda f: f[CALLS] / f[RAY], at_least=3),
             Goal("times as quick as Ray Data", lambda f: f[DATA] / f[RAY], at_least=1),
         ),
-        # An idle cluster takes a tenth of a core.
+        # An idle cluster uses a tenth of a core.
         alone=True,
     ),
     Case(

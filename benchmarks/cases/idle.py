@@ -1,4 +1,4 @@
-"""What a loader costs that is not asked for batches: the loop does something else."""
+"""The cost of an idle loader, while the loop does something else."""
 
 from __future__ import annotations
 

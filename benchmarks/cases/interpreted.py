@@ -1,4 +1,4 @@
-"""An indexer in pure Python: the gain of threads without a GIL, and of processes anywhere."""
+"""An indexer in pure Python: the gain from threads without a GIL, and from processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of 32 ints that the trainer draws, each for two small tensors, as in a DataLoader."""
+"""Keys that the trainer draws, as in a DataLoader: 32 ints each, for two small tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from work import Work, microseconds
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-# The keys for each worker, as many as the DataLoader's default.
+# The number of keys per worker, as in a DataLoader by default.
 PREFETCH = 2
 
 
@@ -22,10 +22,10 @@ class Pairs:
         pass
 
     def begin(self, assignment: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def make(self, key: list[int]) -> Any:
-        """Make the batch of a key."""
+        """Make the batch for a key."""
         import torch
 
         return torch.zeros(32, 8), torch.tensor(key)
@@ -34,12 +34,12 @@ class Pairs:
 
 
 def keys(work: Work) -> Iterator[list[int]]:
-    """The keys of an epoch, in their order."""
+    """Return the keys of an epoch in order."""
     return (list(range(k * 32, k * 32 + 32)) for k in range(work.batches))
 
 
 class KeyEpochs:
-    """Streams with the epochs of a work."""
+    """`Streams` that run the epochs of a `Work`."""
 
     def __init__(self, work: Work, streams: Any, *, ordered: bool) -> None:
         self.work = work
@@ -63,7 +63,7 @@ def cseq_streams(work: Work, *, ordered: bool = True) -> Iterator[Callable[[], f
 
 
 class Sampler:
-    """The keys as a sampler of torch's."""
+    """The keys as a torch sampler."""
 
     def __init__(self, work: Work) -> None:
         self.work = work

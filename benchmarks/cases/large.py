@@ -1,4 +1,4 @@
-"""Large batches by fancy index: how fast data comes through."""
+"""Large batches by fancy indexing: the data rate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import loaders
 from harness.case import Case, Contender, Goal, scaled
 from work import Images, ImagesInPlace, Rate, Work
 
-# The bytes of a batch of uint8.
+# The size of a uint8 batch in bytes.
 BATCH_BYTES = 32 * 3 * 224 * 224
 
 FRESH, PLACED = "cseq, fresh array", "cseq, cseq.empty"
@@ -19,7 +19,7 @@ SPDL, SPDL_QUEUE = "SPDL subprocess, segment pool", "SPDL subprocess"
 
 
 def case(name: str, title: str, dtype: str, nbytes: int, batches: int, *, touch: bool) -> Case:
-    """Declare a case for batches of a type."""
+    """Declare a case for batches of one dtype."""
     fresh = Work(partial(Images, dtype), batches, Rate(nbytes), touch=touch)
     placed = replace(fresh, indexer=partial(ImagesInPlace, dtype))
     return Case(

@@ -20,7 +20,7 @@ OURS = "cseq, 10^8 samples"
 
 
 def bytes_late_in_the_epoch(work: Work, loader: Iterable[Any]) -> float:
-    """Memory of all processes, at 80 % of an epoch: not all batches are asked for yet."""
+    """Return the memory of all processes at 80 % of an epoch, before all batches are requested."""
     found = 0.0
     for number, _batch in enumerate(loader):
         if number == work.batches * 8 // 10:
@@ -29,7 +29,7 @@ def bytes_late_in_the_epoch(work: Work, loader: Iterable[Any]) -> float:
 
 
 def megabytes_late_in_the_epoch(work: Work, loader: Iterable[Any]) -> float:
-    """The same in MB."""
+    """Return the same in MB."""
     return bytes_late_in_the_epoch(work, loader) / 1e6
 
 
@@ -39,7 +39,7 @@ RARELY = Work(Rarely, 4000, megabytes_late_in_the_epoch, shuffle=False)
 def grown(
     loader: Callable[[Work], Iterator[Callable[[], float]]], samples: int
 ) -> Iterator[Callable[[], float]]:
-    """Bytes for each additional sample of a large epoch over a little one."""
+    """Measure the bytes per sample that a large epoch takes in addition to a small one."""
 
     def weighed(samples: int) -> float:
         work = Work(Echo, samples // BATCH, bytes_late_in_the_epoch, batch_size=BATCH)
@@ -49,7 +49,7 @@ def grown(
         return found
 
     def run() -> float:
-        # The little epoch comes first, since the other one finds what it leaves behind.
+        # The small epoch runs first, because the second one inherits what the first leaves behind.
         little = weighed(LITTLE)
         return (weighed(samples) - little) / (samples - LITTLE)
 

@@ -1,4 +1,4 @@
-"""Orders alone: made from 10^7 lengths and read, beside those of other libraries."""
+"""Orders alone: made from 10^7 lengths and read, compared with other libraries."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ ROW = 4096
 
 
 def lengths(n: int) -> np.ndarray[Any, Any]:
-    """Lengths like sentences."""
+    """Draw sentence-like lengths."""
     drawn = np.random.default_rng(0).lognormal(5.0, 1.0, n)
     return np.clip(drawn, 16, LONGEST).astype(np.int64)
 
 
 def cpu(run: Callable[[], Any], samples: int) -> float:
-    """Nanoseconds of this thread's CPU time for a sample."""
+    """Return this thread's CPU time per sample in nanoseconds."""
     start = time.thread_time_ns()
     run()
     return (time.thread_time_ns() - start) / samples
 
 
 def read_all(order: cseq.Order, size: int, most: int) -> float:
-    """Nanoseconds a sample, reading batches from the middle of an epoch on."""
+    """Read batches from the middle of an epoch. Return the nanoseconds per sample."""
     reader, start = order.reader(1), order.units // 2
     samples = 0
     begin = time.thread_time_ns()
@@ -43,25 +43,25 @@ def read_all(order: cseq.Order, size: int, most: int) -> float:
 
 
 def first_batch(order: cseq.Order, size: int) -> float:
-    """Microseconds to the first batch after a resume, with a new reader."""
+    """Return the microseconds to the first batch after a resume, with a new reader."""
     start = time.thread_time_ns()
     order.reader(1).samples(3, order.units // 2, size)
     return (time.thread_time_ns() - start) / 1000
 
 
 def made(make: Callable[[Any], Any], n: int) -> Iterator[Callable[[], float]]:
-    """An order of n lengths is made."""
+    """Measure making an order from n lengths."""
     given = lengths(n)
     yield partial(cpu, partial(make, given), n)
 
 
 def read(make: Callable[[Any], cseq.Order], n: int, size: int) -> Iterator[Callable[[], float]]:
-    """An order is read by batches."""
+    """Measure reading an order in batches."""
     yield partial(read_all, make(lengths(n)), size, scaled(20_000, 20) * size)
 
 
 def resumed(make: Callable[[Any], cseq.Order], n: int, size: int) -> Iterator[Callable[[], float]]:
-    """An order is read for the first time."""
+    """Measure the first read of an order."""
     yield partial(first_batch, make(lengths(n)), size)
 
 
@@ -76,29 +76,29 @@ def packed(given: Any) -> cseq.Order:
 
 
 def documents(n: int) -> np.ndarray[Any, Any]:
-    """Lengths like web pages, some longer than a row."""
+    """Draw web-page-like lengths, some longer than a row."""
     drawn = np.random.default_rng(0).lognormal(6.55 - 0.72, 1.2, n)
     return np.clip(drawn, 2, 60_000).astype(np.int32)
 
 
 def split(given: Any) -> cseq.Order:
-    """Rows of 8192 tokens of documents, the long ones cut."""
+    """Rows of 8192 tokens; long documents are cut."""
     return cseq.Packed(given, 2 * ROW, too_long="split")
 
 
 def concatenated(given: Any) -> cseq.Order:
-    """Rows of 8192 tokens of documents end to end."""
+    """Rows of 8192 tokens from concatenated documents."""
     return cseq.Concatenated(given, 2 * ROW)
 
 
 def rows_made(make: Callable[[Any], cseq.Order], n: int) -> Iterator[Callable[[], float]]:
-    """An order of documents is made, and its first batch read: nanoseconds a document."""
+    """Measure making an order of documents and reading its first batch, in ns per document."""
     given = documents(n)
     yield partial(cpu, lambda: make(given).reader(1).samples(0, 0, 8), n)
 
 
 def rows_read(make: Callable[[Any], cseq.Order], n: int) -> Iterator[Callable[[], float]]:
-    """Batches of 8 rows are read from the middle on: microseconds each."""
+    """Measure reading batches of 8 rows from the middle of an epoch, in microseconds each."""
     order, most = make(documents(n)), scaled(5000, 5)
     reader, start = order.reader(1), order.units // 2
     reader.samples(3, start, 8)
@@ -118,7 +118,7 @@ def balanced(make: Callable[[Any], cseq.Order], given: Any) -> cseq.Order:
 
 
 def slowest(make: Callable[[Any], cseq.Order], over: str, n: int) -> Iterator[Callable[[], float]]:
-    """The slowest of 64 ranks over their mean, if they wait at each of 4 microbatches of a row."""
+    """Measure the slowest of 64 ranks over the mean, if they wait at 4 microbatches of one row."""
     inner, step = make(documents(n)), scaled(256, 16)
     order: cseq.Order = inner
     if over != "as they are":
@@ -139,17 +139,17 @@ def slowest(make: Callable[[Any], cseq.Order], over: str, n: int) -> Iterator[Ca
 
 
 def sorted_by_numpy(given: Any) -> Any:
-    """The least that batches of equal lengths need: a stable sort."""
+    """Do the minimum that batches of equal lengths need: a stable sort."""
     return np.argsort(given, kind="stable")
 
 
 def permuted_by_numpy(n: int) -> Iterator[Callable[[], float]]:
-    """A shuffle of as many samples, without any batches."""
+    """Shuffle the same number of samples, without batches."""
     yield partial(cpu, lambda: np.random.default_rng(1).permutation(n), n)
 
 
 def permuted_by_torch(n: int) -> Iterator[Callable[[], float]]:
-    """The same of torch, on one thread."""
+    """Do the same with torch, on one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -157,7 +157,7 @@ def permuted_by_torch(n: int) -> Iterator[Callable[[], float]]:
 
 
 def lhotse_buckets(n: int) -> Iterator[Callable[[], float]]:
-    """Lhotse's dynamic buckets over as many cuts, by duration."""
+    """Lhotse's dynamic buckets over the same number of cuts, by duration."""
     from lhotse import CutSet, MonoCut
     from lhotse.dataset import DynamicBucketingSampler
 
@@ -177,7 +177,7 @@ def lhotse_buckets(n: int) -> Iterator[Callable[[], float]]:
 
 
 def trl_packed(n: int) -> Iterator[Callable[[], float]]:
-    """TRL's best fit decreasing over as many rows of tokens."""
+    """TRL's best fit decreasing over the same number of token rows."""
     from datasets import Dataset
     from trl import pack_dataset
 
@@ -186,7 +186,7 @@ def trl_packed(n: int) -> Iterator[Callable[[], float]]:
 
 
 def grain_packed(n: int) -> Iterator[Callable[[], float]]:
-    """Grain's best fit over as many rows of tokens."""
+    """Grain's best fit over the same number of token rows."""
     import grain
     from grain.experimental import BestFitPackIterDataset
 
@@ -206,30 +206,30 @@ def weights(n: int) -> np.ndarray[Any, Any]:
 
 
 def weighted(n: int) -> Iterator[Callable[[], float]]:
-    """Draws by weight are made: nanoseconds a sample."""
+    """Measure making weighted draws, in nanoseconds per sample."""
     given = weights(n)
     yield partial(cpu, partial(cseq.Weighted, given), n)
 
 
 def drawn(n: int) -> Iterator[Callable[[], float]]:
-    """They are read by batches of 32."""
+    """Measure reading weighted draws in batches of 32."""
     yield partial(read_all, cseq.Weighted(weights(n)), 32, scaled(640_000, 640))
 
 
 def first_drawn(n: int) -> Iterator[Callable[[], float]]:
-    """The first one is read."""
+    """Measure reading the first weighted draw."""
     yield partial(first_batch, cseq.Weighted(weights(n)), 1)
 
 
 def drawn_by_numpy(n: int) -> Iterator[Callable[[], float]]:
-    """As many draws of numpy."""
+    """The same number of draws with numpy."""
     given = weights(n)
     given /= given.sum()
     yield partial(cpu, lambda: np.random.default_rng(1).choice(n, n, p=given), n)
 
 
 def drawn_by_torch(n: int) -> Iterator[Callable[[], float]]:
-    """As many draws of torch, on one thread."""
+    """The same number of draws with torch, on one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -239,7 +239,7 @@ def drawn_by_torch(n: int) -> Iterator[Callable[[], float]]:
 
 
 def mixed(count: int, n: int) -> Iterator[Callable[[], float]]:
-    """The time to read a mixture of many sources by 1024, without the time of its sources alone."""
+    """Measure reading a mixture of many sources by 1024, minus the time of its sources alone."""
     sources = {f"source {k}": cseq.Shuffled(n) for k in range(count)}
     order = cseq.Mixture(sources, {name: k + 1 for k, name in enumerate(sources)})
     alone, most = cseq.Shuffled(n), scaled(2_000_000, 2048)
@@ -247,7 +247,7 @@ def mixed(count: int, n: int) -> Iterator[Callable[[], float]]:
 
 
 def mixed_by_grain(count: int, n: int, most: int) -> Iterator[Callable[[], float]]:
-    """Grain's mixture of as many shuffled ranges, element by element."""
+    """Grain's mixture of the same number of shuffled ranges, element by element."""
     import grain
 
     ranges = [grain.MapDataset.range(n).shuffle(seed=k) for k in range(count)]
@@ -261,18 +261,18 @@ def mixed_by_grain(count: int, n: int, most: int) -> Iterator[Callable[[], float
 
 
 def blocks(lanes: int, n: int) -> Iterator[Callable[[], float]]:
-    """Windows of 512 blocks of 256 samples are shuffled, and read."""
+    """Measure shuffling and reading windows of 512 blocks of 256 samples."""
     order = cseq.Blocks(256, 512, lanes, samples=n)
     yield partial(read_all, order, 1024, scaled(2_000_000, 2048))
 
 
 def first_of_blocks(n: int) -> Iterator[Callable[[], float]]:
-    """The first batch, with the shuffle of its window."""
+    """Measure the first batch, including the shuffle of its window."""
     yield partial(first_batch, cseq.Blocks(256, 512, samples=n), 256)
 
 
 def loaded(n: int, *, fixed: bool) -> Iterator[Callable[[], float]]:
-    """Epochs of small batches from two workers, by buckets or as many of a fixed size."""
+    """Measure epochs of small batches from two workers, in buckets or of a fixed size."""
     order: cseq.Order = cseq.Buckets(lengths(n), BUDGET // 2)
     size: dict[str, Any] = {}
     if fixed:
@@ -291,7 +291,7 @@ def loaded(n: int, *, fixed: bool) -> Iterator[Callable[[], float]]:
 
 
 MANY = scaled(10**7, 2000)
-# For peers that take microseconds for a sample.
+# For peers that take microseconds per sample.
 FEW = scaled(20_000, 500)
 BALANCED, WAITING = "cseq, balanced", ("step", "window", "epoch")
 MOST_WAITED = {"split": (1.6, 1.05, 1.01), "concatenated": (1.7, 1.05, 1.01)}

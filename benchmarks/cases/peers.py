@@ -1,4 +1,4 @@
-"""Kinds of work and of use that peers are known for: cseq, torch's DataLoader and the peers."""
+"""Work and usage that peers are known for: cseq, torch's DataLoader and the peers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SEQUENCE, SPDL, GRAIN = "MPSequence", "SPDL threads", "Grain mp_prefetch"
 
 
 def part(most: float, name: str = OURS) -> Goal:
-    """Declare a goal: a part of the figure of torch's DataLoader."""
+    """Declare a goal: a fraction of the figure of torch's DataLoader."""
     return Goal(f"{name}: part of torch's", lambda f: f[name] / f[TORCH], at_most=most)
 
 
@@ -51,7 +51,7 @@ def case_of_workers(name: str, title: str, work: Work, limit: Any) -> Case:
 
 
 def bare_on_all_cores(work: Work) -> Rounds:
-    """The time of a bare loop, shared by as many cores as there are."""
+    """Measure a bare loop's time divided by the number of cores."""
     for run in loaders.bare(work):
         yield lambda run=run: run() / min(work.num_workers, len(os.sched_getaffinity(0)))
 
@@ -64,7 +64,7 @@ BUSY = Work(Interpreted, scaled(400, 16), microseconds, num_workers=8, buffer=16
 
 
 class Cropped(Jpegs):
-    """Photographs of 224 x 224, out of one of 320 x 240, by one of several decoders."""
+    """Photographs of 224 x 224, cropped from 320 x 240 and decoded by one of several libraries."""
 
     def __init__(self, decoder: str, samples: int) -> None:
         super().__init__(samples)
@@ -74,24 +74,24 @@ class Cropped(Jpegs):
         return super().__getitem__(index)[index % 17 :, index % 97 :][:224, :224]
 
     def pillow(self, data: bytes) -> np.ndarray:
-        """Let Pillow decode."""
+        """Decode with Pillow."""
         return Jpegs.decode(self, data)
 
     @staticmethod
     def simplejpeg(data: bytes) -> np.ndarray:
-        """Let libjpeg-turbo decode."""
+        """Decode with libjpeg-turbo."""
         return import_module("simplejpeg").decode_jpeg(data)
 
     @staticmethod
     def opencv(data: bytes) -> np.ndarray:
-        """Let OpenCV decode."""
+        """Decode with OpenCV."""
         cv2 = import_module("cv2")
         return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
 
 
 DECODERS = {"pillow": (), "simplejpeg": ("simplejpeg",), "opencv": ("opencv-python-headless",)}
 
-# -- files of libraries that read samples one after another: images of 3 x 32 x 32 and their numbers
+# -- files of libraries that read samples in sequence: images of 3 x 32 x 32 and their numbers
 
 SAMPLES = 32 * scaled(40, 4)
 
@@ -102,7 +102,7 @@ def image(number: int) -> np.ndarray:
 
 
 class Images(Tensors):
-    """The same in memory."""
+    """The same images in memory."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         import torch
@@ -112,7 +112,7 @@ class Images(Tensors):
 
 
 class Rows:
-    """The same as an indexer."""
+    """The same images as an indexer."""
 
     def __init__(self) -> None:
         self.table = np.zeros((256, 3, 32, 32), np.float32)
@@ -217,7 +217,7 @@ class Mosaic:
 
 
 def epochs_of_files(kind: Any, name: str) -> Rounds:
-    """Time of a batch, over an epoch of persistent workers."""
+    """Measure the time per batch over an epoch of persistent workers."""
     options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "fork"}
     if name == WITHOUT:
         options = {"num_workers": 0}
@@ -259,13 +259,13 @@ def tf_data(load: Load) -> Rounds:
 MEMORY = Load(Images, scaled(2000, 10))
 ROWS = Work(Rows, scaled(2000, 10), microseconds)
 
-# -- short epochs, for which workers start again
+# -- short epochs, each of which starts its workers
 
 SHORT = MEMORY._replace(batches=5)
 
 
 class Started:
-    """Epochs of a manager that is started for each."""
+    """Epochs of a manager that starts for each epoch."""
 
     def __init__(self, manager: Any) -> None:
         self.manager = manager
@@ -276,7 +276,7 @@ class Started:
 
 
 def short_epochs(name: str) -> Rounds:
-    """Milliseconds of an epoch of workers from the forkserver."""
+    """Measure the milliseconds per epoch with workers from the fork server."""
     if name == SEQUENCE:
         loader: Any = Started(
             loaders.cseq_manager(cseq.MPSequence, replace(ROWS, batches=SHORT.batches))
@@ -288,7 +288,7 @@ def short_epochs(name: str) -> Rounds:
 
 
 class Nested:
-    """Batches of a training, with a validation after each 25th."""
+    """Training batches, with a validation after every 25th."""
 
     def __init__(self, name: str) -> None:
         self.training = MEMORY._replace(batches=50).loader(name)
@@ -302,7 +302,7 @@ class Nested:
 
 
 def nested(name: str) -> Rounds:
-    """Time of a batch, of either loader."""
+    """Measure the time per batch of either loader."""
     yield partial(measured, Nested(name))
 
 
@@ -310,7 +310,7 @@ def nested(name: str) -> Rounds:
 
 
 def of_torch(measure: Callable[..., Rounds], *names: str) -> tuple[Contender, ...]:
-    """Declare contenders that are classes of a DataLoader."""
+    """Declare contenders that are DataLoader classes."""
     return tuple(
         Contender(name, partial(measure, name), ("torch",), name == OURS) for name in names
     )

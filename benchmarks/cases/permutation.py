@@ -1,4 +1,4 @@
-"""The shuffle on its own, the allocation of its result included."""
+"""The shuffle alone, including the allocation of its result."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 NUMPY, TORCH = "numpy", "torch.randperm"
-# How many times faster cseq is, by the exponent of n.
+# The goals for the speed-up, by the exponent of n.
 OVER_TORCH = {5: 2.5, 6: 2.0, 7: 3.0, 8: 3.0}
 
 
 def timed(shuffle: Callable[[int], Any], n: int) -> float:
-    """Nanoseconds an element. Small permutations are repeated until they take long enough."""
+    """Return the nanoseconds per element. Small permutations are repeated to take long enough."""
     repetitions = max(1, scaled(2 * 10**7, 1) // n)
     start = time.perf_counter_ns()
     for seed in range(repetitions):
@@ -39,7 +39,7 @@ def with_numpy(n: int) -> Iterator[Callable[[], float]]:
 
 
 def with_torch(n: int) -> Iterator[Callable[[], float]]:
-    """torch.randperm, on one thread, as it is in any case."""
+    """torch.randperm, which runs on one thread in any case."""
     import torch
 
     def shuffle(seed: int) -> Any:
@@ -49,7 +49,7 @@ def with_torch(n: int) -> Iterator[Callable[[], float]]:
 
 
 def case(exponent: int) -> Case:
-    """Declare the case of 10 ** exponent elements."""
+    """Declare the case for 10 ** exponent elements."""
     n = scaled(10**exponent, 1000)
     return Case(
         f"permutation_1e{exponent}",

@@ -1,12 +1,12 @@
-"""Real kinds of work, with cseq and its peers: the data of the README's picture.
+"""Realistic work with cseq and its peers: the data for the picture in the README.
 
-All have two workers and ten batches in readiness. Processes are spawned. The DataLoaders get
-samples, as they are used; the others ask for a whole batch at once. SPDL and Grain give arrays, the
-others tensors.
+All contenders have two workers and buffer ten batches. Processes are spawned. The DataLoaders read
+single samples, as is usual; the others request a whole batch at once. SPDL and Grain return arrays,
+the others tensors.
 
-SPDL's pages recommend threads for work that releases the GIL, as Pillow's does, and processes for
-what holds it. Grain reads in threads by default, and has processes, too. Both are measured in both
-modes, and the picture shows the faster one.
+SPDL's documentation recommends threads for work that releases the GIL, as Pillow does, and
+processes for work that holds it. Grain reads in threads by default and can use processes. Both are
+measured in both modes, and the picture shows the faster mode.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 OURS, DROP_IN = "MPSequence", "cseq.DataLoader"
 TORCH, SPDL, GRAIN = "torch DataLoader", "SPDL", "Grain"
-# What stands behind a peer's name, and is drawn with it.
+# The suffixes of a peer's name, which the picture shows.
 THREADS, PROCESSES = ", threads", ", processes"
 # Grain's workers have no other start method.
 START_METHOD = "spawn"
@@ -38,7 +38,7 @@ START_METHOD = "spawn"
 
 
 class Photographs:
-    """A folder of JPEG files: decoded, cut at random to 224 × 224, mirrored at random, floats."""
+    """A folder of JPEG files, decoded, randomly cropped to 224 × 224 and flipped, as floats."""
 
     FILES = scaled(256, 8)
     SIZE = 224
@@ -48,7 +48,7 @@ class Photographs:
 
     @classmethod
     def write(cls, folder: str) -> None:
-        """Write images that are as smooth as photographs are."""
+        """Write images that are as smooth as photographs."""
         from PIL import Image
 
         rng = np.random.default_rng(0)
@@ -74,7 +74,7 @@ class Photographs:
         return torch.from_numpy(self.image(number)), number
 
     def batch(self, numbers: np.ndarray) -> Any:
-        """A batch of images, written one beside the other."""
+        """A batch of images in one array."""
         images = np.empty((len(numbers), 3, self.SIZE, self.SIZE), np.float32)
         for row, number in enumerate(numbers):
             images[row] = self.image(int(number))
@@ -82,7 +82,7 @@ class Photographs:
 
 
 class Tokens:
-    """A memory-mapped file of tokens: windows of 512 at random places, and the same one further."""
+    """A memory-mapped file of tokens: random windows of 512, and the same ones shifted by one."""
 
     COUNT = scaled(10_000_000, 10_000)
     WINDOW = 512
@@ -98,7 +98,7 @@ class Tokens:
         rng.integers(50_000, size=cls.COUNT, dtype="uint16").tofile(Path(folder, "tokens.bin"))
 
     def starts(self, numbers: Any) -> Any:
-        """Where windows begin: scattered over the file."""
+        """The starts of windows, scattered over the file."""
         return numbers * 7919 % (len(self.tokens) - self.WINDOW)
 
     def sample(self, number: int) -> Any:
@@ -137,7 +137,7 @@ class Table:
         rows = np.asarray(numbers) % self.ROWS
         return {name: column[rows] for name, column in self.columns.items()}
 
-    # DataLoaders are asked for whole batches, too: single rows would take far too long.
+    # DataLoaders read whole batches as well, because single rows would take far too long.
     sample = batch
 
 
@@ -209,7 +209,7 @@ class Samples:
 
 
 class Indexer:
-    """An indexer for all others: whole batches."""
+    """An indexer of whole batches for all other contenders."""
 
     def __init__(self, kind: Any, folder: str) -> None:
         self.opened = kind(folder)
@@ -224,7 +224,7 @@ class Indexer:
 def measured(
     make: Callable[[Work, Any, str], Rounds], kind: Any, batches: int, batch_size: int
 ) -> Iterator[Callable[[], float]]:
-    """Write the data, then let a loader do its rounds over them."""
+    """Write the data, then run a loader's rounds over it."""
     with tempfile.TemporaryDirectory() as folder:
         kind.write(folder)
         indexer = partial(Indexer, kind, folder)
@@ -247,7 +247,7 @@ def dataloader(home: str, work: Work, kind: Any, folder: str) -> Rounds:
 
 
 def ours(work: Work, _kind: Any, _folder: str) -> Rounds:
-    """`MPSequence`, with tensors, of the types that the data have."""
+    """`MPSequence` with tensors that keep the types of the data."""
     return loaders.cseq_processes(work, start_method=START_METHOD, out_type="cpu", dtype=None)
 
 
@@ -275,7 +275,7 @@ def grain_processes(work: Work, _kind: Any, _folder: str) -> Rounds:
 
 
 def case(name: str, title: str, kind: Any, size: int, counts: tuple[int, ...], goal: float) -> Case:
-    """Declare a case, with a round's batches of ours, the drop-in, SPDL, Grain and torch."""
+    """Declare a case. `counts`: a round's batches of ours, the drop-in, SPDL, Grain and torch."""
     first, second, third, fourth, last = counts
     own = ("pillow",) if kind is Photographs else ()
     makes: dict[str, tuple[Any, tuple[str, ...]]] = {

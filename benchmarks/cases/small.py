@@ -1,4 +1,4 @@
-"""Small batches of 32 floats: a loader's own cost for every batch."""
+"""Small batches of 32 floats: the overhead of a loader per batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def imported(work: Work) -> Work:
 def ours(
     name: str, loader: Callable[..., Any], work: Work, **options: Any
 ) -> tuple[Contender, ...]:
-    """Return a loader of ours as users mostly have it, with torch imported, and bare."""
+    """Return a cseq loader twice: with torch imported, as most users have it, and bare."""
     return (
         Contender(
             name + IMPORTED, partial(loader, imported(work), **options), needs=("torch",), ours=True

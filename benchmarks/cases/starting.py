@@ -1,4 +1,4 @@
-"""From nothing to the first batch, imports of the trainer's own process not included."""
+"""The time from nothing to the first batch, excluding imports in the trainer's process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def first_batch(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
 
 
 def end(loader: Any, batches: Any) -> None:
-    """End a loader that has its own way to end."""
+    """Close a loader that has its own way of closing."""
     del batches
     for name in ("finish", "close"):
         if hasattr(loader, name):
@@ -68,7 +68,7 @@ def ours_threads() -> Iterator[Callable[[], float]]:
 
 
 def with_torch(start_method: str) -> Iterator[Callable[[], float]]:
-    """Start a DataLoader that was imported before."""
+    """Start a DataLoader that is already imported."""
     import torch.utils.data  # noqa: F401
 
     yield from first_batch(lambda: loaders.torch_loader(WORK, start_method))
@@ -94,7 +94,7 @@ def beside(_module: Any, indexer: Callable[[], Any]) -> Any:
 
 
 def nth_with_torch(number: int) -> Iterator[Callable[[], float]]:
-    """Start one more manager beside `number - 1` others. All workers import torch."""
+    """Start one more manager next to `number - 1` others. All workers import torch."""
     import torch
 
     work = replace(WORK, indexer=partial(beside, torch, WORK.indexer))
@@ -125,7 +125,7 @@ class Planes:
 
 
 def while_held(name: str, batches: int) -> Iterator[Callable[[], float]]:
-    """Start a DataLoader's four workers, by fork, while as many batches of another are held."""
+    """Fork a DataLoader's four workers while `batches` batches of another loader are held."""
     make = partial(
         importlib.import_module(CLASSES[name]).DataLoader,
         batch_size=4,
@@ -139,7 +139,7 @@ def while_held(name: str, batches: int) -> Iterator[Callable[[], float]]:
 
 
 def import_numpy() -> Iterator[Callable[[], float]]:
-    """A new interpreter that imports numpy."""
+    """Measure a new interpreter that imports numpy."""
 
     def run() -> float:
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Shards in an object store that takes 200 ms to answer and fails: how much a loop waits for it."""
+"""Shards in a slow and faulty object store (200 ms per answer): how long a loop waits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORKERS = 2
 NPY, MEMORY = "store.Npy", "arrays in memory"
 LIT, MOSAIC, WEB = "litdata", "MosaicML Streaming", "WebDataset"
 
-# What goes wrong, by case: the arguments of `S3Server.fail`.
+# The faults of each case, as arguments of `S3Server.fail`.
 FAULTS: dict[str, tuple[Mapping[str, Any], ...]] = {
     "sound": (),
     "503_1": ({"kind": "503", "chance": 0.01},),
@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[Mapping[str, Any], ...]] = {
         {"kind": "stall", "chance": 0.05, "seconds": 5},
     ),
 }
-# Where many requests fail, cseq fetches more shards ahead, and sends a stalled request again early.
+# If many requests fail, cseq fetches more shards ahead and resends stalled requests early.
 PREPARED: dict[str, dict[str, Any]] = {
     "503_10": {"ahead": 8},
     "broken": {"timeout": 0.5, "ahead": 12},
@@ -53,17 +53,17 @@ SECRETS = {"aws_access_key_id": "key", "aws_secret_access_key": "secret"}
 
 
 def sample(number: int) -> np.ndarray:
-    """Make a sample: bytes that no compression makes smaller, and its number."""
+    """Make a sample: incompressible bytes and its number."""
     return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
 
 
 def numbers(shard: int) -> range:
-    """Number the samples of a shard."""
+    """Return the sample numbers of a shard."""
     return range(shard * ROWS, (shard + 1) * ROWS)
 
 
 class Memory:
-    """Samples in memory: what waits here is the machine's doing."""
+    """Samples in memory: any waiting here is due to the machine."""
 
     def __init__(self) -> None:
         self.table = np.stack([sample(number) for number in range(ROWS)])
@@ -74,7 +74,7 @@ class Memory:
 
 @contextmanager
 def memory(_server: Any, _cache: str) -> Iterator[Any]:
-    """Give the batches of an epoch."""
+    """Yield the batches of an epoch."""
     order = cseq.Blocks(rows=ROWS, window=WINDOW, samples=SHARDS * ROWS)
     options: Any = {"out_type": "cpu", "dtype": None, "order": order, "num_workers": WORKERS}
     with cseq.MPSequence(Memory, SHARDS * ROWS, batch_size=BATCH, **options).start() as batches:
@@ -99,7 +99,7 @@ def write_tar(folder: Path) -> None:
 
 @contextmanager
 def ours(server: Any, cache: str, **options: Any) -> Iterator[Any]:
-    """Give the batches of an epoch of cseq's reader, whose index is made here, too."""
+    """Yield the batches of an epoch of cseq's reader. Its index is made here, too."""
     from obstore.store import S3Store
 
     from cseq import store
@@ -113,7 +113,7 @@ def ours(server: Any, cache: str, **options: Any) -> Iterator[Any]:
 
 
 def write_lit(folder: Path) -> None:
-    """Write litdata's chunks, of as many samples as a shard has."""
+    """Write litdata's chunks, with as many samples per chunk as a shard has."""
     from litdata.streaming.writer import BinaryWriter
 
     writer = BinaryWriter(str(folder), chunk_size=ROWS)
@@ -125,10 +125,10 @@ def write_lit(folder: Path) -> None:
 
 @contextmanager
 def lit(server: Any, cache: str) -> Iterator[Any]:
-    """Give litdata's batches; it fetches several chunks ahead, the more the longer they take."""
+    """Yield litdata's batches. It fetches more chunks in advance the longer they take."""
     from litdata import StreamingDataLoader, StreamingDataset
 
-    # It has no argument for a store without TLS.
+    # litdata has no argument for a store without TLS.
     import_module("litdata.streaming.downloader")._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
     secrets = {**SECRETS, "endpoint_url": server.endpoint, "region_name": "us-east-1"}
     dataset = StreamingDataset(
@@ -174,7 +174,7 @@ def mosaic(server: Any, cache: str) -> Iterator[Any]:
 
 @contextmanager
 def web(server: Any, _cache: str) -> Iterator[Any]:
-    """Give WebDataset's batches; its shards come through curl, as its documentation has it."""
+    """Yield WebDataset's batches. Its shards come through curl, as in its documentation."""
     from webdataset import WebDataset, WebLoader, warn_and_continue
 
     urls = [f"{server.endpoint}/any/{shard:04}.tar" for shard in range(SHARDS)]
@@ -193,7 +193,7 @@ KINDS = {
 
 
 def waits(batches: Any, first: float) -> float:
-    """Take batches at the rate; return the percentage of the time in which the loop waited."""
+    """Take batches at the fixed rate. Return the percentage of time that the loop waited."""
     waited = []
     begin = first
     for _ in batches:
@@ -214,7 +214,7 @@ def first_batch(batches: Any, begin: float) -> float:
 
 
 def epochs(name: str, faults: str, measure: Any) -> Iterator[Any]:
-    """Measure a first epoch, in each round with an empty cache and other requests that fail."""
+    """Measure a first epoch. Each round has an empty cache, and different requests fail."""
     sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
     from s3_server import S3Server
 
@@ -247,7 +247,7 @@ def case(name: str, title: str, unit: str, make: Any, goal: str, at_most: float)
 
 
 def waiting(faults: str, title: str) -> Case:
-    """Declare a case of a loop that takes 100 MB/s."""
+    """Declare a case of a loop that consumes 100 MB/s."""
     title = f"An S3 server with 200 ms a request, {title}: a loop of 100 MB/s waits"
     make = partial(epochs, faults=faults, measure=waits)
     return case(faults, title, "% of the time", make, "% of the time", 1)

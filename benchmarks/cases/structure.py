@@ -44,15 +44,15 @@ PARTS = {"one array": 1, "a pair": 2, "a dict of 20": 20, "a dict of 113": 113}
 BATCHES = scaled(20_000, 40)
 
 
-# What torch takes to make and drop tensors is a floor: 20 of them may take more than three batches
-# of one array (docs/explanation/performance.md).
+# The time that torch takes to make and drop tensors is a lower bound: 20 tensors may take longer
+# than three batches of one array (docs/explanation/performance.md).
 OF_TENSORS = Goal(
     "a dict of 20: times 20 calls of from_numpy", lambda f: f["a dict of 20"] / (20 * f[CALL]), 1.5
 )
 
 
 def parts(out_type: str, num_workers: int) -> Case:
-    """Declare a case of small arrays that lie ready in the workers."""
+    """Declare a case of small arrays that are ready in the workers."""
     options = {"out_type": out_type, "num_workers": num_workers}
     tensors = out_type == "cpu"
     return Case(
@@ -86,7 +86,7 @@ OBJECT, TORCH_OBJECT = "cseq, a UserDict", "torch DataLoader, a UserDict"
 
 
 def objects() -> Case:
-    """Declare the case of batches that are objects of a class, with large tensors in them."""
+    """Declare the case of batches that are class instances with large tensors."""
     works = [
         Work(partial(Features, container), scaled(100, 6), milliseconds)
         for container in (dict, UserDict)

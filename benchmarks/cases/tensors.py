@@ -23,7 +23,7 @@ LARGE = Work(partial(Images, "float32"), scaled(250, 12), Rate(4 * 32 * 3 * 224 
 
 
 def from_numpy() -> Iterator[Callable[[], float]]:
-    """Time torch.from_numpy on its own, an array of its own every time."""
+    """Time torch.from_numpy alone, on a new array each time."""
     import torch
 
     arrays = [np.zeros(32, np.float32) for _ in range(1000)]

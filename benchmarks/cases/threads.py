@@ -1,4 +1,4 @@
-"""Threads and processes of `cseq.DataLoader`, by kind of work, beside threads of others."""
+"""Threads and processes of `cseq.DataLoader` by kind of work, compared with other threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 THREADS, PROCESSES = "cseq.DataLoader, threads", "cseq.DataLoader, processes"
 TORCH, SPDL, FUTURES = "torch DataLoader", "SPDL threads", "concurrent.futures"
 BARE, LIMIT = "bare loop", "bare threads"
-# The batches of each worker.
+# The number of batches that each worker prefetches.
 AHEAD = 2
 
 # -- data sets
@@ -60,7 +60,7 @@ class Jpegs:
 
 
 class Tokens:
-    """Windows of 1025 tokens of a memory map."""
+    """Windows of 1025 tokens from a memory map."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -96,7 +96,7 @@ class Images:
 
 
 class Dicts:
-    """Records of a list: Python objects."""
+    """Records in a list of Python objects."""
 
     def __init__(self, samples: int) -> None:
         count = scaled(300_000, 1000)
@@ -112,7 +112,7 @@ class Dicts:
 
 
 class Interpreted:
-    """A sample takes some 30 µs of Python code."""
+    """Samples that each take about 30 µs of Python code."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -128,7 +128,7 @@ class Interpreted:
 
 
 class Remote:
-    """A sample takes 20 ms to arrive."""
+    """Samples that each take 20 ms to arrive."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -142,7 +142,7 @@ class Remote:
 
 
 class Arrow:
-    """Rows of a table of Hugging Face's, 32 at a time."""
+    """Rows of a Hugging Face table, 32 at a time."""
 
     def __init__(self, samples: int) -> None:
         import datasets
@@ -167,7 +167,7 @@ class Arrow:
 
 
 def loader_of(name: str, dataset: Any, batches: list[Any], num_workers: int) -> Any:
-    """Make a DataLoader, without collation if the data set takes all indices of a batch."""
+    """Make a DataLoader, without collation if the data set takes all indices of a batch at once."""
     import torch.utils.data
 
     import cseq
@@ -198,7 +198,7 @@ def fetching(dataset: Any) -> Callable[[Any], Any]:
 
 
 def futures(dataset: Any, batches: list[Any], num_workers: int) -> Iterator[Any]:
-    """Batches in order out of a pool of threads, as many ahead as a DataLoader has."""
+    """Yield batches in order from a thread pool, prefetching as many as a DataLoader does."""
     fetch = fetching(dataset)
     with ThreadPoolExecutor(num_workers) as pool:
         ahead: deque[Any] = deque()
@@ -211,7 +211,7 @@ def futures(dataset: Any, batches: list[Any], num_workers: int) -> Iterator[Any]
 
 
 class Futures:
-    """The same, again and again."""
+    """The same, epoch after epoch."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
@@ -221,7 +221,7 @@ class Futures:
 
 
 def bare_threads(dataset: Any, batches: list[Any], num_workers: int) -> float:
-    """Make the batches in threads that hand none over. Return the microseconds of a batch."""
+    """Make the batches in threads that do not hand them over. Return the microseconds per batch."""
     import torch
 
     fetch, begin = fetching(dataset), threading.Barrier(num_workers + 1)
@@ -245,7 +245,7 @@ def bare_threads(dataset: Any, batches: list[Any], num_workers: int) -> float:
 def epochs(
     name: str, make: Callable[[int], Any], count: int, batch_size: int, num_workers: int
 ) -> Iterator[Callable[[], float]]:
-    """Time of a batch in an epoch."""
+    """Measure the time per batch of an epoch."""
     dataset = make(count * batch_size)
     order = np.random.default_rng(0).permutation(count * batch_size).reshape(count, batch_size)
     batches = order.tolist()
@@ -267,9 +267,9 @@ def epochs(
 
 
 def rate(loader: Any, count: int, num_workers: int) -> float:
-    """Go through an epoch. Return the microseconds of a batch after the first ones.
+    """Run an epoch. Return the microseconds per batch after the first ones.
 
-    SPDL's pipeline has made those before the loop asks for the epoch.
+    SPDL's pipeline makes the first ones before the loop requests the epoch.
     """
     skipped = min((AHEAD + 1) * num_workers, count // 2)
     for number, _ in enumerate(loader, 1):
@@ -294,7 +294,7 @@ class Records(NamedTuple):
 
 
 def part(name: str) -> Callable[[Mapping[str, float]], float]:
-    """Return the time of a batch in parts of another's."""
+    """Return a function for our time per batch as a fraction of another contender's."""
     return lambda figures: figures[THREADS] / figures[name]
 
 
@@ -321,7 +321,7 @@ def case(
 
     def contender(which: str) -> Contender:
         needed = ("torch", *needs, *(("spdl-core",) if which == SPDL else ()))
-        # One by one, batches take long.
+        # A loop without workers takes long.
         count = max(batches // 4, 2) if which == BARE else batches
         run = partial(epochs, which, make, count, batch_size, num_workers)
         return Contender(which, run, needed, ours=which in (THREADS, PROCESSES))

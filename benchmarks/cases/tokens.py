@@ -23,7 +23,7 @@ DOCUMENTS, BATCHES = scaled(50_000, 400), scaled(400, 4)
 
 
 class Corpus:
-    """Documents of lognormal lengths, 697 tokens in the mean, in a file of uint16."""
+    """Documents with lognormal lengths (697 tokens on average) in a uint16 file."""
 
     def __init__(self, folder: str) -> None:
         rng = np.random.default_rng(1)
@@ -42,7 +42,7 @@ class Corpus:
 
 
 def measured(loader: Iterable[Any], batches: int) -> Callable[[], float]:
-    """Return a function that measures a round: CPU milliseconds of all processes for a batch."""
+    """Return a function that measures a round: CPU milliseconds of all processes per batch."""
     iterator = iter(loader)
 
     def run() -> float:
@@ -56,13 +56,13 @@ def measured(loader: Iterable[Any], batches: int) -> Callable[[], float]:
 
 
 def forever(loader: Iterable[Any]) -> Iterator[Any]:
-    """Go through a loader again and again."""
+    """Iterate over a loader again and again."""
     while True:
         yield from loader
 
 
 def ours(workers: int, packing: Any = "best-fit") -> Iterator[Callable[[], float]]:
-    """`cseq.tokens`, with worker processes, or in the loop's own."""
+    """`cseq.tokens`, in worker processes or in the loop's process."""
     from cseq import tokens
 
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ def ours(workers: int, packing: Any = "best-fit") -> Iterator[Callable[[], float
 def grain(threads: int | None, part: int) -> Iterator[Callable[[], float]]:
     """Grain's pipeline as torchtitan's sources of August 2026 build it: concatenated, and split.
 
-    A row of Grain's is the whole batch, as there; it has no document numbers.
+    As in torchtitan, a Grain row is the whole batch. It has no document numbers.
     """
     import grain.python as grain
     import torch
@@ -128,16 +128,16 @@ def grain(threads: int | None, part: int) -> Iterator[Callable[[], float]]:
 
 
 class Tokenizer:
-    """What GPTDataset asks a tokenizer for."""
+    """The parts of a tokenizer that GPTDataset uses."""
 
     eod, pad, vocab_size = END, -1, END + 1
     unique_identifiers: ClassVar[dict[str, str]] = {"class": "Tokenizer"}
 
 
 def megatron() -> Iterator[Callable[[], float]]:
-    """GPTDataset of megatron-core, whose positions and losses know documents.
+    """megatron-core's GPTDataset, with positions and losses per document.
 
-    Versions for Python 3.12 mask documents, which is quicker than setting positions back.
+    Versions for Python 3.12 mask documents, which is faster than resetting positions.
     """
     import logging
 
@@ -172,7 +172,7 @@ def megatron() -> Iterator[Callable[[], float]]:
 
 
 def trl(numpy_collator: bool) -> Iterator[Callable[[], float]]:
-    """Rows that TRL packed before, with its collator, which needs no padding, or numpy's."""
+    """Rows that TRL packed in advance, with its collator, which needs no padding, or numpy's."""
     import datasets
     import pyarrow as pa
     import torch
@@ -200,7 +200,7 @@ def collate_columns(rows: list[dict[str, np.ndarray]]) -> dict[str, Any]:
 
 
 class PackedRows:
-    """A data set of rows that were packed before, by hand: the tokens and the lengths of each."""
+    """A data set of rows packed by hand in advance: the tokens and document lengths of each."""
 
     def __init__(self, folder: str) -> None:
         corpus = Corpus(folder)
@@ -256,7 +256,7 @@ def by_hand(workers: int) -> Iterator[Callable[[], float]]:
 
 
 def copied() -> Iterator[Callable[[], float]]:
-    """Copy as many bytes as a batch has, out of an array that no cache holds."""
+    """Copy as many bytes as a batch has, from an array that no cache holds."""
     many = 64
     source = np.ones((many, ROWS * ROW * (3 * 8 + 4)), np.uint8)
     target = np.zeros_like(source[0])

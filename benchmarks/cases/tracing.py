@@ -1,4 +1,4 @@
-"""What a trace costs a batch of test mode, where one thread is both sides."""
+"""The cost of a trace per batch in test mode, where one thread runs both sides."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN, TRACED = "a batch", "what a trace adds to it"
 
 
 def batches() -> float:
-    """Nanoseconds of processor time for a batch of test mode."""
+    """Return the CPU time per batch in test mode, in nanoseconds."""
     manager = cseq.MPSequence(np.arange(2 * BATCHES), batch_size=2, out_type="null")
     with manager.start_test() as taken:
         iterator = iter(taken)
@@ -34,7 +34,7 @@ def batches() -> float:
 
 
 def measured(what: Callable[[], float], *, recorded: bool) -> Iterator[Callable[[], float]]:
-    """Measure once, perhaps while a trace records."""
+    """Measure with or without a trace."""
     with tempfile.TemporaryDirectory() as folder:
 
         def once() -> float:
@@ -46,7 +46,7 @@ def measured(what: Callable[[], float], *, recorded: bool) -> Iterator[Callable[
 
 
 def added() -> Iterator[Callable[[], float]]:
-    """Measure the cost of a trace: batches without one and with one, in one process."""
+    """Measure the cost of a trace: batches without and with one, in a single process."""
     traced = measured(batches, recorded=True)
     once = next(traced)
     yield lambda: once() - batches()
@@ -54,7 +54,7 @@ def added() -> Iterator[Callable[[], float]]:
 
 
 def contender(name: str, what: Callable[[], float], *, recorded: bool) -> Contender:
-    """Declare one."""
+    """Declare a contender."""
     return Contender(name, partial(measured, what, recorded=recorded), ours=True)
 
 

@@ -38,7 +38,7 @@ class Texts:
 
 
 def ours(kind, folder, options):
-    """One look-up a batch, padded into one array."""
+    """Use one look-up per batch, and pad into one array."""
     return kind(partial(Texts, folder), TEXTS, batch_size=BATCH, **options)
 
 
@@ -49,7 +49,7 @@ def collate(rows):
 
 
 def theirs(folder, options):
-    """The data set in torch's format, padded in `collate_fn`."""
+    """Use the data set in torch's format, and pad in `collate_fn`."""
     dataset = datasets.load_from_disk(folder).with_format("torch")
     return DataLoader(dataset, BATCH, collate_fn=collate, **options)
 

@@ -40,7 +40,7 @@ class Images:
 
 
 def ours(kind, folder, options):
-    """Row by row, in the order of the file: h5py is slow at lists of rows in chunks."""
+    """Read row by row in file order, because h5py is slow at lists of rows in chunks."""
     return kind(partial(Images, folder), IMAGES, batch_size=BATCH, **options)
 
 
@@ -59,7 +59,7 @@ class ImageDataset(Dataset):
 
 
 def theirs(folder, options):
-    """The file is opened by each worker, at its first sample."""
+    """Each worker opens the file at its first sample."""
     return DataLoader(ImageDataset(folder), BATCH, **options)
 
 

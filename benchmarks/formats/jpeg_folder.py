@@ -21,7 +21,7 @@ BATCH = scaled(32, 4)
 
 
 def make(folder):
-    """Write images that are as smooth as photographs are."""
+    """Write images that are as smooth as photographs."""
     rng = np.random.default_rng(0)
     for number in range(IMAGES):
         small = Image.fromarray(rng.integers(256, size=(24, 24, 3), dtype="uint8"))
@@ -42,7 +42,7 @@ AUGMENTATION = v2.Compose(
 
 
 def ours(kind, folder, options):
-    """The data set as it is. The seed determines what its transforms draw."""
+    """Use the data set unchanged. The seed determines what its transforms draw."""
     dataset = ImageFolder(folder, transform=AUGMENTATION)
     return kind(cseq.from_dataset(dataset), batch_size=BATCH, **options)
 

@@ -38,7 +38,7 @@ class Records:
 
 
 def ours(kind, folder, options):
-    """One transaction a batch."""
+    """Use one transaction per batch."""
     worker = partial(Records, folder)
     # A process may open a database only once.
     if kind.__name__ == "MTSequence":
@@ -62,7 +62,7 @@ class RecordDataset(Dataset):
 
 
 def theirs(folder, options):
-    """One transaction a sample. Each worker opens the database at its first one."""
+    """Use one transaction per sample. Each worker opens the database at its first sample."""
     return DataLoader(RecordDataset(folder), BATCH, **options)
 
 

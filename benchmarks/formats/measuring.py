@@ -1,11 +1,11 @@
-"""Each script of this folder makes data in its format, checks the batches, and measures.
+"""Each script in this folder makes data in its format, checks the batches, and measures.
 
-A script is a user's program: it runs as `__main__`, and its classes travel to the workers from
-there. It hands its functions to `main`, whose command line is
+A script is a user's program: it runs as `__main__`, and the workers get its classes from there. It
+passes its functions to `main`, which has this command line:
 
     SCRIPT make FOLDER           write the data
-    SCRIPT check FOLDER          write it, then compare what cseq's loaders give with it
-    SCRIPT measure WAY FOLDER    one round of one way of loading; prints a line of JSON
+    SCRIPT check FOLDER          write it, then compare it with the batches of cseq's loaders
+    SCRIPT measure WAY FOLDER    run one round of one way of loading; print a line of JSON
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["main", "scaled"]
 
 WORKERS = 2
-# The batches in readiness. The DataLoader has prefetch_factor=2 for each worker.
+# The number of buffered batches. The DataLoader has prefetch_factor=2 per worker.
 BUFFER = 4
 # Both in seconds. In QUIET, all processes together use hardly any CPU time.
 WARM_UP = 0.5
@@ -42,7 +42,7 @@ SECONDS = float(os.environ.get("CSEQ_FORMATS_SECONDS", "2"))
 # The options that both kinds of manager get.
 OURS = {"num_workers": WORKERS, "buffer": BUFFER, "out_type": "cpu", "dtype": None, "seed": 1}
 
-# Those that all DataLoaders get.
+# The options that all DataLoaders get.
 FORKED = {
     "num_workers": WORKERS,
     "prefetch_factor": BUFFER // WORKERS,
@@ -73,12 +73,12 @@ def main(
     theirs : callable
         (folder, options) → a DataLoader.
     numbers : callable or None
-        batch → the numbers of its samples; None where a sample has none, as it is drawn.
+        batch → the numbers of its samples; None if samples are drawn and have no numbers.
     same : bool
         Whether a sample's values are the same in each epoch, so that cseq's can be compared with
         the DataLoader's. If not, they come from global generators, which threads share.
     forks : bool
-        Whether the DataLoader's workers, which get what the trainer has opened, can be forked.
+        Whether the DataLoader's workers can be forked, although they inherit open files.
     """
     verb, *arguments = sys.argv[1:]
     if verb == "make":
@@ -116,7 +116,7 @@ def ways(ours: Any, theirs: Any, folder: str, *, forks: bool) -> dict[str, Calla
 
 
 class DropIn:
-    """A DataLoader as it is, with cseq's workers instead of torch's, or an error."""
+    """An unchanged DataLoader with cseq's workers instead of torch's, or an error."""
 
     def __init__(self, loader: Any) -> None:
         from cseq.adapters import torch
@@ -168,13 +168,13 @@ def measure(make_loader: Callable[[], Any]) -> dict[str, float]:
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """Go through one epoch after the other."""
+    """Iterate over one epoch after another."""
     while True:
         yield from loader
 
 
 def settle() -> None:
-    """Wait until the workers have filled the buffer, and rest."""
+    """Wait until the workers have filled the buffer and are idle."""
     used, before = usage.cpu_seconds(os.getpid()), 0.0
     while used - before > QUIET / 10:
         time.sleep(QUIET)
@@ -182,7 +182,7 @@ def settle() -> None:
 
 
 def take(batches: Iterator[Any], seconds: float) -> int:
-    """Take batches for a time, and count their samples."""
+    """Take batches for some seconds, and count their samples."""
     end = time.perf_counter() + seconds
     count = 0
     while time.perf_counter() < end:
@@ -191,7 +191,7 @@ def take(batches: Iterator[Any], seconds: float) -> int:
 
 
 def leaves(batch: Any) -> list[Any]:
-    """Return the arrays of a batch, in their order."""
+    """Return the arrays of a batch in order."""
     if isinstance(batch, dict):
         return [leaf for part in batch.values() for leaf in leaves(part)]
     if isinstance(batch, (tuple, list)):
@@ -203,7 +203,7 @@ def leaves(batch: Any) -> list[Any]:
 
 
 def check(folder: str, ours: Any, loader: Any, numbers: Any, *, same: bool) -> None:
-    """Check that each sample comes once and right, for any workers and after a resume."""
+    """Check that each sample arrives once and is right, for any workers and after a resume."""
     whole = epoch(ours(cseq.MPSequence, folder, OURS))
     count = sum(len(leaves(batch)[0]) for batch in whole)
     if numbers is not None:
@@ -225,7 +225,7 @@ def check(folder: str, ours: Any, loader: Any, numbers: Any, *, same: bool) -> N
 
 
 def epoch(manager: Any, state: str = "null") -> list[Any]:
-    """Return the batches of an epoch, or the rest of it after a state."""
+    """Return the batches of an epoch, or the remaining ones after a state."""
     if state != "null":
         manager.load_state_dict(json.loads(state))
     with manager.start() as batches:
@@ -233,7 +233,7 @@ def epoch(manager: Any, state: str = "null") -> list[Any]:
 
 
 def state_after(count: int, manager: Any) -> str:
-    """Take some batches and leave."""
+    """Take some batches, leave the loop, and return the state."""
     with manager.start() as batches:
         taken = iter(batches)
         for _ in range(count):
@@ -242,7 +242,7 @@ def state_after(count: int, manager: Any) -> str:
 
 
 def samples(batches: Iterable[Any], numbers: Any) -> dict[int, list[np.ndarray]]:
-    """Cut batches into samples by number, without the zeros of padding."""
+    """Split batches into samples by number, without the zeros of padding."""
     found = {}
     for batch in batches:
         arrays = [np.asarray(leaf) for leaf in leaves(batch)]
@@ -252,7 +252,7 @@ def samples(batches: Iterable[Any], numbers: Any) -> dict[int, list[np.ndarray]]
 
 
 def expect_alike(found: list[Any], expected: list[Any], what: str) -> None:
-    """Compare batches to the last bit."""
+    """Compare batches bit for bit."""
     expect(len(found) == len(expected), f"{what}: {len(expected)} batches, not {len(found)}")
     for one, other in zip(found, expected, strict=True):
         pairs = list(zip(leaves(one), leaves(other), strict=True))
@@ -261,6 +261,6 @@ def expect_alike(found: list[Any], expected: list[Any], what: str) -> None:
 
 
 def expect(condition: bool, what: str) -> None:
-    """Stop if the format's script is wrong."""
+    """Exit if the condition is false, because the format's script is then wrong."""
     if not condition:
-        raise SystemExit(f"not true: {what}")
+        raise SystemExit(f"check failed: {what}")

@@ -21,7 +21,7 @@ def make(folder):
 
 
 def table_of(folder):
-    """Read the table, as any program might have got it."""
+    """Read the table, as any program might."""
     table = np.load(Path(folder, "table.npy"))
     return {f"column {number}": column for number, column in enumerate(table)}
 
@@ -35,7 +35,7 @@ class Table:
 
 
 def ours(kind, folder, options):
-    """Give the indexer itself, with the table in it."""
+    """Pass the indexer itself, which contains the table."""
     return kind(Table(table_of(folder)), ROWS, batch_size=BATCH, **options)
 
 
@@ -51,7 +51,7 @@ class TableDataset(Dataset):
 
 
 def theirs(folder, options):
-    """A sampler of whole batches, so that each column is indexed once a batch."""
+    """Use a sampler of whole batches, so that each column is indexed once per batch."""
     dataset = TableDataset(table_of(folder))
     sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=False)
     options = {name: value for name, value in options.items() if name != "shuffle"}

@@ -52,7 +52,7 @@ class TableDataset(Dataset):
 
 
 def theirs(folder, options):
-    """A sampler of whole batches. The trainer reads the table, and passes it to the workers."""
+    """Use a sampler of whole batches. The trainer reads the table and passes it to the workers."""
     dataset = TableDataset(folder)
     sampler = BatchSampler(RandomSampler(dataset), BATCH, drop_last=False)
     options = {name: value for name, value in options.items() if name != "shuffle"}

@@ -19,7 +19,7 @@ from harness.report import head, machine, row
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER.parent / "results"
-# Each of ours, and the DataLoaders whose workers have the modules from the same place, if they can.
+# Each way of ours, and the DataLoaders whose workers get their modules in the same way, if any.
 LIKE = {
     "cseq": ("DataLoader forkserver",),
     "cseq fork": ("DataLoader", "DataLoader forkserver"),
@@ -63,7 +63,7 @@ def main() -> int:
     names = options.formats or list(SCRIPTS)
     unknown = [name for name in names if name not in SCRIPTS]
     if unknown:
-        raise SystemExit(f"no format {', '.join(unknown)}; there are {', '.join(SCRIPTS)}")
+        raise SystemExit(f"unknown format {', '.join(unknown)}; pass some of {', '.join(SCRIPTS)}")
     about = machine(LIBRARIES)
     report: dict[str, Any] = {"machine": about, "rounds": options.rounds, "formats": []}
     for name in names:
@@ -79,15 +79,15 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     result = argparse.ArgumentParser(description=__doc__)
-    result.add_argument("formats", nargs="*", help="names of scripts, without .py; all")
+    result.add_argument("formats", nargs="*", help="names of scripts, without .py (default: all)")
     result.add_argument("--rounds", type=int, default=5, help="measured rounds of each way")
-    result.add_argument("--tiny", action="store_true", help="hardly any data: see that all runs")
+    result.add_argument("--tiny", action="store_true", help="use little data, to test the program")
     result.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
     return result
 
 
 def measured(name: str, rounds: int) -> dict[str, Any]:
-    """Make a format's data, then let its ways do a round in turn, each in a fresh process."""
+    """Make a format's data, then run each way for a round in turn, each in a fresh process."""
     load = round(os.getloadavg()[0], 2)
     ways: list[dict[str, Any]] = [{"way": way, "rounds": [], "errors": []} for way in WAYS]
     with tempfile.TemporaryDirectory() as folder:
@@ -119,7 +119,7 @@ def script(name: str, *arguments: str) -> str:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The whole report: a line for each way of each format."""
+    """Return the whole report: a line for each way of each format."""
     lines = [head(report["machine"], report["rounds"], "../formats/README.md"), ""]
     lines += [row(["format", "way", *FIGURES.values()])]
     lines += [row(["---", "---", *["---:"] * len(FIGURES)])]
@@ -132,7 +132,7 @@ def as_markdown(report: dict[str, Any]) -> str:
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """Say which ways failed, in how many rounds, and with which last words."""
+    """List the ways that failed, with the number of failed rounds and the last output."""
     return [
         f"{one['name']}, {way['way']}: {len(way['errors'])} of {report['rounds']} rounds: "
         + (way["errors"][-1].strip().splitlines() or ["no output"])[-1]
@@ -143,7 +143,7 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 
 def lines_of(one: dict[str, Any]) -> list[str]:
-    """One format: a line for each way, with start and memory over those of the like way."""
+    """Return a format's lines, one per way, with start and memory over the comparable way's."""
     ways = {
         way["way"]: medians(way["rounds"]) for way in one["ways"] if way["rounds"] or way["errors"]
     }
@@ -157,7 +157,7 @@ def lines_of(one: dict[str, Any]) -> list[str]:
 
 
 def cell(key: str, ours: dict[str, float], like: dict[str, float]) -> str:
-    """One figure."""
+    """Return the text of one figure."""
     if not ours:
         return "failed"
     value = figure(ours[key])
@@ -167,14 +167,14 @@ def cell(key: str, ours: dict[str, float], like: dict[str, float]) -> str:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure, or nothing if all rounds failed."""
+    """Return the median of each figure, or nothing if all rounds failed."""
     return {
         key: statistics.median(one[key] for one in rounds) for key in (FIGURES if rounds else ())
     }
 
 
 def figure(value: float) -> str:
-    """Three digits are enough."""
+    """Format a figure with three digits."""
     if value >= 10_000:
         return f"{value / 1000:.3g} k" if value < 1e6 else f"{value / 1e6:.3g} M"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -14,7 +14,7 @@ BATCH = scaled(128, 16)
 
 
 def make(_folder):
-    """The rows are computed, from their numbers."""
+    """Do nothing: the rows are computed from their numbers."""
 
 
 class Rows:
@@ -41,13 +41,13 @@ class RowDataset(Rows):
 
 
 def collate(samples):
-    """Stack arrays, so that no tensors come out."""
+    """Stack arrays, so that the batch contains no tensors."""
     rows, numbers = zip(*samples, strict=True)
     return np.stack(rows), np.array(numbers)
 
 
 def theirs(_folder, options):
-    """Use torch for its loader alone. JAX has threads, which do not survive a fork."""
+    """Use torch only for its loader. JAX has threads, which do not survive a fork."""
     from torch.utils.data import DataLoader
 
     return DataLoader(RowDataset(), BATCH, collate_fn=collate, **options)

@@ -38,7 +38,7 @@ def make(folder):
 
 
 def scan(folder):
-    """List (shard, offset, length, label) of all members: made once, by the trainer."""
+    """List (shard, offset, length, label) of all members. The trainer does this once."""
     found = []
     for path in sorted(Path(folder).glob("*.tar")):
         with tarfile.open(path) as file:
@@ -66,7 +66,7 @@ class Shards:
 
 
 def ours(kind, folder, options):
-    """Images are decoded into shared memory."""
+    """Decode images into shared memory."""
     members = scan(folder)
     return kind(partial(Shards, members), len(members), batch_size=BATCH, **options)
 

@@ -14,7 +14,7 @@ import cseq
 
 TOKENS = scaled(10_000_000, 10_000)
 WINDOW = scaled(512, 8)
-# The windows of an epoch.
+# The number of windows per epoch.
 WINDOWS = scaled(20_000, 100)
 BATCH = scaled(64, 16)
 
@@ -38,7 +38,7 @@ class Windows:
 
 
 def ours(kind, folder, options):
-    """Windows have no numbers: those that are drawn follow from the seed and the batch."""
+    """Windows have no numbers; the seed and the batch determine which ones are drawn."""
     return kind(partial(Windows, folder), WINDOWS, batch_size=BATCH, shuffle=False, **options)
 
 
@@ -56,7 +56,7 @@ class WindowDataset(Dataset):
 
 
 def theirs(folder, options):
-    """The data set draws."""
+    """The data set draws the windows."""
     return DataLoader(WindowDataset(folder), BATCH, **options)
 
 

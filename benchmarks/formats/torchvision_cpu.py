@@ -1,9 +1,10 @@
-"""Make the torchvision of this environment importable beside a torch without CUDA.
+"""Make this environment's torchvision importable with a CPU-only torch.
 
-On Linux the package index has torchvision for CUDA alone. Beside a CPU torch its compiled operators
-cannot load, and the import fails at two functions about them. This declares these operators at the
-top of the installed package; the transforms, which are all that the benchmark uses, are Python. It
-does nothing where torchvision can be imported. Run with the Python of the environment.
+On Linux, the package index has torchvision only for CUDA. With a CPU-only torch, its compiled
+operators cannot be loaded, and the import fails at two functions that refer to them. This script
+declares these operators at the top of the installed package. The benchmark uses only the
+transforms, which are Python. The script does nothing if torchvision can be imported. Run it with
+the environment's Python.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ for _name in ("nms", "qnms"):
 
 
 def main() -> int:
-    """Declare the operators if the import fails without. Return 1 if it still fails."""
+    """Declare the operators if the import fails without them. Return 1 if it still fails."""
     if imports():
         return 0
     spec = find_spec("torchvision")
@@ -37,7 +38,7 @@ def main() -> int:
 
 
 def imports() -> bool:
-    """Whether torchvision can be imported, in a fresh interpreter."""
+    """Return True if a fresh interpreter can import torchvision."""
     script = "from torchvision.transforms import v2"
     return not subprocess.run(
         [sys.executable, "-c", script], stderr=subprocess.DEVNULL, check=False

@@ -34,7 +34,7 @@ class Images:
 
 
 def ours(kind, folder, options):
-    """One orthogonal selection a batch."""
+    """Use one orthogonal selection per batch."""
     return kind(partial(Images, folder), IMAGES, batch_size=BATCH, **options)
 
 
@@ -51,7 +51,7 @@ class ImageDataset(Dataset):
 
 
 def theirs(folder, options):
-    """Not forked: the thread of Zarr's event loop does not survive that."""
+    """Do not fork: the thread of Zarr's event loop does not survive a fork."""
     return DataLoader(ImageDataset(folder), BATCH, **options)
 
 

@@ -1,4 +1,4 @@
-"""cseq on a CUDA device, next to bare copies, to a batch that is there already, and to torch.
+"""cseq on a CUDA device, compared with bare copies, a batch that is already there, and torch.
 
 ::
 

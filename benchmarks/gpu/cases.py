@@ -1,4 +1,4 @@
-"""What is measured on the device: rates, steps, where converters run, the start, memory."""
+"""The measurements on the device: rates, steps, converters, the start and memory."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ OUR_DATALOADER = "cseq.DataLoader, pin_memory"
 OUR_THREADS = "cseq.DataLoader, threads, pin_memory"
 
 SHAPE = (32, 3, 224, 224)
-# The bytes of a batch of uint8.
+# The size of a uint8 batch in bytes.
 IMAGES = int(np.prod(SHAPE))
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKERS = max(2, min(8, CORES // 2))
-# As many as a DataLoader's prefetch_factor of 2.
+# The same number as with a DataLoader's prefetch_factor of 2.
 BUFFER = 2 * WORKERS
 
 # -- indexers
@@ -61,7 +61,7 @@ class Labelled(ImagesInPlace):
 
 
 def seconds_a_batch(work: Work, loader: Iterable[Any], step: Callable[[Any], object]) -> float:
-    """Do a step with each batch, until the device has done the last one too."""
+    """Run a step with each batch, and wait until the device has finished the last one."""
     start = time.perf_counter()
     count = 0
     for batch in loader:
@@ -70,23 +70,23 @@ def seconds_a_batch(work: Work, loader: Iterable[Any], step: Callable[[Any], obj
     device.synchronize()
     seconds = time.perf_counter() - start
     if count != work.batches:
-        raise RuntimeError(f"{count} batches instead of {work.batches}")
+        raise RuntimeError(f"the loader returned {count} batches instead of {work.batches}")
     Counter.batches += count
     return seconds / count
 
 
 def nothing(_batch: Any) -> None:
-    """Do no step."""
+    """Do nothing."""
 
 
 def microseconds(work: Work, loader: Iterable[Any]) -> float:
-    """Time of a batch that nothing is done with."""
+    """Return the microseconds per batch without a step."""
     return seconds_a_batch(work, loader, nothing) * 1e6
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Gigabytes a second, for batches of a number of bytes."""
+    """Measures gigabytes per second for batches of a given size."""
 
     nbytes: int
 
@@ -95,15 +95,15 @@ class Rate:
 
 
 def training(work: Work, loader: Iterable[Any]) -> float:
-    """Milliseconds of a training step."""
+    """Return the milliseconds per training step."""
     return seconds_a_batch(work, loader, training_step()) * 1e3
 
 
 @functools.cache
 def training_step() -> Callable[[Any], object]:
-    """Make a network of about a ResNet-18's work, and a function that trains it with a batch.
+    """Make a network with about the cost of a ResNet-18, and a function that trains it on a batch.
 
-    As in a loop that reads no loss, the step does not wait for the device.
+    The step does not wait for the device, as in a loop that does not read the loss.
     """
     import torch
     from torch import nn
@@ -133,7 +133,7 @@ def training_step() -> Callable[[Any], object]:
 
 
 def python_loop(work: Work, loader: Iterable[Any]) -> float:
-    """Milliseconds of a step of pure Python, which holds the GIL."""
+    """Return the milliseconds per step in pure Python, which holds the GIL."""
 
     def step(_batch: Any) -> int:
         total = 0
@@ -148,7 +148,7 @@ def python_loop(work: Work, loader: Iterable[Any]) -> float:
 
 
 def on_the_device(batch: Any) -> Any:
-    """Begin to copy all tensors of a batch to the device."""
+    """Start copying all tensors of a batch to the device."""
     if isinstance(batch, dict):
         return {name: on_the_device(part) for name, part in batch.items()}
     if isinstance(batch, (tuple, list)):
@@ -157,7 +157,7 @@ def on_the_device(batch: Any) -> Any:
 
 
 class Copies:
-    """Copies of host memory, one after the other, and nothing else."""
+    """Copies of host memory, one after another, and nothing else."""
 
     def __init__(self, hosts: list[Any], count: int) -> None:
         self.hosts = hosts
@@ -180,7 +180,7 @@ def bare_copies(work: Work, nbytes: int, *, pinned: bool) -> loaders.Rounds:
 
 
 class Resident:
-    """One batch that is on the device, over and over."""
+    """One batch on the device, over and over."""
 
     def __init__(self, batch: Any, count: int) -> None:
         self.batch = batch
@@ -213,14 +213,14 @@ def start_ours(work: Work, kind: str, compat: bool | None = None) -> Any:
 
 
 def ours(work: Work, kind: str, compat: bool | None = None) -> loaders.Rounds:
-    """One of ours."""
+    """Run one of cseq's managers."""
     device.prepare()
     with start_ours(work, kind, compat) as batches:
         yield partial(work.measure, batches)
 
 
 class DeviceLoader:
-    """A DataLoader as it is used with a device: page-locked batches that are sent in the loop."""
+    """A DataLoader used with a device: the loop sends page-locked batches to it."""
 
     def __init__(self, work: Work, *, ours: bool = False, threads: bool = False) -> None:
         # Without a device, torch warns that it cannot page-lock.
@@ -235,7 +235,7 @@ class DeviceLoader:
 
 
 def dataloader(work: Work, **how: bool) -> loaders.Rounds:
-    """The `DataLoader` of torch, or ours instead."""
+    """`torch.utils.data.DataLoader`, or ours instead."""
     device.prepare()
     loader = DeviceLoader(work, **how)
     yield partial(work.measure, loader)
@@ -248,7 +248,7 @@ TORCH = ("torch",)
 
 
 def contenders(work: Work) -> tuple[Contender, ...]:
-    """All loaders, for a work."""
+    """Return all loaders for a `Work`."""
     return (
         *(
             Contender(name, partial(ours, work, kind), needs=TORCH, ours=True)
@@ -272,13 +272,13 @@ def in_processes(work: Work) -> Contender:
 
 
 def first(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
-    """Time the start. The device itself was started before."""
+    """Time the start. The device is already initialised."""
     device.prepare()
     yield from first_batch(make)
 
 
 def held(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
-    """Look how much memory a loader takes on the device when it has given some batches."""
+    """Measure the device memory that a loader takes after it has returned some batches."""
     device.prepare()
     kept = []
 
@@ -301,7 +301,7 @@ def held(make: Callable[[], Any]) -> Iterator[Callable[[], float]]:
 
 
 def once(how_measured: Callable[[Callable[[], Any]], Any], work: Work) -> tuple[Contender, ...]:
-    """All loaders, for cases that can be measured only once in a process."""
+    """Return all loaders, for cases that can be measured only once in a process."""
     makes = {name: partial(start_ours, work, kind) for name, kind in OURS.items()}
     makes |= {name: partial(DeviceLoader, work, **how) for name, how in OUR_LOADERS.items()}
     makes[DATALOADER] = partial(DeviceLoader, work)
@@ -315,17 +315,17 @@ def once(how_measured: Callable[[Callable[[], Any]], Any], work: Work) -> tuple[
 
 
 def batches(cuda: int, cpu: int) -> int:
-    """So many in an epoch."""
+    """Return the number of batches per epoch."""
     return scaled(device.scaled_to(cuda, cpu), 4)
 
 
 def work_of(indexer: Callable[[], Any], count: int, figure: Callable[..., float]) -> Work:
-    """Make a work with this machine's number of workers."""
+    """Make a `Work` with this machine's number of workers."""
     return Work(indexer, count, figure, num_workers=WORKERS, buffer=BUFFER)
 
 
 def with_copies(work: Work, nbytes: int) -> tuple[Contender, ...]:
-    """All loaders, and the bare copies."""
+    """Return all loaders and the bare copies."""
     return (
         Contender(PINNED, partial(bare_copies, work, nbytes, pinned=True), needs=TORCH),
         Contender(PAGEABLE, partial(bare_copies, work, nbytes, pinned=False), needs=TORCH),
@@ -334,7 +334,7 @@ def with_copies(work: Work, nbytes: int) -> tuple[Contender, ...]:
 
 
 def with_resident(work: Work) -> tuple[Contender, ...]:
-    """All loaders, and the batch that is there."""
+    """Return all loaders and the batch that is already on the device."""
     return (Contender(RESIDENT, partial(resident, work), needs=TORCH), *contenders(work))
 
 

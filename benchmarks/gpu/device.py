@@ -1,8 +1,8 @@
 """The device to measure: CUDA, or the CPU as a substitute.
 
-Where the CPU stands in, cseq runs its whole path to CUDA (converters, slots, what is kept until it
-was copied) with `tests/helpers/rehearsal.py`: all programs run to their end, and no figure says
-anything about a GPU.
+If the CPU stands in, cseq runs its whole CUDA path (converters, slots, batches that are kept until
+they are copied) with `tests/helpers/rehearsal.py`. All programs run to the end, but the figures say
+nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ASKED = ("driver_version", "pcie.link.gen.max", "pcie.link.width.max")
 
 
 def prepare() -> None:
-    """Start the device, before anything is timed or started."""
+    """Initialise the device before anything is timed or started."""
     import torch
 
     if STANDS_IN:
         sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
         importlib.import_module("rehearsal").install()
-        # OpenMP's threads wait busily, and the workers need the cores.
+        # OpenMP's threads busy-wait, and the workers need the cores.
         torch.set_num_threads(1)
         return
     torch.zeros(1, device=DEVICE)
@@ -52,7 +52,7 @@ def page_locked(tensor: Any) -> Any:
 
 
 def send(tensor: Any) -> Any:
-    """Begin to copy a CPU tensor to the device, even if that is the CPU."""
+    """Start copying a CPU tensor to the device, even if that is the CPU."""
     return tensor.clone() if STANDS_IN else tensor.to(DEVICE, non_blocking=True)
 
 
@@ -67,7 +67,7 @@ def used_bytes() -> float:
 
 
 def scaled_to(cuda: int, cpu: int) -> int:
-    """Return the amount of work: less where the CPU stands in."""
+    """Return the amount of work, which is smaller if the CPU stands in."""
     return cpu if STANDS_IN else cuda
 
 
@@ -84,8 +84,8 @@ def describe() -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise SystemExit(
             f"torch {torch.__version__} (CUDA: {torch.version.cuda}) finds no CUDA device. With a "
-            "GPU: make check-gpu TORCH=... with a build of torch for CUDA. Without one: "
-            "make check-gpu DEVICE=cpu has the CPU stand in, to see that all runs"
+            "GPU, run make check-gpu TORCH=... to install a CUDA build of torch. Without one, "
+            "make check-gpu DEVICE=cpu uses the CPU instead, to check that everything runs"
         )
     found = torch.cuda.get_device_properties(0)
     return about | {

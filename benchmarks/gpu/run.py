@@ -37,7 +37,7 @@ def main() -> int:
     os.environ[gpu.DEVICE] = options.device
     if options.tiny:
         os.environ[TINY] = "1"
-    # Not before: these read the environment.
+    # Import these only now, because they read the environment.
     from gpu.cases import CASES
 
     cases = chosen(CASES, options.cases)
@@ -78,17 +78,17 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     """Describe the command line."""
     result = argparse.ArgumentParser(description=__doc__)
-    result.add_argument("cases", nargs="*", help="names of cases, or their beginnings; all")
+    result.add_argument("cases", nargs="*", help="names or prefixes of cases (default: all)")
     result.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="'cpu' stands in for a GPU"
     )
-    result.add_argument("--rounds", type=int, default=5, help="measured rounds of a contender")
-    result.add_argument("--only", default="", help="contenders with this in their names")
+    result.add_argument("--rounds", type=int, default=5, help="measured rounds per contender")
+    result.add_argument("--only", default="", help="run only contenders with this in the name")
     result.add_argument("--no-tests", action="store_true", help="leave out tests/gpu")
-    result.add_argument("--tiny", action="store_true", help="hardly any work: see that all runs")
+    result.add_argument("--tiny", action="store_true", help="do little work, to test the program")
     result.add_argument("--output", type=Path, default=RESULTS, help="folder of the results")
-    result.add_argument("--commit", default="", help="what is built, where git cannot tell")
-    result.add_argument("--list", action="store_true", help="name the cases")
+    result.add_argument("--commit", default="", help="the commit, if git cannot tell")
+    result.add_argument("--list", action="store_true", help="list the cases")
     return result
 
 
@@ -97,12 +97,12 @@ def chosen(cases: tuple[Case, ...], beginnings: list[str]) -> list[Case]:
     for beginning in beginnings:
         if not any(case.name.startswith(beginning) for case in cases):
             names = ", ".join(case.name for case in cases)
-            raise SystemExit(f"no case {beginning!r}; there are {names}")
+            raise SystemExit(f"unknown case {beginning!r}; pass some of {names}")
     return [case for case in cases if case.name.startswith(tuple(beginnings) or "")]
 
 
 def described() -> dict[str, Any]:
-    """Ask a process of its own for the device, so that this one takes no memory there."""
+    """Describe the device in a separate process, so that this one takes no memory on it."""
     code = "import json; from gpu.device import describe; print(json.dumps(describe()))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=FOLDER.parent, stdout=subprocess.PIPE, check=False
@@ -116,7 +116,7 @@ def described() -> dict[str, Any]:
 
 
 def tested(device: str) -> dict[str, Any]:
-    """Run the tests of the device, or without one, those that run on the CPU."""
+    """Run the tests of the device, or without a device, the ones that run on the CPU."""
     chosen = TESTS if device == "cuda" else REHEARSED
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tests.xml"
@@ -145,7 +145,7 @@ def counts(file: Path) -> dict[str, Any]:
 
 
 def name_of(device: dict[str, Any], *, partial: bool) -> str:
-    """Name the results, so that a rehearsal is not taken for a result of a GPU."""
+    """Name the results so that a rehearsal is not mistaken for a GPU result."""
     return ("gpu-rehearsal" if device["stands_in"] else "gpu") + ("-partial" if partial else "")
 
 

@@ -1,4 +1,4 @@
-"""What runs the cases: processes, rounds, statistics, reports. It knows no loader.
+"""The engine of the benchmarks: processes, rounds, statistics, reports. It knows no loader.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a case is: contenders that do the same work, and the goals among them."""
+"""A case: contenders that do the same work, and goals for them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-# If this environment variable is set, the work is just enough to see that all runs.
+# If this environment variable is set, the work is just enough to check that everything runs.
 TINY = "CSEQ_BENCHMARKS_TINY"
-# These end the name of a contender that runs another checkout of cseq, or in another Python.
+# The suffixes of contenders that run another checkout of cseq, or run in another Python.
 BEFORE = " (before)"
 OTHER = " (other Python)"
 
@@ -29,17 +29,17 @@ class Contender:
     Attributes
     ----------
     name : str
-        How the table calls it.
+        The contender's name in the table.
     make : callable
         See `Make`.
     needs : tuple of str
-        Distributions, or modules with dots in their names, without which it is left out.
+        Required distributions, or modules with dots in their names.
     ours : bool
-        Whether it is cseq: every other contender is compared with those that are.
+        Whether it is cseq; every other contender is compared with these contenders.
     checkout : Path, optional
-        Another checkout of cseq, to run instead of the installed one.
+        Another checkout of cseq to run, instead of the installed one.
     python : str
-        Another Python, to run it in instead of this one.
+        Another Python to run it in, instead of this one.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Contender:
 
     @property
     def missing(self) -> list[str]:
-        """What it needs and is not installed."""
+        """The requirements that are not installed."""
         return [name for name in self.needs if not is_installed(name)]
 
 
@@ -73,7 +73,7 @@ class Goal:
     at_least: float | None = None
 
     def is_reached(self, value: float) -> bool:
-        """Whether the value is inside the bound."""
+        """Return whether the value is within the bound."""
         return (self.at_most is None or value <= self.at_most) and (
             self.at_least is None or value >= self.at_least
         )
@@ -86,24 +86,24 @@ class Case:
     Attributes
     ----------
     name : str
-        For the command line.
+        The case's name on the command line.
     title : str
-        A line that says what is measured.
+        One line that says what is measured.
     unit : str
-        Of the figures.
+        The unit of the figures.
     contenders : tuple of Contender
     limit : str
         The name of the contender that shows what the machine can do; empty if there is none.
     goals : tuple of Goal
     more_is_better : bool
-        For rates.
+        True for rates.
     fresh : bool
-        A new process for every round, without a warm-up: for what can be measured but once.
+        Use a new process for every round, without a warm-up: for one-time events such as a start.
     alone : bool
-        The same, with a warm-up: for contenders that take CPU time while others are measured.
+        The same with a warm-up: for contenders that use CPU time while others are measured.
     rounds : int
-        So many at most, without a warm-up and a look at the memory: for what takes long and is a
-        judgement rather than a time. 0: as many as are asked for.
+        The maximum number of rounds, without a warm-up or a memory measurement: for long cases that
+        judge rather than time. 0 means no maximum.
     """
 
     name: str
@@ -124,8 +124,8 @@ class Case:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a distribution, or a module with dots in its name, exists, without an import."""
-    # Here, as workers import this file: it would be 10 ms of every loader's start.
+    """Return whether a distribution, or a module with dots in its name, exists. Import nothing."""
+    # Workers import this file, and at its top, this import would add 10 ms to every loader's start.
     from importlib.metadata import version
     from importlib.util import find_spec
 
@@ -136,11 +136,11 @@ def is_installed(name: str) -> bool:
 
 
 def scaled(full: int, tiny: int) -> int:
-    """Return the amount of work: `full`, or `tiny` where only a trial run is wanted."""
+    """Return the amount of work: `full`, or `tiny` for a trial run."""
     return tiny if os.environ.get(TINY) else full
 
 
 class Counter:
-    """How many batches the process of a contender has taken, if it counts them."""
+    """The number of batches that a contender's process has taken, if it counts them."""
 
     batches = 0

@@ -1,4 +1,4 @@
-"""The picture: times as fast as one contender, a group of bars for each case."""
+"""The picture: speeds relative to one contender, with a group of bars per case."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cseq.report.figures import Axis, Drawing
 
 WIDTH = 600
 MARGIN = 16
-# Where the names of contenders end, and the room for a figure at the right.
+# Where the contenders' names end, and the space for a figure on the right.
 NAMES = 158
 VALUES = 66
 LANE = 22
@@ -19,7 +19,7 @@ GROUP = 30
 
 
 def as_svg(cases: list[dict[str, Any]], base: str, title: str, footer: str) -> str:
-    """Draw the cases that have a figure of `base`, one below the other."""
+    """Draw the cases that have a figure for `base`, one below the other."""
     cases = [case for case in cases if base in medians(case)]
     all_rates = {case["name"]: ratios(case, base) for case in cases}
     rates = {name: fastest(found) for name, found in all_rates.items()}
@@ -59,13 +59,13 @@ def group(
 
 
 def medians(case: dict[str, Any]) -> dict[str, float]:
-    """The figures of a case, by contender, without those of another checkout."""
+    """Return the figures of a case by contender, without contenders of another checkout."""
     shown = (one for one in case["contenders"] if "median" in one and not one.get("before"))
     return {one["name"]: one["median"] for one in shown}
 
 
 def ratios(case: dict[str, Any], base: str) -> dict[str, float]:
-    """How many times as fast as `base` the others are."""
+    """Return how many times as fast as `base` the other contenders are."""
     found = medians(case)
     more = case["more_is_better"]
     return {
@@ -76,7 +76,7 @@ def ratios(case: dict[str, Any], base: str) -> dict[str, float]:
 
 
 def fastest(rates: dict[str, float]) -> dict[str, float]:
-    """Of contenders that differ behind a comma only, the fastest one."""
+    """Of contenders whose names differ only after a comma, return the fastest one."""
     result: dict[str, float] = {}
     for name, rate in rates.items():
         of_one = [other for other in rates if other.partition(",")[0] == name.partition(",")[0]]
@@ -86,5 +86,5 @@ def fastest(rates: dict[str, float]) -> dict[str, float]:
 
 
 def shown(rate: float) -> str:
-    """Two digits, three from 100 on."""
+    """Format a rate with two digits, or three from 100 on."""
     return f"{rate:.0f}×" if rate >= 9.95 else f"{rate:.1f}×"

@@ -1,7 +1,7 @@
 """The process of one contender: `child.py CASE CONTENDER`, a round for each line it reads.
 
-It answers each line, and its start, with one line of JSON. Whatever else is printed, by a loader
-or by its workers, goes to the standard error.
+It answers its start and each line with one line of JSON. Everything else that a loader or its
+workers print goes to standard error.
 """
 
 from __future__ import annotations

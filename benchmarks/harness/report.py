@@ -1,4 +1,4 @@
-"""The table: in Markdown to read, in JSON to compute with."""
+"""The results as a table: Markdown for reading, JSON for computing."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def cpu_name() -> str:
 
 
 def memory_gib() -> float | None:
-    """How much memory the machine has."""
+    """Return the machine's memory in GiB."""
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", ()):
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
 
 
 def python_version() -> str:
-    """Version of Python, and whether it runs without a GIL."""
+    """Return Python's version, and whether it runs without a GIL."""
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     return platform.python_version() + ("" if has_gil else " without a GIL")
 
 
 def versions(distributions: tuple[str, ...]) -> dict[str, str]:
-    """Versions of Python, of cseq and of those distributions that are installed."""
+    """Return the versions of Python, cseq, and the distributions that are installed."""
     found = {"python": python_version(), "cseq": cseq.__version__}
     for name in distributions:
         try:
@@ -77,7 +77,7 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str]:
 
 
 def commit(folder: Path = Path(__file__).parents[2]) -> str:
-    """The last commit that changed cseq in a checkout, with a plus sign if files differ."""
+    """Return the last commit that changed cseq in a checkout, with a plus sign if files differ."""
     git = ["git", "-C", str(folder)]
     last = ["log", "--max-count=1", "--format=%h", "--", "cseq"]
     changed = ["diff", "--name-only", "HEAD", "--", "cseq"]
@@ -94,7 +94,7 @@ def commit(folder: Path = Path(__file__).parents[2]) -> str:
 
 
 def as_json(case: Case, results: list[Result], load: float) -> dict[str, Any]:
-    """Everything that was measured in a case, as JSON values."""
+    """Return all measurements of a case as JSON values."""
     return {
         "name": case.name,
         "title": case.title,
@@ -109,7 +109,7 @@ def as_json(case: Case, results: list[Result], load: float) -> dict[str, Any]:
 
 
 def contender_as_json(case: Case, result: Result, results: list[Result]) -> dict[str, Any]:
-    """What was measured of a contender, and how it stands against those that are ours."""
+    """Return a contender's measurements, and how it compares with ours."""
     base = {
         "name": result.contender.name,
         "ours": result.contender.ours,
@@ -138,20 +138,20 @@ def contender_as_json(case: Case, result: Result, results: list[Result]) -> dict
 
 
 def cpu_microseconds(result: Result) -> float | None:
-    """CPU time of a batch in all processes, or None if batches are not counted."""
+    """Return the CPU time per batch in all processes, or None if batches are not counted."""
     if not result.batches:
         return None
     return number(statistics.median(result.cpu_seconds) / result.batches * 1e6)
 
 
 def times_as_good(case: Case, mine: float, other: float) -> float:
-    """How many times as fast the first is."""
+    """Return how many times as fast the first figure is."""
     better, worse = (mine, other) if case.more_is_better else (other, mine)
     return better / worse if worse else nan
 
 
 def goals_as_json(case: Case, results: list[Result]) -> list[dict[str, Any]]:
-    """The goals and the results, without goals whose contenders are missing."""
+    """Return the goals and the results, without goals whose contenders are missing."""
     medians = {result.contender.name: result.median for result in results if result.figures}
     goals: list[dict[str, Any]] = []
     if not medians:
@@ -174,7 +174,7 @@ def goals_as_json(case: Case, results: list[Result]) -> list[dict[str, Any]]:
 
 
 def number(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return None for NaN, which JSON does not have."""
     return value if isfinite(value) else None
 
 
@@ -244,12 +244,12 @@ def row(cells: list[str]) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """A ratio as a factor."""
+    """Format a ratio as a factor."""
     return "" if ratio is None else f"{short(ratio)} ×"
 
 
 def short(value: float | None) -> str:
-    """A number in three digits, or whole."""
+    """Format a number with three digits, or as an integer."""
     if value is None:
         return "–"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from harness.case import Case, Contender
 
 CHILD = Path(__file__).with_name("child.py")
-# The seconds that a contender may take to start, or for a round.
+# The seconds that a contender may take for its start or for a round.
 PATIENCE = 120.0
 # The seconds between two readings of the memory.
 SAMPLING = 0.01
@@ -45,11 +45,11 @@ class Result:
     cpu_seconds : list of float
         CPU time of all processes of the contender, in the rounds.
     batches : int
-        That the last round took; 0 where rounds do not count batches.
+        The batches of the last round; 0 if rounds do not count batches.
     peak_bytes : float
-        Most memory of all processes together, sampled in a round of its own.
+        The most memory of all processes together, sampled in a separate round.
     descriptors : float
-        Open descriptors of all processes together, behind the last round.
+        Open descriptors of all processes together, after the last round.
     error : str
         Why it failed; empty if it did not.
     """
@@ -88,7 +88,7 @@ class Running:
         self._answer()
 
     def round(self, result: Result) -> None:
-        """Run a round and note its figures."""
+        """Run a round and record its figures."""
         before = usage.cpu_seconds(self._process.pid)
         answer = self._ask()
         result.cpu_seconds.append(usage.cpu_seconds(self._process.pid) - before)
@@ -97,11 +97,11 @@ class Running:
         result.batches = answer["batches"]
 
     def warm_up(self) -> None:
-        """Run a round for nothing."""
+        """Run an unmeasured round."""
         self._ask()
 
     def weigh(self, result: Result) -> None:
-        """Run a round that is not measured but looked at: memory and descriptors."""
+        """Run an untimed round to measure memory and descriptors."""
         done = threading.Event()
         peak = [usage.memory_bytes(self._process.pid)]
 
@@ -120,7 +120,7 @@ class Running:
         result.descriptors = usage.descriptors(self._process.pid)
 
     def end(self, result: Result) -> None:
-        """Let it clean up, kill it if it does not end, and note that."""
+        """Let the contender clean up. If it does not exit, kill it and record this."""
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         with self._watchdog():
@@ -133,7 +133,7 @@ class Running:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ask(self) -> dict[str, float]:
-        """Send a line, return the answer."""
+        """Send a line and return the answer."""
         try:
             self._process.stdin.write("\n")
             self._process.stdin.flush()
@@ -162,7 +162,7 @@ class Running:
             timer.join()
 
     def _last_words(self) -> str:
-        """What it printed at its end."""
+        """The last output of the contender."""
         self._errors.seek(0)
         return f"exit code {self._process.returncode}\n{self._errors.read()[-2000:]}"
 
@@ -180,7 +180,7 @@ def run_case(case: Case, contenders: list[Contender], rounds: int) -> list[Resul
     results = [Result(contender) for contender in contenders]
     rounds = min(rounds, case.rounds or rounds)
     usage.join_free_memory()
-    # With two builds of cseq: a process keeps one of the two speeds that tiny batches have.
+    # With tiny batches, a process keeps one of two speeds, so builds are compared in new processes.
     if case.fresh or case.alone or any(one.checkout or one.python for one in contenders):
         run_afresh(case, results, rounds)
     else:
@@ -204,7 +204,7 @@ def run_afresh(case: Case, results: list[Result], rounds: int) -> None:
 
 
 def run_together(case: Case, results: list[Result], rounds: int) -> None:
-    """Start a process for each contender, then give each of them a round in turn."""
+    """Start a process for each contender, then run a round of each in turn."""
     with contextlib.ExitStack() as stack:
         running = {}
         for result in results:
@@ -224,14 +224,14 @@ def run_together(case: Case, results: list[Result], rounds: int) -> None:
 
 
 def in_turn(results: list[Result], number: int) -> list[Result]:
-    """The contenders that have not failed. Each round begins with another one."""
+    """Return the contenders that have not failed. Each round begins with a different one."""
     first = number % len(results)
     return [result for result in results[first:] + results[:first] if not result.error]
 
 
 @contextlib.contextmanager
 def noting(result: Result):
-    """Note a contender's failure, and continue with the others."""
+    """Record a contender's failure, and continue with the others."""
     try:
         yield
     except Failed as error:
@@ -240,7 +240,7 @@ def noting(result: Result):
 
 @contextlib.contextmanager
 def ending(running: Running, result: Result):
-    """End a contender's process behind the work."""
+    """End a contender's process after the work."""
     try:
         yield
     finally:

@@ -30,14 +30,14 @@ class Process:
 
 
 def join_free_memory() -> None:
-    """Have the kernel put free pages together, if it lets us (`COMPACT`).
+    """Make the kernel compact free memory, if permitted (`COMPACT`).
 
-    Scattered pages are slower. Of equal contenders, the process that started first took them: it
-    was up to 12 % slower than the others.
+    Scattered pages are slower. Among equal contenders, the process that started first got these
+    pages and was up to 12 % slower than the others.
     """
     if os.access(COMPACT, os.W_OK):
         if os.sysconf("SC_AVPHYS_PAGES") < os.sysconf("SC_PHYS_PAGES") // 2:
-            # Drop cached files, which take the rest.
+            # Drop cached files, which occupy the rest.
             COMPACT.with_name("drop_caches").write_text("1")
         COMPACT.write_text("1")
 
@@ -61,7 +61,7 @@ def processes() -> list[Process]:
     found = []
     ticks = os.sysconf("SC_CLK_TCK")
     for name in filter(str.isdecimal, os.listdir(PROC)):
-        # The process may have ended meanwhile.
+        # The process may have ended in the meantime.
         with contextlib.suppress(OSError):
             fields = (PROC / name / "stat").read_text(errors="replace").rpartition(")")[2].split()
             reaped = (int(fields[13]) + int(fields[14])) / ticks
@@ -70,7 +70,7 @@ def processes() -> list[Process]:
 
 
 def cpu_seconds(root: int, *, with_root: bool = True) -> float:
-    """CPU time that a process and its descendants have used up to now."""
+    """Return the CPU time that a process and its descendants have used so far."""
     if not HAS_PROC:
         return nan
     members = [process for process in tree(root) if with_root or process.pid != root]
@@ -78,17 +78,17 @@ def cpu_seconds(root: int, *, with_root: bool = True) -> float:
 
 
 def clock(pid: int) -> float:
-    """CPU time of all threads of a process, to the nanosecond: Linux gives it a clock."""
+    """Return the CPU time of all of a process's threads from its Linux clock, to the nanosecond."""
     with contextlib.suppress(OSError):
         return time.clock_gettime((~pid << 3) | 2)
     return 0.0
 
 
 def memory_bytes(root: int) -> float:
-    """Memory of a process and its descendants. Shared memory counts once.
+    """Return the memory of a process and its descendants. Shared memory counts once.
 
-    Their proportional set sizes, and what no process has mapped of shared memory that they have
-    open: a DataLoader's batches lie there between a worker and the trainer.
+    The memory is the sum of their proportional set sizes, plus any shared memory that they have
+    open but no process has mapped: a DataLoader's batches on their way from worker to trainer.
     """
     if not HAS_PROC:
         return nan
@@ -103,7 +103,7 @@ def memory_bytes(root: int) -> float:
 
 
 def mapped_bytes(pid: int) -> Counter[tuple[str, int]]:
-    """Proportional set size of one process, by the device and inode of each mapped file."""
+    """Return the proportional set size of a process by the device and inode of each mapped file."""
     found: Counter[tuple[str, int]] = Counter()
     with contextlib.suppress(OSError):
         file = "", 0
@@ -117,12 +117,12 @@ def mapped_bytes(pid: int) -> Counter[tuple[str, int]]:
 
 
 def open_shared_memory(pid: int) -> dict[tuple[str, int], int]:
-    """Bytes of the shared memory that a process has open, by device and inode."""
+    """Return the bytes of shared memory that a process has open, by device and inode."""
     found = {}
     folder = PROC / str(pid) / "fd"
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            # The file may have been closed meanwhile.
+            # The file may have been closed in the meantime.
             with contextlib.suppress(OSError):
                 if os.readlink(folder / name).startswith(("/memfd:", "/dev/shm/")):
                     about = os.stat(folder / name)
