@@ -1,13 +1,13 @@
 # make build    compile the core into cseq/; CSEQ_DEBUG=1 checks bounds and invariants
 # make test     build into .venv and run the tests, in JOBS (3) processes; `make check-nightly` has the rest
-# make quick    the quick ones of them: all but those in tests/slow.txt
+# make quick    run the quick tests: all except the ones in tests/slow.txt
 # make lint     ruff, mypy, the stubs, the workflows, the layout, the packages, and the C headers for other systems
-# make bench    cseq and its peers, measured: CASES (all), ROUNDS (5) of each, into files called NAME;
+# make bench    measure cseq and its peers: CASES (all), ROUNDS (5) of each, into files called NAME;
 #               BESIDE=PATH measures another built checkout of cseq in the same rounds; benchmarks/README.md
 # make demo     train a small network on handwritten digits (examples/digits.py)
-# make golden   the results of records in tests/golden that have none; it changes no others (CONTRIBUTING.md)
-# make docs     the site, into build/docs: Sphinx's warnings are errors; without torch and network
-# make clean    remove what was built; ALL=1 the environments, too
+# make golden   add missing results to the records in tests/golden, and change no others (CONTRIBUTING.md)
+# make docs     build the site into build/docs, without torch or network; Sphinx's warnings are errors
+# make clean    remove what was built; with ALL=1, remove the environments as well
 #
 # make check-NAME  one of the long checks, each in the check.mk of its folder:
 #   conformance        tests/conformance
@@ -39,8 +39,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
-# On Linux, PyPI's torch brings gigabytes of CUDA: its project's own index has one without. A pip that is
-# configured to look elsewhere looks there.
+# On Linux, PyPI's torch includes gigabytes of CUDA, so torch comes from PyTorch's index of CPU builds. If pip
+# is configured to use another index, it uses that one.
 TORCH_INDEX ?= $(if $(filter Linux,$(shell uname)),$(shell \
 	case "$$($(PYTHON) -m pip config list)" in \
 	(*index-url*|*find-links*|*no-index*) ;; \
@@ -67,29 +67,29 @@ VERBS := build test quick lint bench demo golden docs clean
 .NOTPARALLEL: # never two pips in one environment
 
 # -- environments: a stamp for each set of packages, so that a second run installs nothing. A check whose
-# packages would disturb the others has an environment of its own: `$(call in,.NAME-venv,TARGET)`.
+# packages would conflict with others has its own environment: `$(call in,.NAME-venv,TARGET)`.
 
 in = $(MAKE) VENV=$1 $2
 
-# What compiles the core stays in the environment, where the next build finds it at once.
+# The build requirements stay in the environment, so that the next build finds them at once.
 $(VENV)/.build: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(BUILD_REQUIRES)
 	touch $@
 
-# torch is pinned, and there before what would ask for any. It arrives while the core is compiled.
+# torch is pinned, and installed before packages that would accept any version. It downloads while the core compiles.
 $(VENV)/.torch: | $(VENV)/.build
 	$(COMPILE) & compiler=$$!; \
 		$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH); torch=$$?; \
 		wait $$compiler && exit $$torch
 	touch $@
 
-# Not isolated, and without a second compilation.
+# Without isolation and without a second compilation.
 $(VENV)/.core: $(VENV)/.build | $(VENV)/.torch
 	CSEQ_PREBUILT=1 $(PIP) install --no-build-isolation --editable .
 	touch $@
 
-# cseq is there already; what its extra names is added.
+# cseq is already installed; this adds the packages of its extra.
 $(VENV)/.%: pyproject.toml | $(VENV)/.core
 	$(PIP) install 'cseq-loader[$*]'
 	touch $@
@@ -98,7 +98,7 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.core
 	$(PIP) install 'cseq-loader[test,returnn,torchdata]'
 	touch $@
 
-# What is in the checkout now, without what was built there; what was built in the copy stays.
+# Copy the current checkout without its build outputs. Build outputs in the copy stay.
 define copy
 	mkdir -p $1
 	find $1 -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
@@ -108,7 +108,7 @@ endef
 
 # -- the verbs
 
-# Always asked, hardly ever with anything to do: the times of the files are compared.
+# This always runs but rarely does anything, because it compares the times of the files.
 build: $(VENV)/.core
 	$(COMPILE)
 
@@ -147,11 +147,11 @@ $(VENV)/.peers: benchmarks/requirements.txt | $(VENV)/.test
 docs:
 	$(call in,.docs-venv,.docs)
 
-# All pages are written: the search's index would have the entries of those that changed alone.
+# Write all pages. Otherwise, the search index would contain only the pages that changed.
 .PHONY: .docs
 .docs: $(VENV)/.sphinx
 	$(COMPILE)
-	rm -rf docs/reference/api # written anew: a name that went would stay
+	rm -rf docs/reference/api # otherwise, a removed name would stay
 	$(PY) -m sphinx --fail-on-warning --nitpicky --quiet --jobs auto --write-all docs build/docs
 
 $(VENV)/.sphinx: docs/requirements.txt | $(VENV)/.build

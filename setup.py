@@ -50,7 +50,7 @@ DIRECTIVES = {
 
 
 def mode_file() -> str:
-    """Name a file that is as new as the last change of the build mode or of numpy's headers."""
+    """Return a file that is as new as the last change of the build mode or numpy's headers."""
     path = Path("build", "mode")
     path.parent.mkdir(exist_ok=True)
     flags = WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS
@@ -91,24 +91,24 @@ def sources_of(path: Path) -> set[Path]:
 
 
 def is_current(target: Path, sources: set[Path]) -> bool:
-    """Say whether a file is newer than all that it is made of."""
+    """Return whether a file is newer than all of its sources."""
     made = target.stat().st_mtime if target.exists() else 0
     return all(source.stat().st_mtime < made for source in sources)
 
 
 class BuildCore(build_ext):
-    """Compiles the core, on all cores; if a tool for that is missing, one sentence names it."""
+    """Compiles the core on all CPU cores. If a tool is missing, the error message names it."""
 
     # Cython translates one module at a time, while others are compiled.
     cython = threading.Lock()
 
     def finalize_options(self) -> None:
-        """Compile as many modules at a time as there are cores."""
+        """Compile one module per CPU core at a time."""
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
 
     def build_extensions(self) -> None:
-        """Check for what the compiler's own message would not name, then compile."""
+        """Check for problems that the compiler would not name, then compile."""
         # The class for MSVC has no such attribute, and finds the compiler later.
         command = getattr(self.compiler, "compiler_so", None)
         headers = sysconfig.get_path("include")
@@ -134,7 +134,7 @@ class BuildCore(build_ext):
         super().build_extensions()
 
     def is_built(self, extension: Extension) -> bool:
-        """Say whether the module is newer than its sources and the headers."""
+        """Return whether the module is newer than its sources and the headers."""
         sources = sources_of(Path(extension.sources[0])) | {*map(Path, extension.depends)}
         return is_current(Path(self.get_ext_fullpath(extension.name)), sources)
 
@@ -144,9 +144,9 @@ class BuildCore(build_ext):
         super().build_extension(extension)
 
     def translated(self, extension: Extension) -> str:
-        """Return the C file of a module, which is made if it is older than its sources.
+        """Return the C file of a module. Make it if it is older than its sources.
 
-        Cython would make it anew in each new environment, whose own `.pxd` files are newer.
+        Cython alone would make it again in each new environment, whose `.pxd` files are newer.
         """
         pyx = Path(extension.sources[0])
         with self.cython:
@@ -164,10 +164,10 @@ class BuildCore(build_ext):
 
 
 class WriteSources(sdist):
-    """Writes the same bytes for the same files, if SOURCE_DATE_EPOCH says the time."""
+    """Writes the same bytes for the same files if SOURCE_DATE_EPOCH is set."""
 
     def make_archive(self, base_name: str, *arguments: Any, **options: Any) -> str:
-        """Write the archive as usual, then without what differs between two checkouts."""
+        """Write the archive, then remove any differences between checkouts from it."""
         name = super().make_archive(base_name, *arguments, **options)
         epoch = os.environ.get("SOURCE_DATE_EPOCH")
         if epoch is not None and name.endswith(".tar.gz"):
@@ -176,7 +176,7 @@ class WriteSources(sdist):
 
 
 def normalise(archive: Path, epoch: int) -> None:
-    """Rewrite a compressed archive: its files in order, with one time, without owners."""
+    """Rewrite a compressed archive with sorted files, equal times and no owners."""
     with tarfile.open(archive) as old:
         members = [(one, old.extractfile(one)) for one in sorted(old, key=attrgetter("name"))]
         with io.BytesIO() as plain:
@@ -192,7 +192,7 @@ def normalise(archive: Path, epoch: int) -> None:
 
 
 def description() -> str:
-    """Return README.md as a package index needs it, which has no files: with whole addresses."""
+    """Return README.md for a package index, where all links must be absolute."""
     project = Path("pyproject.toml").read_text(encoding="utf-8")
     urls = dict(re.findall(r'^(\w+) = "(https:.+?)/?"$', project, re.MULTILINE))
     raw = urls["Source"].replace("github.com", "raw.githubusercontent.com")

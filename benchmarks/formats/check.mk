@@ -1,5 +1,5 @@
-# Twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS; first the tests of these and
-# of docs/how-to/data; README.md.
+# Twelve data formats, with cseq and with torch's DataLoader: FORMATS (all), ROUNDS. The tests of the formats and
+# of docs/how-to/data run first. See README.md.
 .PHONY: check-formats .formats
 ENVIRONMENTS += .formats-venv
 check-formats:

@@ -1,5 +1,5 @@
-# On a machine with a GPU: tests/gpu, then cseq on the device, measured, into one results file; TORCH is the build
-# of torch for it; DEVICE=cpu has the CPU stand in for a GPU; ../README.md.
+# On a machine with a GPU: run tests/gpu, then measure cseq on the device, into one results file. TORCH is the
+# build of torch to install. With DEVICE=cpu, the CPU stands in for a GPU. See ../README.md.
 .PHONY: check-gpu .gpu
 ENVIRONMENTS += .gpu-venv
 DEVICE ?= cuda

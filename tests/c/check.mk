@@ -1,10 +1,10 @@
-# The ring's headers in C programs under ThreadSanitizer and AddressSanitizer for SECONDS, and its model, which
-# needs spin; without it that part is left out, and says so.
+# The ring's headers in C programs under ThreadSanitizer and AddressSanitizer for SECONDS, and its model. The
+# model needs spin; without spin, it is not checked.
 .PHONY: check-sanitizers check-headers
 check-sanitizers: SECONDS ?= 60
 check-sanitizers:
 	tests/c/run.sh $(SECONDS)
-	if command -v spin; then tests/model/run.sh normal; else echo "no spin: the model is left out"; fi
+	if command -v spin; then tests/model/run.sh normal; else echo "spin is not installed, so the model is not checked"; fi
 
 # The C headers, as the compilers of other systems see them.
 C_FLAGS := -std=c11 -O2 -Wall -Wextra -Werror -Icseq/include
