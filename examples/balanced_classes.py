@@ -1,8 +1,8 @@
-"""Balanced classes in a DataLoader: rare ones as often as the others, on any number of ranks.
+"""Balanced classes in a DataLoader: rare classes appear as often as others, on all ranks.
 
 One sample in a hundred belongs to the rare class. Like torch's ``WeightedRandomSampler``,
-`cseq.Weighted.balanced` takes about the same number from each class. Its position is in the
-loader's state. A rank gets its part of each batch with ``BatchSampler(order, seed=…, shard=…)``.
+`cseq.Weighted.balanced` draws about equally often from each class. Its position is in the loader's
+state. A rank gets its part of each batch with ``BatchSampler(order, seed=…, shard=…)``.
 Training can stop anywhere and continue there.
 
     python examples/balanced_classes.py [--epochs 3] [--workers 2] [--out build/balanced]
@@ -26,7 +26,7 @@ SAMPLES, WIDTH = 4000, 20
 
 
 class Points(Dataset):
-    """Points of two classes, which overlap; few are of the second."""
+    """Points of two overlapping classes. Few points belong to the second class."""
 
     def __init__(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -43,14 +43,14 @@ class Points(Dataset):
 
 @torch.no_grad()
 def found(data: Points) -> str:
-    """Say how many of each class the model finds."""
+    """Return how many points of each class the model finds."""
     told = model(torch.from_numpy(data.points)).argmax(1).numpy()
     shares = [(told[data.labels == label] == label).mean() for label in (0, 1)]
     return f"finds {shares[0]:.0%} of the common class, {shares[1]:.0%} of the rare one"
 
 
 def save() -> None:
-    """Write all that going on needs, under another name first."""
+    """Write everything that a resume needs, first under another name."""
     state = {"data": loader.state_dict(), "sums": sums, "epoch": epoch}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, checkpoint.with_suffix(".part"))
@@ -72,7 +72,7 @@ print(order.describe())
 loader = cseq.DataLoader(train, batch_size=50, sampler=order, num_workers=args.workers)
 model = nn.Linear(WIDTH, 2)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-# The loss and the batches of this epoch.
+# The loss and the number of batches of this epoch.
 sums = [0.0, 0]
 first = 0
 args.out.mkdir(parents=True, exist_ok=True)

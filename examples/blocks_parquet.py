@@ -1,10 +1,10 @@
-"""Images in Parquet, read by row groups: one thread decodes each about once an epoch, for all.
+"""Images in Parquet, read by row group. A thread decodes each group about once per epoch for all.
 
-Parquet decodes at least a row group, so a shuffled batch would decode one for nearly every image.
+Parquet decodes whole row groups, so a shuffled batch would decode one for nearly every image.
 `cseq.Blocks` shuffles row groups, and images within windows of row groups. `functools.lru_cache`
 keeps the row groups of two windows for all threads. Training can stop anywhere and continue there.
 
-The images are made up: stripes of ten directions, as PNG-like bytes in a column.
+The images are synthetic: stripes in ten directions, as PNG-like bytes in a column.
 
     python examples/blocks_parquet.py [--epochs 3] [--workers 2] [--out build/parquet]
     python examples/blocks_parquet.py --stop 40     # ends after 40 batches, as a killed job
@@ -27,12 +27,12 @@ from torch import nn
 
 import cseq
 
-# The size of an image, the images of a row group, and the row groups of a window.
+# The size of an image, the images per row group, and the row groups per window.
 SIZE, ROWS, WINDOW = 16, 50, 8
 
 
 class RowGroups:
-    """Decodes row groups, and keeps some of them: two windows, and what `buffer` reaches beyond."""
+    """Decodes row groups and caches some: two windows, plus what `buffer` reaches ahead."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +81,7 @@ def write_images(path: Path, count: int) -> None:
 
 
 def save() -> None:
-    """Write all that going on needs, under another name first."""
+    """Write everything that a resume needs, first under another name."""
     state = {"data": manager.state_dict(), "sums": sums}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, checkpoint.with_suffix(".part"))
@@ -115,7 +115,7 @@ model = nn.Sequential(
     nn.Flatten(), nn.Linear(64, 10),
 )  # fmt: skip
 optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-# The loss and the batches of this epoch.
+# The loss and the number of batches of this epoch.
 sums = [0.0, 0]
 if checkpoint.exists():
     saved = torch.load(checkpoint)
@@ -146,4 +146,4 @@ with manager.start() as batches:
         save()
     else:
         most = args.epochs * -(-images // ROWS) * args.workers
-        print(f"row groups were read once an epoch by each thread, or less: {groups.reads <= most}")
+        print(f"each thread read row groups at most once per epoch: {groups.reads <= most}")

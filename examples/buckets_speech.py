@@ -1,4 +1,4 @@
-"""Train on utterances of very different lengths, in batches by a budget of frames.
+"""Train on utterances of very different lengths, in batches with a budget of frames.
 
 The speech is synthetic: a sound lasts some frames, a frame has eight features, and a small network
 learns which sound each frame belongs to. As in real speech, utterances have 20 to 800 frames, so
@@ -26,7 +26,7 @@ SOUNDS, FEATURES = 12, 8
 
 
 class Speech:
-    """The indexer: every worker maps the files, and pads a batch to its longest utterance."""
+    """The indexer: each worker maps the files and pads a batch to its longest utterance."""
 
     def __init__(self, folder: Path) -> None:
         self.features = np.load(folder / "features.npy", mmap_mode="r")
@@ -47,7 +47,7 @@ class Speech:
 
 
 def write_speech(folder: Path, utterances: int) -> None:
-    """Write utterances: all frames one after the other, and how many each has."""
+    """Write utterances: all frames, one after another, and the number of frames of each."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(4.6, 0.8, utterances), 20, 800).astype(np.int64)
     frames = lengths.sum()
@@ -63,7 +63,7 @@ def write_speech(folder: Path, utterances: int) -> None:
 
 
 def save() -> None:
-    """Write all that going on needs, under another name first."""
+    """Write everything that a resume needs, first under another name."""
     state = {"data": manager.state_dict(), "sums": sums}
     state |= {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, checkpoint.with_suffix(".part"))
@@ -85,7 +85,7 @@ lengths = np.load(args.out / "lengths.npy", mmap_mode="r")
 checkpoint = args.out / "checkpoint.pt"
 
 # The order is made from the lengths alone, in milliseconds, and has no state of its own. The
-# longest utterances come first: if a batch is too large for the device, the first step shows it.
+# longest utterances come first: if a batch is too large for the device, the first step fails.
 order = cseq.Buckets(lengths, args.budget, ratio=1.15, longest_first=True)
 print(order.describe())
 manager = cseq.MPSequence(
@@ -124,8 +124,8 @@ with manager.start() as batches:
                 told, batch["sounds"], ignore_index=-1, reduction="sum"
             )
             optimizer.zero_grad()
-            # Dividing by the most frames of a batch gives each frame the same weight, even in the
-            # short last batch of a bucket.
+            # Dividing by the maximum number of frames per batch gives each frame the same weight,
+            # even in the short last batch of a bucket.
             (loss / args.budget).backward()
             optimizer.step()
             right = (told.argmax(1) == batch["sounds"]).sum().item()

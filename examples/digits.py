@@ -1,15 +1,15 @@
 """Train a small network on handwritten digits that worker processes read from an HDF5 file.
 
-The digits (1797 images of 8 x 8 pixels) come with scikit-learn: nothing is downloaded. The script
-writes them to an HDF5 file once, trains on four fifths of them through `cseq.MPSequence`, and
-shows how well the network reads the others, how long training waited for data, and that the
-workers delivered exactly what the same loop delivers without workers (`start_test`). A report says
-why training waited for data, and what would help.
+The digits (1797 images of 8 x 8 pixels) come with scikit-learn, so nothing is downloaded. The
+script writes them to an HDF5 file once and trains on four fifths of them with `cseq.MPSequence`. It
+shows how well the network reads the others, how long training waited for data, and that the workers
+delivered exactly the batches that the loop gets without workers (`start_test`). A report says why
+training waited for data and what would help.
 
     python examples/digits.py [--epochs 12] [--workers 2] [--seed 7] [--out build/digits]
 
-There is no `if __name__ == '__main__':` here, and none is needed: worker processes never run this
-script. They receive the class `Digits` and import only what that class uses, which is not torch.
+The script needs no `if __name__ == '__main__':`, because worker processes never run it. They
+receive the class `Digits` and import only what that class uses, which does not include torch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ import cseq
 try:
     from tqdm import tqdm
 except ImportError:
-    # Then there is no bar, only the line that every epoch prints.
+    # Without tqdm, there is no bar, only the line that every epoch prints.
     tqdm = None
 
 
 class Digits:
-    """The indexer: every worker makes one, so every worker has the file open for itself."""
+    """The indexer: each worker makes one, so each worker opens the file for itself."""
 
     def __init__(self, path: Path, noise: float = 0.0) -> None:
         self.file = h5py.File(path, "r")
         self.noise = noise
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        # h5py wants increasing row numbers.
+        # h5py requires increasing row numbers.
         rows, back = np.unique(indices, return_inverse=True)
         images = self.file["images"][rows][back].astype("float32") / 16
         # cseq.rng() depends on the batch, not on the worker that makes it.
@@ -53,12 +53,12 @@ class Digits:
         return {"images": images[:, None], "labels": self.file["labels"][rows][back]}
 
     def close(self) -> None:
-        """Close the file: called when the worker ends."""
+        """Close the file when the worker ends."""
         self.file.close()
 
 
 def write_digits(path: Path) -> None:
-    """Write all digits to `path`: under another name first, so that no half of it ever counts."""
+    """Write all digits to `path`, first under another name, so that no partial file is used."""
     digits = load_digits()
     with h5py.File(path.with_suffix(".part"), "w") as file:
         file["images"] = digits.images.astype("uint8")
@@ -67,9 +67,9 @@ def write_digits(path: Path) -> None:
 
 
 def train_epoch(batches: cseq.MSequence, title: str) -> tuple[float, float, float, str]:
-    """Train on one epoch; return its mean loss, the seconds it took and waited, and its hash.
+    """Train on one epoch. Return its mean loss, the seconds it took and waited, and its hash.
 
-    The seconds come from `stats`, which begin with the first batch: they leave out the start.
+    The seconds come from `stats`, which count from the first batch and thus exclude the start.
     """
     losses, digest, before = [], hashlib.sha256(), batches.stats()
     bar = tqdm(batches, desc=title, unit="batch", leave=False, disable=None) if tqdm else batches
@@ -102,13 +102,13 @@ def content(batch: dict[str, torch.Tensor]) -> bytes:
 
 @torch.no_grad()
 def accuracy(batches: cseq.MSequence) -> float:
-    """Return the share of digits that the network reads correctly."""
+    """Return the percentage of digits that the network reads correctly."""
     correct = sum((network(b["images"]).argmax(1) == b["labels"]).sum().item() for b in batches)
     return correct / batches.dset_size
 
 
 def draw(history: list[tuple[float, float, float]], path: Path) -> None:
-    """Draw the loss, the accuracy and the waiting of all epochs, a small chart each."""
+    """Draw the loss, accuracy and waiting time of all epochs, one small chart for each."""
     # This draws to a file and needs no screen.
     figure = Figure(figsize=(10, 3), layout="constrained")
     axes = figure.subplots(1, 3)
@@ -174,10 +174,10 @@ train.report(report)
 seconds, waits = np.sum(times, axis=0)
 print(f"all epochs: {args.epochs * train.dset_size / seconds:.0f} samples per second")
 print(f"waited for data: {waits / seconds:.1%} of the time")
-print(f"before the first batch: {train.stats().start_waited:.1f} s, for the start of the workers")
+print(f"before the first batch: {train.stats().start_waited:.1f} s, to start the workers")
 repeated = test_mode_hash(train, args.epochs - 1)
 print(f"hash of all batches of the last epoch\n  start()      {digest}\n  start_test() {repeated}")
 print(f"picture of the run: {picture}")
 print(f"why training waited for data: {report}")
 if repeated != digest:
-    sys.exit("the workers delivered another stream than test mode: please report this")
+    sys.exit("the workers delivered different batches than test mode; please report this")

@@ -1,9 +1,9 @@
-"""Train a small network on handwritten digits that come out of a DataLoader.
+"""Train a small network on handwritten digits from a DataLoader.
 
-The digits (1797 images of 8 x 8 pixels) come with scikit-learn: nothing is downloaded. Worker
-processes shift and scale them and add noise, drawing from the generators of Python, NumPy and
-torch. Only the line that imports `DataLoader` refers to cseq: with torch's own loader, every loss
-is the same, to the last bit.
+The digits (1797 images of 8 x 8 pixels) come with scikit-learn, so nothing is downloaded. Worker
+processes shift and scale them and add noise, with random numbers from Python, NumPy and torch. Only
+the line that imports `DataLoader` refers to cseq. With torch's own loader, all losses are the same,
+bit for bit.
 
     python examples/digits_dataloader.py [--epochs 8] [--workers 2] [--seed 7]
 """
@@ -23,7 +23,7 @@ from cseq import DataLoader
 
 
 class Digits(torch.utils.data.Dataset):
-    """Digits, changed at random when they are taken."""
+    """Digits that are changed at random when they are read."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray) -> None:
         self.images, self.labels = images, labels
@@ -39,7 +39,7 @@ class Digits(torch.utils.data.Dataset):
 
 
 def train_epoch(batches: DataLoader) -> float:
-    """Train on one epoch; return its mean loss."""
+    """Train on one epoch and return the mean loss."""
     losses = []
     for images, labels in batches:
         loss = nn.functional.cross_entropy(network(images), labels)
@@ -62,7 +62,7 @@ parser.add_argument("--workers", type=int, default=2)
 parser.add_argument("--seed", type=int, default=7)
 args = parser.parse_args()
 
-# The workers' random numbers depend on this seed, too.
+# The workers' random numbers depend on this seed as well.
 torch.manual_seed(args.seed)
 # More threads do not make this small network faster.
 torch.set_num_threads(1)

@@ -1,13 +1,12 @@
-"""Train a small network on handwritten digits that come out of torchdata's `DataLoader2`.
+"""Train a small network on handwritten digits from torchdata's `DataLoader2`.
 
-The digits (1797 images of 8 x 8 pixels) come with scikit-learn: nothing is downloaded. Datapipes
+The digits (1797 images of 8 x 8 pixels) come with scikit-learn, so nothing is downloaded. Datapipes
 shuffle them, divide them among worker processes, add noise, and batch them. cseq's
 `MultiProcessingReadingService` runs the workers. Only the line that imports it refers to cseq.
 
     python examples/digits_dataloader2.py [--epochs 8] [--workers 2] [--seed 7]
 
-There is no `if __name__ == '__main__':` here, and none is needed: worker processes never run this
-script.
+The script needs no `if __name__ == '__main__':`, because worker processes never run it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchdata.datapipes.iter import IterableWrapper, IterDataPipe
 
 
 def with_noise(digit: tuple[np.ndarray, int]) -> tuple[np.ndarray, int]:
-    """Augment a digit; torchdata's loader seeds NumPy's generator in every worker."""
+    """Augment a digit. torchdata's loader seeds NumPy's generator in every worker."""
     image, label = digit
     noise = 0.1 * np.random.standard_normal(image.shape)  # noqa: NPY002 - the one that is seeded
     return image + noise.astype("float32"), label
@@ -41,14 +40,14 @@ def stack(digits: list[tuple[np.ndarray, int]]) -> tuple[torch.Tensor, torch.Ten
 
 
 def pipe_of(images: np.ndarray, labels: np.ndarray) -> IterDataPipe:
-    """Shuffle, share out, augment and batch."""
+    """Shuffle, divide among workers, augment and batch."""
     digits = list(zip(images, labels.tolist(), strict=True))
     pipe = IterableWrapper(digits, deepcopy=False).shuffle(buffer_size=len(digits))
     return pipe.sharding_filter().map(with_noise).batch(32).map(stack)
 
 
 def train_epoch(loader: DataLoader2) -> tuple[float, int]:
-    """Train on one epoch; return its mean loss, and how many digits it had."""
+    """Train on one epoch. Return the mean loss and the number of digits."""
     losses, seen = [], 0
     for images, labels in loader:
         loss = nn.functional.cross_entropy(network(images), labels)

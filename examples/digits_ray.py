@@ -1,10 +1,10 @@
-"""Train a small network on handwritten digits whose batches the nodes of a Ray cluster make.
+"""Train a small network on handwritten digits. The nodes of a Ray cluster make the batches.
 
     python examples/digits_ray.py [--epochs 4] [--workers 2]    on the cluster, or one started here
     python examples/digits_ray.py --here                        in this process: test mode
 
-Both print the same losses, to the last bit: the indexer's random numbers depend on the batch, not
-on where it is made. RAY_ADDRESS names the cluster; without it, Ray starts one on this machine.
+Both print exactly the same losses, because the indexer's random numbers depend on the batch, not on
+where it is made. RAY_ADDRESS names the cluster; without it, Ray starts one on this machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import cseq
 
 
 class Digits:
-    """The indexer: every worker process, on whichever node, makes one."""
+    """The indexer: every worker process on every node makes one."""
 
     def __init__(self) -> None:
         digits = load_digits()
@@ -32,7 +32,7 @@ class Digits:
 
 
 def train_epoch(batches: cseq.MSequence) -> float:
-    """Train on one epoch; return its mean loss."""
+    """Train on one epoch and return the mean loss."""
     losses = []
     for images, labels in batches:
         loss = nn.functional.cross_entropy(network(images), labels)

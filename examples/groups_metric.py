@@ -1,4 +1,4 @@
-"""Train an embedding on batches of some classes with some samples of each.
+"""Train an embedding on batches that contain several samples of each of several classes.
 
 A class has between 6 and 100 samples, as with products, persons or birds. `cseq.Groups` gives each
 class the same weight. A small network learns to place the samples of a class close together, by
@@ -23,7 +23,7 @@ from torch import nn
 import cseq
 
 CLASSES, HELD_OUT, FEATURES = 160, 40, 64
-# The classes of a batch, and the samples of each.
+# The classes per batch, and the samples per class.
 P, K = 16, 4
 
 
@@ -39,7 +39,7 @@ class Samples:
 
 
 def write_samples(folder: Path) -> None:
-    """Write samples of all classes: what tells classes apart is hidden among what does not."""
+    """Write samples of all classes. Eight hidden features tell the classes apart."""
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(CLASSES), rng.integers(6, 100, CLASSES))
     told = rng.standard_normal((CLASSES, 8))[labels] + 0.2 * rng.standard_normal((len(labels), 8))
@@ -51,11 +51,11 @@ def write_samples(folder: Path) -> None:
 
 
 def loss_of(batch: torch.Tensor) -> torch.Tensor:
-    """Compare each sample with all others: its class should be nearest."""
+    """Compare each sample with all others: its own class should be nearest."""
     laid = nn.functional.normalize(network(batch))
     alike = laid @ laid.T / 0.1
     alike.fill_diagonal_(-torch.inf)
-    # A batch has one class after the other.
+    # In a batch, the classes come one after another.
     group = torch.arange(P).repeat_interleave(K)
     mates = (group[:, None] == group[None, :]).fill_diagonal_(fill_value=False)
     return -nn.functional.log_softmax(alike, 1)[mates].mean()
@@ -63,7 +63,7 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def nearest_alike() -> float:
-    """Of the samples of held-out classes, the share whose nearest neighbour is of their class."""
+    """Return the share of held-out samples whose nearest neighbour is of the same class."""
     chosen = np.flatnonzero(labels >= CLASSES - HELD_OUT)
     laid = nn.functional.normalize(network(torch.from_numpy(features[chosen])))
     alike = (laid @ laid.T).fill_diagonal_(-1)
@@ -72,7 +72,7 @@ def nearest_alike() -> float:
 
 
 def save() -> None:
-    """Write all that going on needs, under another name first."""
+    """Write everything that a resume needs, first under another name."""
     state = {"data": manager.state_dict(), "sums": sums}
     state |= {"network": network.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, checkpoint.with_suffix(".part"))
@@ -97,7 +97,7 @@ order = cseq.Groups(labels[training], classes=P, samples=K)
 print(order.describe())
 manager = cseq.MPSequence(
     functools.partial(Samples, args.out / "features.npy"),
-    # The order's numbers stand for these samples.
+    # The order's numbers are indices into these samples.
     training,
     args.workers,
     order=order,
@@ -109,7 +109,7 @@ torch.manual_seed(7)
 torch.set_num_threads(1)
 network = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 16))
 optimizer = torch.optim.Adam(network.parameters(), lr=0.003)
-# The loss and the batches of this epoch.
+# The loss and the number of batches of this epoch.
 sums = [0.0, 0]
 if checkpoint.exists():
     saved = torch.load(checkpoint)

@@ -7,7 +7,7 @@ import cseq
 
 
 class Indices:
-    """An indexer without any data: a batch is the indices themselves."""
+    """An indexer without data: a batch is its indices."""
 
     def __getitem__(self, indices):
         return indices

@@ -1,11 +1,11 @@
 """Train a language model on three corpora whose shares change: easy text first, code later.
 
-`cseq.Mixture` takes the documents of each corpus in shares that change after a given number of
-samples. A small corpus repeats sooner, but only after all its documents came. Training can stop
-anywhere and continue there, even with other shares or one more corpus: a checkpoint says how much
-of each corpus was read.
+`cseq.Mixture` takes documents from the corpora in shares that change after a given number of
+samples. A small corpus repeats sooner, but only after all of its documents were used. Training can
+stop anywhere and continue there, even with different shares or an additional corpus, because a
+checkpoint contains how much of each corpus was read.
 
-The corpora are synthetic: Markov chains that are harder and harder to predict.
+The corpora are synthetic: Markov chains that are increasingly hard to predict.
 
     python examples/mixture_curriculum.py [--epochs 3] [--workers 2] [--out build/mixture]
     python examples/mixture_curriculum.py --stop 40     # ends after 40 batches, as a killed job
@@ -31,7 +31,7 @@ SURE = {"simple": 0.95, "web": 0.6, "code": 0.8}
 
 
 def corpora(seed: int, sizes: dict[str, int]) -> np.ndarray:
-    """Make documents of corpora, one corpus after the other."""
+    """Make the documents of the corpora, one corpus after another."""
     rng = np.random.default_rng(seed)
     found = []
     for name, size in sizes.items():
@@ -47,7 +47,7 @@ def corpora(seed: int, sizes: dict[str, int]) -> np.ndarray:
 
 
 class Model(nn.Module):
-    """A GRU, which finds out from the first words which corpus it reads."""
+    """A GRU that recognises the corpus from the first words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,19 +55,19 @@ class Model(nn.Module):
         self.out = nn.Linear(64, WORDS)
 
     def forward(self, documents: torch.Tensor) -> torch.Tensor:
-        """Return the loss of all words but the first."""
+        """Return the loss of all words except the first."""
         told = self.out(self.gru(self.embed(documents[:, :-1]))[0])
         return nn.functional.cross_entropy(told.flatten(0, 1), documents[:, 1:].flatten())
 
 
 @torch.no_grad()
 def held_out_loss() -> float:
-    """Return the loss on other documents of the corpora that it is for."""
+    """Return the loss on held-out documents of the target corpora."""
     return model(torch.from_numpy(corpora(1, {"web": 300, "code": 300}))).item()
 
 
 def save() -> None:
-    """Write all that going on needs, under another name first."""
+    """Write everything that a resume needs, first under another name."""
     state = {"data": manager.state_dict()}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, checkpoint.with_suffix(".part"))
@@ -85,7 +85,7 @@ order = cseq.Mixture(
     {name: cseq.Shuffled(size) for name, size in SIZES.items()},
     [
         (0, {"simple": 0.8, "web": 0.2, "code": 0}),
-        # These weights hold from unit 1920 on.
+        # These weights apply from unit 1920 on.
         (1920, {"simple": 0.2, "web": 0.5, "code": 0.3}),
     ],
     block=64,

@@ -1,8 +1,8 @@
-"""Train a language model on packed rows, in which no document sees another one.
+"""Train a language model on packed rows, in which no document attends to another.
 
 `cseq.Packed` packs documents into full rows of 256 tokens and cuts none. Inside the indexer,
-`cseq.parts()` says how many documents each row has. For each token, a batch has the number of its
-document, for the attention mask, and its position in the document. The script shows that the
+`cseq.parts()` returns how many documents each row has. For each token, a batch contains the number
+of its document, for the attention mask, and its position in the document. The script shows that the
 model's output for a document is the same in a row and alone. Training can stop anywhere and
 continue there.
 
@@ -29,7 +29,7 @@ ROW, TOKENS, PADDING = 256, 24, 0
 
 
 class Documents:
-    """The indexer: rows of documents, one after the other."""
+    """The indexer: rows of documents, one after another."""
 
     def __init__(self, folder: Path) -> None:
         self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
@@ -70,7 +70,7 @@ class Model(nn.Module):
         self.out = nn.Linear(width, TOKENS)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return what is expected after each token."""
+        """Return the predictions after each token."""
         documents = batch["documents"]
         # A token sees earlier tokens of its own document. The mask is made here from 2 kB per row;
         # in the batch, it would take 64 kB.
@@ -85,7 +85,7 @@ class Model(nn.Module):
 
 
 def loss_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Return the loss of all tokens but the first ones of documents, and how many these are."""
+    """Return the loss of all tokens except the first of each document, and their number."""
     told, wanted = model(batch)[:, :-1], batch["tokens"][:, 1:].clone()
     inside = batch["documents"][:, 1:] == batch["documents"][:, :-1]
     inside &= batch["documents"][:, 1:] >= 0
@@ -96,7 +96,7 @@ def loss_of(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
 
 @torch.no_grad()
 def largest_difference(batch: dict[str, torch.Tensor]) -> float:
-    """Compare what documents get in a row with what each of them gets alone."""
+    """Compare the output for each document in a row with its output alone."""
     together, documents, most = model(batch), batch["documents"], 0.0
     for number in range(int(documents[0].max()) + 1):
         (where,) = torch.nonzero(documents[0] == number, as_tuple=True)
@@ -106,10 +106,10 @@ def largest_difference(batch: dict[str, torch.Tensor]) -> float:
 
 
 def write_documents(folder: Path, count: int) -> None:
-    """Write documents: all tokens one after the other, and how many each has."""
+    """Write documents: all tokens, one after another, and the number of tokens of each."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(3.5, 0.9, count), 4, ROW).astype(np.int64)
-    # The likely token after each two tokens.
+    # The likely token after each pair of tokens.
     likely = rng.integers(1, TOKENS, (TOKENS, TOKENS))
     tokens = rng.integers(1, TOKENS, lengths.sum())
     for k in np.flatnonzero(rng.random(len(tokens)) < 0.8):
@@ -120,7 +120,7 @@ def write_documents(folder: Path, count: int) -> None:
 
 
 def save() -> None:
-    """Write all that going on needs, under another name first."""
+    """Write everything that a resume needs, first under another name."""
     state = {"data": manager.state_dict(), "sums": sums}
     state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(state, checkpoint.with_suffix(".part"))
@@ -158,7 +158,7 @@ torch.manual_seed(7)
 torch.set_num_threads(1)
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.002)
-# The loss and the tokens of this epoch.
+# The loss and the number of tokens of this epoch.
 sums = [0.0, 0]
 if checkpoint.exists():
     saved = torch.load(checkpoint)
@@ -174,7 +174,7 @@ with manager.start() as batches:
         for batch in batches:
             loss, tokens = loss_of(batch)
             optimizer.zero_grad()
-            # Dividing by the most tokens of a batch gives each token the same weight.
+            # Dividing by the maximum number of tokens per batch gives each token the same weight.
             (loss / (16 * ROW)).backward()
             optimizer.step()
             sums = [sums[0] + loss.item(), sums[1] + tokens]

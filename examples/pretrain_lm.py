@@ -1,8 +1,8 @@
 """Pre-train a language model with FSDP2, and continue after a kill on any number of ranks.
 
-Documents of two sources are packed into rows; each step has 12 rows, whatever the number of ranks.
-No document sees another one. Every five steps, torch's distributed checkpoint saves all that a
-resume needs. The language is synthetic, as in packed_lm.py.
+Documents from two sources are packed into rows. Each step has 12 rows, for any number of ranks. No
+document attends to another. Every five steps, torch's distributed checkpoint saves everything that
+a resume needs. The language is synthetic, as in packed_lm.py.
 
     torchrun --nproc-per-node 2 examples/pretrain_lm.py --stop 12    # as a killed job
     torchrun --nproc-per-node 3 examples/pretrain_lm.py              # continues after step 10
@@ -40,7 +40,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Add what each token gets from those that it sees."""
+        """Add the attention output and the network's output."""
         q, k, v = self.attend(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         seen = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + seen.transpose(1, 2).flatten(2)
@@ -57,7 +57,7 @@ class Model(nn.Module):
         self.out = nn.Linear(width, WORDS)
 
     def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the sum of the losses of all tokens that have a next one."""
+        """Return the sum of the losses of all tokens that have a next token."""
         documents = batch["document_ids"]
         # A token sees earlier tokens of its own document. The mask is made on the device.
         mask = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
@@ -70,10 +70,10 @@ class Model(nn.Module):
 
 
 def write_documents(path: Path, count: int, seed: int) -> None:
-    """Write documents into a raw file of uint16, each with END as its last token."""
+    """Write documents into a raw uint16 file, each with END as its last token."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4, 1.2, count), 2, 1500).astype(np.int64)
-    # The likely word after each two words.
+    # The likely word after each pair of words.
     likely = np.random.default_rng(0).integers(1, WORDS, (WORDS, WORDS))
     words = rng.integers(1, WORDS, lengths.sum(), dtype=np.uint16)
     for k in np.flatnonzero(rng.random(len(words)) < 0.8):
@@ -83,13 +83,13 @@ def write_documents(path: Path, count: int, seed: int) -> None:
 
 
 def state() -> dict[str, object]:
-    """Return all that a resume needs. FSDP2's shards load on another number of ranks, too."""
+    """Return everything that a resume needs. FSDP2's shards load on any number of ranks."""
     parameters, moments = states.get_state_dict(model, optimizer)
     return {"model": parameters, "optimizer": moments, "rows": manager}
 
 
 def load_newest() -> int:
-    """Load the newest whole checkpoint, and return its step, or 0 if there is none."""
+    """Load the newest complete checkpoint. Return its step, or 0 if there is none."""
     # This file is written last.
     whole = [path.parent for path in args.out.glob("step-*/.metadata")]
     if not whole:

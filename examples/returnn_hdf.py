@@ -2,8 +2,8 @@
 
 The script writes the file and a RETURNN configuration, trains with it as a user of RETURNN does
 (`python -m returnn plain.config`), makes the one change that puts `cseq.adapters.returnn` between
-RETURNN and its `HDFDataset`, and trains again. The losses are the same, to the last bit:
-so are the sequences and their order.
+RETURNN and its `HDFDataset`, and trains again. The losses are exactly the same, because the
+sequences and their order are the same.
 
     python examples/returnn_hdf.py [--epochs 3] [--workers 2] [--out build/returnn]
 """
@@ -84,7 +84,7 @@ train = {{
 
 
 def write_sequences(path: Path, count: int, seed: int) -> None:
-    """Write sequences of frames, each around the mean of the class that it belongs to."""
+    """Write sequences of frames. Each frame is close to the mean of its class."""
     means = np.random.default_rng(1).standard_normal((CLASSES, FEATURES))
     rng = np.random.default_rng(seed)
     path.unlink(missing_ok=True)
@@ -99,9 +99,9 @@ def write_sequences(path: Path, count: int, seed: int) -> None:
 
 
 def train(name: str, config: str) -> dict[int, dict[str, float]]:
-    """Let RETURNN train with a configuration; return the losses that it notes, by epoch."""
+    """Let RETURNN train with a configuration. Return the losses that it records, by epoch."""
     scores = args.out / f"{name}.scores"
-    # If RETURNN finds these, it continues from them instead of beginning.
+    # If RETURNN finds these files, it continues from them instead of starting.
     for old in (scores, *(args.out / f"{name}.model").glob("*")):
         old.unlink(missing_ok=True)
     (args.out / f"{name}.config").write_text(config, encoding="utf-8")
@@ -115,7 +115,7 @@ def train(name: str, config: str) -> dict[int, dict[str, float]]:
 
 
 def losses_in(scores: str) -> dict[int, dict[str, float]]:
-    """Read the losses out of RETURNN's notes, which are a Python expression."""
+    """Read the losses from RETURNN's records, which are a Python expression."""
     epochs = eval(scores, {"EpochData": lambda **noted: noted["error"]})
     return {
         epoch: {key: value for key, value in error.items() if "_loss_" in key}
@@ -142,5 +142,5 @@ for epoch, losses in plain.items():
     for name, loss in losses.items():
         print(f"epoch {epoch}: {name} {loss!r} and {workers[epoch][name]!r}")
 if plain != workers:
-    sys.exit("the losses differ: please report this")
-print("the same losses, to the last bit")
+    sys.exit("the losses differ; please report this")
+print("the losses are exactly the same")

@@ -1,4 +1,4 @@
-"""Image files that are decoded once a machine, and augmented in each epoch."""
+"""Image files that each machine decodes once and augments in each epoch."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import cseq
 
 
 class Decoded:
-    """What is the same in each epoch: read, decode, resize to a short side of 64."""
+    """The part that is the same in each epoch: read, decode, resize to a short side of 64."""
 
     def __init__(self, files):
         self.files = files
@@ -26,7 +26,7 @@ class Decoded:
 
 
 class Augmented(torch.utils.data.Dataset):
-    """What differs: a random part, flipped or not."""
+    """The part that differs: crop and flip at random."""
 
     def __init__(self, pictures):
         self.pictures = pictures

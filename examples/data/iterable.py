@@ -18,7 +18,7 @@ for shard, path in enumerate(paths):
 class Lines(IterableDataset):
     def __init__(self, paths):
         self.paths = paths
-        # The number of the file, and how many bytes were read.
+        # The number of the file, and the number of bytes that were read.
         self.place = 0, 0
 
     def __iter__(self):

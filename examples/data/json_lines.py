@@ -1,4 +1,4 @@
-"""A file of JSON lines, read at random."""
+"""A file of JSON lines, read in random order."""
 
 import json
 import mmap
@@ -11,7 +11,7 @@ with open("records.jsonl", "w") as file:
     for number in range(100):
         print(json.dumps({"text": "word " * (number % 5), "label": number}), file=file)
 
-# Find once where each line begins, and where the last one ends.
+# Find once where each line begins and where the last one ends.
 with open("records.jsonl", "rb") as file:
     np.save("records.npy", np.cumsum([0] + [len(line) for line in file]))
 

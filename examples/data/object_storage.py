@@ -38,10 +38,10 @@ options = {
 
 
 class Objects:
-    """One object a sample, kept in a folder once it was read."""
+    """One object per sample, kept in a folder once it was read."""
 
     def __init__(self, cache):
-        # The worker makes it, because connections cannot be pickled.
+        # The worker creates it, because connections cannot be pickled.
         self.store = S3Store("samples", **options)
         self.cache = Path(cache)
         self.cache.mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ class Objects:
         data = bytes(await found.bytes_async())
         part = path.with_suffix(f".{os.getpid()}")
         part.write_bytes(data)
-        # No worker ever sees half a file.
+        # This way, no worker ever sees half a file.
         part.replace(path)
         return data
 
@@ -71,7 +71,7 @@ def worker():
     return Objects("cache")
 
 
-# This makes the bucket.
+# Create the bucket.
 urlopen(Request(f"http://{host}:{port}/samples", method="PUT"))
 bucket = S3Store("samples", **options)
 for number in range(200):
@@ -82,7 +82,7 @@ with cseq.MPSequence(worker, 100, **shared).start() as batches:
     for samples, labels in batches:
         pass
     print(samples.shape, bool((samples[:, 0] == labels).all()))
-    # Without the store, the cache still answers.
+    # The cache works without the store.
     server.stop()
     print(sum(len(labels) for samples, labels in batches))
 

@@ -1,4 +1,4 @@
-"""Arrays in shards of an object store, each fetched once a machine."""
+"""Arrays in shards of an object store, each fetched once per machine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Parquet files in an object store, each row group decoded once a machine."""
+"""Parquet files in an object store, each row group decoded once per machine."""
 
 from pathlib import Path
 

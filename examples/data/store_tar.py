@@ -1,4 +1,4 @@
-"""Samples in tar shards of an object store, each fetched once a machine."""
+"""Samples in tar shards of an object store, each fetched once per machine."""
 
 import io
 import tarfile

@@ -4,7 +4,7 @@ import numpy as np
 
 import cseq
 
-# A data frame works, too.
+# A data frame works as well.
 frame = {"age": np.arange(1000), "income": np.arange(1000) * 10.0}
 
 

@@ -19,7 +19,7 @@ def write(folder):
 
 
 class Clips:
-    """Each worker has its own: a decoder serves one thread at a time."""
+    """Each worker has its own object, because a decoder serves one thread at a time."""
 
     def __init__(self):
         self.decoders = [VideoDecoder(path) for path in paths]

@@ -1,10 +1,10 @@
-"""The data set of the recipes, as the Hugging Face Trainer wants it."""
+"""The data set of the recipes in the form that the Hugging Face Trainer requires."""
 
 from data import Samples
 
 
 class Inputs(Samples):
-    """The Trainer calls the network with a batch's items as keywords."""
+    """The Trainer calls the network with a batch's items as keyword arguments."""
 
     def __getitem__(self, indices):
         x, y = super().__getitem__(indices)

@@ -11,7 +11,7 @@ from cseq.adapters.torch import defaults
 from samples import Net, Samples
 
 torchdata.stateful_dataloader.StatefulDataLoader = cseq.StatefulDataLoader
-# accelerate passes on torch's arguments only, so `rng` is set here.
+# accelerate passes on only torch's arguments, so `rng` is set here.
 defaults.rng = "batch"
 
 

@@ -8,7 +8,7 @@ from net import Net
 
 
 def train(resume=None):
-    # This makes the process group.
+    # This creates the process group.
     accelerator = Accelerator(cpu=True)
     net = Net()
     net, optimizer = accelerator.prepare(

@@ -22,13 +22,13 @@ class SaveState(Callback):
         self.manager.load_state_dict(state)
 
     def fit_start(self, state, logger):
-        # Then the checkpoint was saved with an epoch's last batch.
+        # In this case, the checkpoint was saved with an epoch's last batch.
         if self.manager.epoch > int(state.timestamp.epoch):
             state.timestamp = state.timestamp.to_next_epoch()
 
 
 class Figures(Callback):
-    """Hands cseq's figures to the loggers after every few batches."""
+    """Passes cseq's figures to the loggers after every few batches."""
 
     def __init__(self, n=50):
         self.n = n

@@ -21,7 +21,7 @@ def train(resume=None, every=5):
     net = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(net, optax.sgd(1e-4), wrt=nnx.Param)
     with (
-        # This gives NumPy arrays; jax.device_put would work, too.
+        # This returns NumPy arrays; jax.device_put would work, too.
         batches(out_type="null").start() as manager,
         ocp.CheckpointManager(os.path.abspath("checkpoints")) as checkpoints,
     ):

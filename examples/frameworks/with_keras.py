@@ -34,7 +34,7 @@ def network():
 def train(net, folder="checkpoints", every=5, **options):
     with batches(out_type="null").start() as manager:
         callbacks = [
-            # The bar shows the logs as they are before the figures come.
+            # The bar shows the logs before the figures are added.
             keras.callbacks.ProgbarLogger(),
             Figures(manager),
             SaveState(manager, folder, every),

@@ -8,7 +8,7 @@ import cseq
 
 
 class Figures:
-    """The figures of a manager since the last time that they were collected."""
+    """The figures of a manager since they were last collected."""
 
     def __init__(self, manager):
         self.manager, self.before = manager, manager.stats()

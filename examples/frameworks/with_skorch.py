@@ -11,7 +11,7 @@ from net import Net
 
 
 def as_it_is(data, y=None, **options):
-    """Skorch's data set and its loader are both the manager."""
+    """The manager is both skorch's data set and its loader."""
     return data
 
 

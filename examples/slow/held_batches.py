@@ -1,4 +1,4 @@
-"""A loop that keeps its batches: they have to be copied out of shared memory."""
+"""A loop that keeps its batches, which must be copied out of shared memory."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""One worker that computes, and cores that have nothing to do."""
+"""One worker that computes, and cores that are idle."""
 
 import time
 

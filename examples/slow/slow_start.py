@@ -29,7 +29,7 @@ def train(worker=Files, batches=250):
     return loader
 
 
-# The array is read once, before the start, and given to all workers.
+# The array is read once, before the start, and passed to all workers.
 AFTER = {"worker": np.arange(1000)}
 
 

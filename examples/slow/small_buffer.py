@@ -1,4 +1,4 @@
-"""Eight workers and room for two batches: six of them wait for a place."""
+"""Eight workers and a buffer of two batches: six workers wait for a free place."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Now and then a batch takes a hundred times as long. Those after it wait."""
+"""An occasional batch takes a hundred times as long. The batches after it wait."""
 
 import time
 

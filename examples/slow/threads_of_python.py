@@ -1,4 +1,4 @@
-"""Threads that run Python, which one thread at a time can."""
+"""Threads that run Python code, which only one thread can do at a time."""
 
 import time
 

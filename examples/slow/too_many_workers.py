@@ -1,4 +1,4 @@
-"""Six workers that compute, on two cores: each waits for the others."""
+"""Six workers that compute on two cores: each waits for the others."""
 
 import time
 

@@ -246,7 +246,7 @@ def test_returnn_hdf(output_of):
     assert [words[1] for words in losses] == ["1:", "2:"]
     assert all(words[3] == words[5] for words in losses)
     assert float(losses[1][3]) < float(losses[0][3])
-    assert lines[-1] == "the same losses, to the last bit"
+    assert lines[-1] == "the losses are exactly the same"
 
 
 @pytest.mark.parametrize(
