@@ -10,7 +10,7 @@ import cseq
 
 
 class Decoded:
-    """The part that is the same in each epoch: read, decode, resize to a short side of 64."""
+    """The part that never changes: read, decode, resize to a short side of 64."""
 
     def __init__(self, files):
         self.files = files

@@ -6,7 +6,7 @@ import cseq
 
 
 class Samples:
-    """103 made-up samples: two numbers (the first is the sample's index) and a class."""
+    """103 made-up samples: two numbers (the first is the index) and a class."""
 
     def __getitem__(self, indices):
         x = np.stack([indices, indices % 5], axis=1).astype("float32")

@@ -7,7 +7,7 @@ import torch
 
 
 class Samples(torch.utils.data.Dataset):
-    """103 made-up samples: each is its number and three random numbers, drawn on each read."""
+    """103 made-up samples: a number and three random ones, drawn on each read."""
 
     def __len__(self):
         return 103

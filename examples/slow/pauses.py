@@ -1,4 +1,4 @@
-"""The loop pauses for an evaluation. The workers could use that time, but the buffer is full."""
+"""The loop pauses for an evaluation. The workers then run out of buffer space."""
 
 import time
 
