@@ -251,7 +251,7 @@ class Manager:
         >>> with manager.start_test() as batches:
         ...     count = sum(1 for _ in batches)
         ...     print(manager.advice())
-        inline: num_workers=0 (or test mode): the loop makes its batches itself → num_workers=2.
+        inline: num_workers=0 (or test mode): the loop makes its own batches → num_workers=2.
         """
         now = self.stats()
         return (now if since is None else now.since(since)).advice()

@@ -58,7 +58,7 @@ def sparse_file(nbytes: int, name: str = "cseq") -> Descriptor:
     try:
         os.ftruncate(file.fd, nbytes)
     except OSError as error:
-        text = f"no sparse file of {nbytes:,} bytes for shared memory: {error.strerror}"
+        text = f"could not create {nbytes:,} bytes of shared memory: {error.strerror}"
         raise OSError(error.errno, f"{text}; check the file size limit (ulimit -f)") from error
     if sealable:
         import fcntl

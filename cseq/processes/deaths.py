@@ -93,7 +93,7 @@ class Deaths:
         can_do_without = self._fails and is_batch
         self.has_failed = is_lethal and can_do_without and not is_over
         if is_lethal and not (can_do_without and is_over):
-            reason = f"this {self._unit} has killed {TRIES} workers; {self._advice}"
+            reason = f"This {self._unit} has killed {TRIES} workers; {self._advice}"
         elif self._unready >= self._starts:
             reason = (
                 f"{self._unready} workers in a row died before they were ready; check what they "
@@ -113,7 +113,7 @@ class Deaths:
         if is_overdue:
             how = "took longer than its timeout and was killed"
         return WorkerDied(
-            f"worker {worker} {how}{f' while making {location}' if held else ''}; {reason}",
+            f"worker {worker} {how}{f' while making {location}' if held else ''}. {reason}",
             epoch=epoch,
             batch=batch,
             indices=indices,

@@ -193,7 +193,7 @@ def test_a_kill_for_want_of_memory_is_told_from_another(monkeypatch):
     monkeypatch.setattr("cseq.processes.deaths.oom_kills", lambda: next(counts))
     with (
         manager(Poison).start() as m,
-        pytest.raises(cseq.WorkerDied, match=r"that the cgroup counted: 1; fewer workers"),
+        pytest.raises(cseq.WorkerDied, match=r"kills in its cgroup: 1; use fewer workers"),
     ):
         list(m)
 

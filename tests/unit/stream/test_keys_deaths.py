@@ -67,7 +67,7 @@ def test_an_item_that_kills_again_and_again_is_named(fatal, shown, indices):
     """WorkerDied has the key and the process."""
     with streams(partial(Killing, fatal)) as s:
         begin(s, [[0], [1], fatal, [3]])
-        named = rf"item 2 \({shown}\) of worker 0, epoch 0; this item ended"
+        named = rf"item 2 \({shown}\) of worker 0, epoch 0\. This item has killed"
         with pytest.raises(cseq.WorkerDied, match=named) as caught:
             list(s)
         assert caught.value.indices == indices
