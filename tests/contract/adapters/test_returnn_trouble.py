@@ -123,7 +123,7 @@ def test_a_worker_that_hangs(make, tmp_path):
     """`timeout` bounds a sequence: an error shows where the worker is, or it gets a new attempt."""
     os.mkfifo(tmp_path / "gate")
     dataset = make(numbers(Gated, str(tmp_path), 2), timeout=0.3)
-    with pytest.raises(cseq.WorkerTimeout, match="stack of its thread|stack of worker"):
+    with pytest.raises(cseq.WorkerTimeout, match=r"stack of (its thread|worker)"):
         tags(dataset)
     assert pids(dataset) == []
     (tmp_path / "again").unlink(missing_ok=True)
