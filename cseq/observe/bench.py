@@ -318,7 +318,7 @@ def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]
     if not step:
-        return ["pass --step (for example, 30ms) to see how long such a loop waits, and what helps"]
+        return ["pass, for example, --step 30ms to see how long such a loop waits, and what helps"]
     lines = []
     waits = measured[current].waits
     if waits is not None:

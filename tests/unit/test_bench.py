@@ -181,7 +181,7 @@ def test_what_is_said():
     ]
     assert said({"torch": torch._replace(waits=None)}, "torch", 0.01) == []
     (hint,) = said(measured, "torch", 0.0)
-    assert hint.startswith("pass --step (for example, 30ms)")
+    assert hint.startswith("pass, for example, --step 30ms")
     failed = {"torch": Figures(error="it fails")}
     assert said(failed, "torch", 0.0) == ["nothing could be measured: see above"]
 
