@@ -115,7 +115,7 @@ def test_a_debugger_in_a_worker():
     got = there_and_back(bdb.BdbQuit())
     assert type(got) is bdb.BdbQuit
     [*_, last] = traceback.format_exception_only(got)
-    assert "pass num_workers=0, or start a manager by start_test()" in last
+    assert "pass num_workers=0, or start a manager with start_test()" in last
 
 
 # -- the exception itself
