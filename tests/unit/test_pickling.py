@@ -358,7 +358,7 @@ def test_what_cannot_be_pickled_is_named(obj, path):
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "cannot pickle '_thread.lock' object" in message
-    assert "Make or open such things where they are first used" in message
+    assert "Create or open such objects where they are first used" in message
     # Forks and threads share a file position.
     assert message.endswith("not in the training process")
     # There is one sentence, without tracebacks of cseq.

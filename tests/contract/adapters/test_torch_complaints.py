@@ -368,5 +368,5 @@ def test_a_connection_from_before_the_start_is_refused_with_what_to_do(tmp_path,
     with pytest.raises(sqlite3.ProgrammingError) as caught:
         list(loader(Rows(tmp_path / "rows", early=True), **given))
     told = [str(caught.value), *getattr(caught.value, "__notes__", [])]
-    assert any("open it in each worker instead, at its first use" in each for each in told)
+    assert any("open it in each worker instead, on first use" in each for each in told)
     assert [int(x) for x in loader(Rows(tmp_path / "rows", early=False), **given)] == [*range(4)]
