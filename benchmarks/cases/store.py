@@ -150,7 +150,7 @@ def write_mosaic(folder: Path) -> None:
 
 @contextmanager
 def mosaic(server: Any, cache: str) -> Iterator[Any]:
-    """Give MosaicML's batches, whose samples are mixed as far as in our windows."""
+    """Yield MosaicML's batches, whose samples are mixed as far as in our windows."""
     from streaming import StreamingDataLoader, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
