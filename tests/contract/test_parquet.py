@@ -139,17 +139,11 @@ def test_a_damaged_file_is_named(server, shards, tmp_path):
         epochs(FEW[-1], table)
 
 
-@pytest.mark.parametrize(
-    ("data", "match"),
-    [
-        (b"no table" * 9, r"9\.parquet is not a Parquet file"),
-        (b"", r"9\.parquet is not a Parquet file"),
-    ],
-)
-def test_what_is_no_parquet_file_is_named(data, match, shards, tmp_path):
+@pytest.mark.parametrize("data", [b"no table" * 9, b""])
+def test_what_is_no_parquet_file_is_named(data, shards, tmp_path):
     """Such a file raises an error when the index is made."""
     folder = written({**shards, "train/009.parquet": data}, tmp_path) + "/train"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(ValueError, match=r"9\.parquet is not a Parquet file"):
         store.Parquet(folder, limit="1 MB")
 
 
