@@ -54,7 +54,11 @@ def tables(
         with _claimed(f"{path}.part") as fd:
             # Another process may have created the file meanwhile.
             arrays = _load(path, name)
-            if arrays is not None or fd is None:
+            if fd is None:
+                continue
+            if arrays is not None:
+                # `_claimed` created an empty file after the other process had renamed its own.
+                os.remove(f"{path}.part")
                 continue
             try:
                 _write(fd, name, make)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import cseq
+from cseq.files import locked
 from cseq.order._readers import digest, fingerprint
 from cseq.order.tables import tables
 
@@ -237,6 +238,22 @@ def test_one_process_makes_what_all_map(tmp_path):
     assert [process.returncode for process in each] == [0] * 4
     assert (tmp_path / "log").read_text() == "made\n"
     assert [*files(tmp_path / "cache")] == ["shared"]
+
+
+def test_a_process_that_comes_late_leaves_no_part(tmp_path, monkeypatch):
+    """Another process finishes the file between the first look and the lock."""
+
+    def make(new):
+        new("part", 9, np.int64).fill(7)
+
+    def late(path):
+        monkeypatch.undo()
+        tables(str(tmp_path), "name", make)
+        return locked(path)
+
+    monkeypatch.setattr("cseq.order.tables.locked", late)
+    assert tables(str(tmp_path), "name", pytest.fail)["part"].tolist() == [7] * 9
+    assert [*files(tmp_path)] == ["name"]
 
 
 def test_a_process_that_is_killed_is_followed_by_another(tmp_path):
