@@ -235,8 +235,9 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 def _explain(error: Exception) -> str:
     """Return cseq's message, or the traceback of user code."""
     trace = error.__traceback__
+    # Windows' embeddable Python was compiled elsewhere, so importlib.__file__ is not in its frames.
     # The last prefix is for "<frozen importlib._bootstrap>".
-    inner = (__file__, str(importlib.__file__), "<")
+    inner = (__file__, importlib.import_module.__code__.co_filename, "<")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(inner):
         trace = trace.tb_next
     if isinstance(error, ValueError) and trace is None:

@@ -1,5 +1,6 @@
 """A worker's position in one line."""
 
+import os
 import site
 import sysconfig
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_imports(tmp_path, monkeypatch):
         WORKER,
     ])  # fmt: skip
     frames = "torch/_ops.py:30 in <module>, torch/__init__.py:12 in <module>, data.py:3 in <module>"
-    assert location_in(stacks) == f"is still importing data → torch ({frames})"
+    assert location_in(stacks) == f"is still importing data → torch ({frames.replace('/', os.sep)})"
 
 
 def test_what_imports_nothing(tmp_path, monkeypatch):
@@ -63,6 +64,7 @@ def test_what_imports_nothing(tmp_path, monkeypatch):
 
 def test_what_has_no_frames_of_the_user():
     """It has a frame of cseq's, or the reason why there is none."""
-    assert location_in(WATCHER + WORKER) == "is still in cseq/processes/worker.py:119 in read"
+    path = os.path.join("cseq", "processes", "worker.py")
+    assert location_in(WATCHER + WORKER) == f"is still in {path}:119 in read"
     silent = "(the process does not respond; it may be stopped)\n"
     assert location_in(silent) == f"has no stack {silent.strip()}"

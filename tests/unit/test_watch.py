@@ -112,7 +112,11 @@ CPU = pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of worker
         pytest.param(watched(0.003, 0.002, 2, 1.8), "num_workers=3: at most 1.5", marks=CPU),
         pytest.param(watched(0.003, 0.002, 4, 3.8), "4 cores are used up", marks=CPU),
         # They would compute all the time, but have a core only a third of the time.
-        (watched(0.003, 0.002, 2, 0.6, queued=1.2), "waiting for a core 61%: other programs"),
+        pytest.param(
+            watched(0.003, 0.002, 2, 0.6, queued=1.2),
+            "waiting for a core 61%: other programs",
+            marks=CPU,
+        ),
         (watched(0.0001, 0.02, 2), "the loop is the bottleneck"),
     ],
 )

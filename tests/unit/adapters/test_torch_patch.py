@@ -16,6 +16,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
+from conftest import complaints
 
 torch = pytest.importorskip("torch")
 
@@ -622,7 +623,7 @@ def test_what_accelerate_loses_is_said_with_what_keeps_it(caplog, monkeypatch):
     exec(ANOTHER, elsewhere)
     made = cseq.DataLoader(Odd(4), batch_size=2, **FORK, on_error="skip", rng="batch")
     elsewhere["another"](made)
-    assert caplog.messages == []
+    assert complaints(caplog.messages) == []
     for _ in range(2):
         with pytest.raises(ValueError, match="0"):
             list(there["another"](made))
