@@ -176,7 +176,7 @@ def test_a_data_loader_asks_no_data_set_for_a_state(num_workers, persistent, tmp
     assert not complaints(caplog.messages)
     states = [made.state_dict() for _ in range(2)]
     assert states[0]["workers"] == (None,)
-    [told] = caplog.messages
+    [told] = complaints(caplog.messages)
     assert told.startswith("dataset=Asked has a state_dict(), which a DataLoader does")
     assert "StatefulDataLoader" in told
     rest = [batch.tolist() for batch in iterator]
