@@ -170,7 +170,7 @@ _ELSEWHERE = {
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a name on first use. Most programs do not use all names, or lack torch or Ray."""
+        """Import a name on first use, because most programs use few names, or lack torch or Ray."""
         if name in _ELSEWHERE:
             from importlib import import_module
 
@@ -188,7 +188,7 @@ if not typing.TYPE_CHECKING:
             raise AttributeError(str(error), name=name) from error
 
     def __dir__() -> list[str]:
-        """Return the public names. Some are only included if torch or Ray is installed."""
+        """Return the public names. Some are included only if torch or Ray is installed."""
         from importlib.util import find_spec
 
         loaders = ("DataLoader", "StatefulDataLoader") if find_spec("torch") else ()

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(given, "look"):
         parser.print_help()
         return
-    # A redirected output on Windows may not support arrows.
+    # On Windows, redirected output may not support arrows.
     if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     status = given.look(given)
@@ -171,7 +171,7 @@ def _watch() -> None:
 
 
 def _tell_engines(pid: int) -> None:
-    """Print which engine each kind of loader used, but not in a fork."""
+    """Print which engine each kind of loader used, except in a forked process."""
     from cseq.adapters.torch.fallback import lines
 
     if os.getpid() == pid and sys.stderr is not None:
@@ -226,7 +226,7 @@ def _run_script(script: str) -> None:
 
 def _enter(folder: str | None) -> None:
     """Replace the folder that ``-m cseq`` added to ``sys.path``."""
-    # Python adds no folder then.
+    # With these options, Python adds no folder.
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     if folder is None:

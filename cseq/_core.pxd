@@ -8,7 +8,7 @@ cimport numpy as cnp
 from cseq._headers cimport *
 from cseq._memory cimport Memory
 
-# How long a sleeper may ignore signals, workers and deadlines, in ns.
+# Maximum sleep in ns before checking signals, workers and deadlines again.
 cdef enum:
     PARK = 100_000_000
 
@@ -32,10 +32,10 @@ cdef class Turns:
 
 @cython.final
 cdef class Ring:
-    # Tickets are `outstanding` until they are committed or cancelled, except for calls. A search for a free
-    # cell starts at `next_cell`. `unwoken` tickets were posted since the last wake-up, and `wake_at` cause
-    # one. `calling` is the cell of a queue's pending call, or -1. `meter` is in the ring at offset 0. All
-    # thread queues share `turns`. This queue's objects start at `first_entry`.
+    # `outstanding` counts tickets (except calls) until they are committed or cancelled. The search for a free
+    # cell starts at `next_cell`. `unwoken` counts tickets posted since the last wake-up. At `wake_at`, the
+    # next one is due. `calling` is the cell of a queue's pending call, or -1. `meter` is in the ring at offset
+    # 0. All thread queues share `turns`. This queue's objects start at `first_entry`.
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
@@ -53,21 +53,21 @@ cdef class Ring:
     cpdef void wake(self) noexcept
     cdef uint32_t unanswered(self) noexcept
     cdef inline void committed(self, cseq_cell* c) noexcept:
-        """Call this before another ticket is posted in the cell."""
+        """Count a committed ticket. Call this before posting another ticket in its cell."""
         cdef uint64_t* f = c.converted if c.stage else c.record
         if c.status == 0:
             cseq_count_u64(&self.meter.batches, 1)
             cseq_count_u64(&self.meter.samples, c.count)
             cseq_count_u64(&self.meter.nbytes, f[0] + f[1] + f[2] + f[3])
     cdef inline void free(self, uint32_t cell) noexcept:
-        """Free a cell of the trainer."""
+        """Free a cell that belongs to the trainer."""
         if self.kept is None:
             self.next_cell = cell
         else:
             self.kept[cell] = None
         cseq_ring_free(self.r, cell)
     cdef inline uint64_t sleep(self) noexcept:
-        """Record that the trainer goes to sleep. Return the time."""
+        """Record that the trainer is going to sleep, and return the time."""
         cdef uint64_t now = cseq_now_ns()
         cseq_store_rlx_u64(&self.meter.asleep_ns, now)
         return now

@@ -142,7 +142,7 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
 
 
 cdef class Reader:
-    """The base class of readers of an `order.base.Order` with a given seed.
+    """The base class for readers of an `order.base.Order` with a given seed.
 
     The result depends only on the seed, the epoch and the position. Only one thread at a time can use a
     reader. An epoch has `units` units of up to `room` samples.
@@ -153,7 +153,7 @@ cdef class Reader:
         """Write the samples of the units [start, start + count), and return their number.
 
         `out` has space for `count` * `room` samples. The size of each unit is written to `sizes`, unless it
-        is NULL. Long operations release the GIL and run signal handlers. After an exception, try again.
+        is NULL. Long operations release the GIL and run signal handlers. If one raises, call this again.
         """
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ cdef class Reader:
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
         """Like `read`, for one rank's part of the global batch [first, first + together).
 
-        An order may select other units of the batch, but not change their number.
+        An order may select different units of the batch, but not a different number of units.
         """
         return self.read(epoch, start, count, out, sizes)
 
@@ -333,7 +333,7 @@ cdef class Ring:
     limit : int
         The maximum number of outstanding tickets.
     kept : list or None
-        The objects of the ticket in each cell of a queue.
+        For a queue, the objects of the ticket in each cell.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -376,7 +376,7 @@ cdef class Ring:
         return self.r.capacity
 
     def published(self, uint32_t owner):
-        """Return how many tickets a runner has published, without calls."""
+        """Return how many tickets a runner has published, excluding calls."""
         if not 1 <= owner <= self.r.runners:
             raise IndexError(f"owner {owner} is not in [1, {self.r.runners}]")
         return cseq_load_rlx_u64(&cseq_ring_meter(self.r, owner).batches)
@@ -404,7 +404,7 @@ cdef class Ring:
         cseq_ring_set_spin(self.r, ns, crew)
 
     def fit(self, uint32_t limit, uint32_t indexers):
-        """Limit outstanding tickets and indexers. Higher indexers exit when they hold no ticket."""
+        """Limit outstanding tickets and indexers. Excess indexers exit when they hold no ticket."""
         if not 1 <= limit <= self.r.capacity or not 1 <= indexers <= self.r.runners:
             raise ValueError(f"limit={limit} is not in [1, {self.r.capacity}], or indexers={indexers} "
                              f"is not in [1, {self.r.runners}]")
@@ -460,7 +460,7 @@ cdef class Ring:
         """Post a ticket in a free cell that already contains its indices.
 
         `start` is the position of the first sample in the epoch. Runners are woken up after `wake_at`
-        tickets, and before the trainer waits. The cells of calls are outside the round.
+        tickets, and before the trainer waits. Cells for calls are not part of the round.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch
@@ -509,7 +509,7 @@ cdef class Ring:
         return c.status, c.slot, c.capacity, (f[0], f[1], f[2], f[3])
 
     cdef bint cancel_newest(self, uint32_t cell) noexcept:
-        """Cancel the newest ticket of a queue if it is not claimed. Return whether it was."""
+        """Cancel the newest ticket of a queue if it is unclaimed. Return whether it was cancelled."""
         if not cseq_ring_cancel_newest(self.r, cell):
             return False
         self.next_cell = cell
@@ -519,8 +519,8 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept:
         """Sleep for up to `PARK` ns, until a cell (-1 for any) is ready or `notify_all` is called.
 
-        Call `cseq_ring_notices` for `seen` before the checks for failures and interruptions. The lock of the
-        run must be held. It protects `unwoken`.
+        Get `seen` from `cseq_ring_notices` before checking for failures and interruptions. The caller must
+        hold the run's lock, which protects `unwoken`.
         """
         cdef uint64_t before = self.sleep()
         cdef uint64_t awake
@@ -557,7 +557,7 @@ cdef class Ring:
         return cseq_load_acq_u64(&self.at(cell).word)
 
     def left_in(self, uint32_t cell):
-        """Return (last stage that wrote, status, slot, capacity, indexer's record, converter's record).
+        """Return (last stage to write, status, slot, capacity, indexer's record, converter's record).
 
         The values are valid until the next `offer` for the cell.
         """
@@ -585,9 +585,9 @@ cdef class Ring:
             PyMem_RawFree(held)
 
     def slots(self):
-        """Return the slots that published tickets use.
+        """Return the slots in use by published tickets.
 
-        A slot that is removed from the ring in the meantime already belongs to the trainer.
+        A slot taken out of the ring in the meantime already belongs to the trainer.
         """
         cdef uint32_t k, slot
         cdef int state

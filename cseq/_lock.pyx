@@ -15,7 +15,7 @@ from threading import current_thread
 
 cseq_wait_choose()
 
-# The number of frames for a sampler or a key iterator.
+# Stack frames to leave for a sampler or a key iterator.
 cdef enum:
     ROOM = 100
 
@@ -46,7 +46,7 @@ cpdef bint is_deep(int depth=0) except -1:
 
 
 cdef uint64_t ns_of(double seconds) noexcept:
-    """Convert seconds to nanoseconds. Negative: no limit."""
+    """Convert seconds to nanoseconds. A negative value means no limit."""
     return <uint64_t>-1 if seconds < 0 else <uint64_t>(min(seconds, 1e9) * 1e9)
 
 
@@ -67,7 +67,7 @@ cdef class Lock:
         self.forks = forks_here[0]
 
     cdef bint has(self) noexcept:
-        """Each thread sets and clears only its own id."""
+        """Return True if this thread is the owner. A thread sets and clears only its own id."""
         if cseq_load_acq_u32(&self.forks) != forks_here[0]:  # SYNC: free in a fork
             self.look_at_fork()
         return cseq_load_rlx_u64(&self.owner) == PyThread_get_thread_ident()
@@ -90,7 +90,7 @@ cdef class Lock:
         return bool(self.has())
 
     def hold(self, double timeout=-1):
-        """Return a `Hold` for a ``with``."""
+        """Return a `Hold` for a ``with`` statement."""
         cdef Hold hold = Hold.__new__(Hold)
         hold.lock, hold.timeout = self, timeout
         return hold
@@ -117,7 +117,7 @@ cdef class Lock:
         return True
 
     cdef bint acquire_first(self, double timeout) except -1:
-        """This thread must not hold the lock already."""
+        """Acquire the lock. This thread must not hold it already."""
         if not cseq_cas_sc_u64(&self.owner, 0, PyThread_get_thread_ident()):
             if not timeout or not self.sleep(timeout):
                 return False

@@ -58,7 +58,7 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* There is one instance of each per process, because arrays that outlive all other objects use them. */
+    /* One instance each per process, because arrays that outlive all other objects use them. */
     static cseq_slot_allocator cseq_slot_arrays;
     static cseq_reuse cseq_reused;
     /* The number of forks since the last exec, and the id of the thread that forked this process. */
@@ -112,7 +112,7 @@ def fork_depth():
 def fork():
     """Fork like `os.fork`, but without the warning about threads in Python 3.12.
 
-    The warning comes after the fork, so if warnings are errors, the caller could lose the child.
+    Python warns after the fork. If warnings are errors, the caller would never get the child's id.
 
     Raises
     ------
@@ -272,7 +272,7 @@ def axes_of(cnp.ndarray array not None):
 def flat_of(cnp.ndarray array not None):
     """Return the elements as a one-dimensional array in memory order, or None.
 
-    The result is marked as writable, because objects made from it must be. Callers must only read it.
+    The result is marked as writable for the objects made from it, but callers must not write to it.
     """
     cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
@@ -305,9 +305,9 @@ cdef class Loan(Memory):
 @cython.final
 @cython.no_gc
 cdef class Mapping(Memory):
-    """A mapping of part of a file, until its last array is gone.
+    """Maps part of a file until the last array in it is gone.
 
-    `offset` is a multiple of the page size. With `own`, writes are private.
+    `offset` is a multiple of the page size. With `own`, the mapping is private, so writes are not shared.
     """
 
     def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):
@@ -360,7 +360,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """On Windows, return the handle of a section of zeros."""
+    """Create a section of zeros on Windows, and return its handle."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -370,7 +370,7 @@ def section(uint64_t nbytes):
 
 
 def commit(int fd, uint64_t offset, uint64_t nbytes):
-    """Allocate the pages for part of a file. Writes to them cannot fail."""
+    """Allocate the pages for part of a file, so that writes to it cannot fail."""
     cdef int error
     with nogil:
         error = cseq_commit(fd, offset, nbytes)
@@ -388,7 +388,7 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make malloc keep freed blocks of up to 32 MB, because the system clears new pages.
+    """Make malloc keep freed blocks of up to 32 MB, because the system must zero new pages.
 
     Return False if this is not supported (only glibc).
     """
@@ -409,7 +409,7 @@ cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* hand
 
 
 cdef void release_slot(void* owner) noexcept:
-    """Release a `Mapping` without arrays."""
+    """Release a `Mapping` that has no more arrays."""
     Py_DECREF(<object>owner)
 
 

@@ -16,7 +16,7 @@ cdef class Runner:
     cdef readonly uint32_t owner
     # `cell` is the current cell, or -1. `claim` waits for up to `park` ns. `turn` is this runner's number if
     # runners take turns. If `owes` is set, the runner must notify the trainer before it leaves its turn.
-    # `since` is the time of the last claim, publication or empty wait. `room` is for indices.
+    # `since` is the time of the last claim, publication or empty wait. `room` is space for indices.
     cdef cseq_cell* c
     cdef cseq_meter* meter
     cdef readonly int cell

@@ -20,7 +20,7 @@ cnp.import_array()
 
 cseq_wait_choose()
 
-# How long a thread sleeps before it requests the GIL. Otherwise, it would get it immediately.
+# How long a thread sleeps before it requests the GIL, which it would otherwise get immediately.
 cdef enum:
     PROBE_NS = 50000
 NO_MORE = object()
@@ -99,7 +99,7 @@ cdef class Runner:
         return True
 
     cdef void pause(self) noexcept nogil:
-        """Leave the turn, and notify the trainer if this was put off."""
+        """Leave the turn, and send the trainer a deferred notification, if any."""
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
@@ -233,7 +233,7 @@ cdef class Runner:
         self.deliver(c, status)
 
     cdef void deliver(self, cseq_cell* c, uint32_t status) noexcept:
-        """The slot and the record must be written before."""
+        """Publish the ticket, whose slot and record must be complete."""
         cdef uint32_t cell = <uint32_t>self.cell
         cdef bint later = self.turns and cseq_turns_has(self.turns, self.turn)
         c.status = status
@@ -281,11 +281,11 @@ cdef class BatchWriter:
 
 
 cdef class Work:
-    """The work of a runner: makes and publishes results.
+    """A runner's work: makes and publishes results.
 
     Subclasses implement three methods. ``answer(runner)`` returns the result or `NO_MORE`. ``fail(runner,
-    error)`` publishes an exception. ``end_copy(error)`` exits a forked process. Such a process has another
-    fork count than `depth`, and must not use the ring.
+    error)`` publishes an exception. ``end_copy(error)`` exits a forked process, whose fork
+    count differs from `depth` and which must not use the ring.
     """
 
     cdef readonly BatchWriter batch_writer

@@ -65,7 +65,7 @@ __all__ = [
 F = typing.TypeVar("F", bound="Callable[..., None]")
 
 MOST_EPOCHS = 2**63
-# How `repr` names the workers of each `thread_type`.
+# The names of workers in `repr`, by `thread_type`.
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 BATCH_SIZE = 32
 AUTO = "auto"
@@ -74,7 +74,7 @@ AUTO = "auto"
 # AUTO_BUFFER or AUTO_WORDS indices in total.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
-# Each batch is mapped in two processes, and Linux allows about 65000 mappings each.
+# Each batch is mapped in two processes, and Linux allows about 65000 mappings per process.
 MOST_BUFFER = 2**14
 # A ticket stores the number of its words in 32 bits.
 MOST_BATCH = 2**32 - 1
@@ -148,7 +148,7 @@ def is_auto(name: str, value: object) -> bool:
 def workers_of_auto() -> tuple[int, int]:
     """Return the initial and the maximum number of workers for 'auto'.
 
-    One core is left for the loop at first. Workers that wait for a disk can exceed the cores.
+    At first, one core is left for the loop. Workers that wait for a disk can outnumber the cores.
     """
     cores = share()
     start = max(1, min(AUTO_START, cores - 1))
@@ -200,7 +200,7 @@ def sampler_of(
     worker: Any, dset_size: Any, order: Order, batch_size: object, seed: Any, drop_last: Any,
     ordered: Any, shard: Shard, pad: Any, repeat: object,
 ) -> Sampler:  # fmt: skip
-    """Validate the arguments about samples and create the sampler."""
+    """Validate the sampling arguments and create the sampler."""
     return Sampler(
         samples_of(worker, order) if dset_size is None else dset_size,
         order,
@@ -216,7 +216,7 @@ def sampler_of(
 
 
 def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
-    """Reject options that Ray does not support, or that belong to the fleet."""
+    """Reject options that Ray does not support, or that must be passed to the fleet."""
     given_options = {**options._asdict(), "memory_limit": None, "seed_globals": seed_globals}
     for name, value in given_options.items():
         own = name in ("timeout", "threads", "seed_globals")

@@ -32,10 +32,10 @@ T = TypeVar("T")
 # Runner numbers, including converters, fit into 16 bits.
 MOST_WORKERS = 2**15 - 1
 
-# Each value takes 4 bytes in a table.
+# Tables store each value in 4 bytes.
 MOST_VALUES = 2**32
 
-# Keywords of other libraries, mostly of torch's DataLoader.
+# Hints for keywords of other libraries, mostly torch's DataLoader.
 ELSEWHERE = {
     "batch_sampler": "pass batch_size, shuffle, drop_last and shard; to choose the samples, pass "
     "an array of their indices as dset_size",
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "use num_workers=",
 }
 
-# The same for functions that collate a dataset's samples.
+# The same hints, for functions that collate a dataset's samples.
 OF_DATASET = ELSEWHERE | {
     "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
@@ -116,7 +116,7 @@ def integers(
     remedy: str = "pass integers of at least 0",
     most: int = MOST_VALUES,
 ) -> NDArray[np.integer[Any]]:
-    """Return an argument as an integer array, without copying an array."""
+    """Return an argument as an integer array. Existing arrays are not copied."""
     values = one_dimensional(name, given, most)
     if values.dtype.kind not in "iu":
         raise TypeError(

@@ -85,7 +85,7 @@ class Manager:
         return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
-        """Hold the lock, outside of other calls."""
+        """Hold the lock. Raise RuntimeError in the middle of another call."""
         rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
@@ -112,9 +112,9 @@ class Manager:
         return False
 
     def _open(self, pool: Pool[Batches]) -> None:
-        """No other pool of this manager may be running."""
+        """Open a pool. No other pool of this manager may be running."""
         pool.logged_causes = self._logged_causes
-        # Before the pool is opened, so that `_end` can close it if a signal handler raises.
+        # Set before the pool is opened, so that `_end` can close it if a signal handler raises.
         self._run = run = Run(pool)
         try:
             run.close_with(self)
@@ -203,7 +203,7 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Before any call, so that `finish` works after an interruption.
+        # Set before any call, so that `finish` works after an interruption.
         self._is_entered = False
         if not self._put_off(self.finish):
             with self._lock.hold():

@@ -46,7 +46,7 @@ class WorkerOptions(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The number of workers, and of batches ahead."""
+    """The number of workers, and the number of batches ahead of the loop."""
 
     num_workers: int
     buffer: int

@@ -33,11 +33,11 @@ __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
 # The name of the threads that close forgotten runs.
 NAME = "cseq-close"
-# The longest wait at interpreter exit for runs and threads.
+# Maximum wait for runs and threads at interpreter exit.
 EXIT_SECONDS = 15.0
-# The longest wait at interpreter exit for log records.
+# Maximum wait for log records at interpreter exit.
 LOG_SECONDS = 2.0
-# How long `close` waits for a call in another thread.
+# Maximum wait of `close` for a call in another thread.
 LOCK_SECONDS = 5.0
 
 K = TypeVar("K", bound="Tickets")
@@ -111,7 +111,7 @@ class Run(Generic[K]):
             self._finalizer.detach()
 
     def _close_pool(self) -> bool:
-        """Return False if a call is in progress."""
+        """Close the pool. Return False if a call is in progress."""
         if self.lock.is_mine:
             return False
         with self.lock.hold(LOCK_SECONDS) as hold:
@@ -122,7 +122,7 @@ class Run(Generic[K]):
 
 
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
-# Called with each run just before it ends.
+# Functions to call with each run just before it ends.
 on_close: list[Callable[[Run[Any]], object]] = []
 # The latches of runs that other threads are closing.
 _closings: set[Latch] = set()

@@ -34,8 +34,8 @@ BATCH, RAISED, ENDED = 0, 1, 2
 
 # An idle runner wakes up once a second.
 IDLE_NS = 1_000_000_000
-# About as long as a sleep, and as two GIL handovers and a sleep. LONG_SPIN_NS is for cores that
-# would be idle.
+# About the time of a sleep, and of a sleep with two GIL handovers. LONG_SPIN_NS is for cores that
+# would otherwise be idle.
 SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000

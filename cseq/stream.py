@@ -295,7 +295,7 @@ class Streams:
     def glance(self) -> Callable[[], Any]:
         """A function that returns the next item of an ordered epoch of keys without consuming it.
 
-        It draws no key. If the item is not ready, it returns None. See `Feed.glance`.
+        The function draws no key, and returns None if the item is not ready. See `Feed.glance`.
         """
         return self._feed.glance
 
@@ -326,7 +326,7 @@ class Streams:
         return [] if supervisor is None else supervisor.pids()
 
     def processes(self, *, wait: bool = False) -> dict[int, Child]:
-        """Return the latest process of each worker by worker number.
+        """Return a dict that maps each worker's number to its latest process.
 
         The dict is updated when a process starts, and stays valid after the streams are gone. If
         `wait` is True, wait until all have been started or the streams end.
@@ -350,7 +350,7 @@ class Streams:
         self.close()
 
     def _ours(self) -> Run[Items]:
-        """Raise OSError if this process cannot use the run."""
+        """Return the run. Raise OSError if this process cannot use it."""
         rest()
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")

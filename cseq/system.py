@@ -102,12 +102,12 @@ def fields(path: str) -> dict[str, int]:
 
 
 OPENMP = "OMP_NUM_THREADS"
-# If unset, the library reads the OPENMP variable, like torch.
+# If one of these is unset, its library reads the OPENMP variable, as torch does.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-# The names of the same function in different builds of OpenBLAS.
+# Names of the same function in different OpenBLAS builds.
 OPENBLAS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -221,7 +221,7 @@ GIB = 1 << 30
 # For each file with a memory limit, the files with the usage and with the out-of-memory kills.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-# The assumed memory size if it is unknown.
+# The memory size to assume if it is unknown.
 UNKNOWN_RAM = 8 * GIB
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {

@@ -35,9 +35,9 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# In ns. `baseTimeNanoseconds` is a multiple, as in torch's profiler.
+# In ns. `baseTimeNanoseconds` is a multiple of this, as in torch's profiler.
 QUARTER = 7_889_238 * 10**9
-# The rows of loops are their thread ids plus MADE_UP, and runners start at RUNNERS.
+# A loop's row is its thread id plus MADE_UP. The rows of runners start at RUNNERS.
 MADE_UP = 1 << 30
 RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1

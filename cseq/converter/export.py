@@ -38,7 +38,7 @@ class Lost(RuntimeError):
 
 
 class Exported:
-    """A tensor whose memory is opened by unpickling."""
+    """A tensor whose memory is opened when it is unpickled."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -49,7 +49,7 @@ class Exported:
 
 
 def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
-    """Open memory of another process. Raise `Lost` if this fails."""
+    """Open another process's memory. Raise `Lost` if this fails."""
     try:
         return rebuild(*arguments)
     except Exception as error:
@@ -68,7 +68,7 @@ def pack(batch: Batch) -> bytes:
 
 
 def remove_counts() -> None:
-    """Remove reference count files that torch leaves behind."""
+    """Remove the reference count files that torch leaves behind."""
     for path in glob.glob(f"/dev/shm/torch_{os.getpid()}_*"):
         os.unlink(path)
 
@@ -136,7 +136,7 @@ class Imports(SlotReader):
         return batch
 
     def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Raise `Lost` if the batch has already been unpickled."""
+        """Unpickle a batch. Raise `Lost` if this was already attempted."""
         packed: Any = super().decode(cell, slot, capacity, record)
         token = self._ring.token(cell)
         if self._read[cell] == token:
@@ -155,6 +155,6 @@ class Imports(SlotReader):
                     logger.debug("discarded: %s", str(error))
 
     def close(self) -> None:
-        """Release all memory of other processes."""
+        """Release all memory that belongs to other processes."""
         with self._lane.active():
             self._lane.reap(wait=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cseq.converter import Event, Tensor
 
 
-# The strided parts of a sparse tensor. Only strided tensors record streams.
+# The strided parts of a sparse tensor. Only strided tensors can record streams.
 PARTS = {
     "sparse_coo": ("_indices", "_values"),
     "sparse_csr": ("crow_indices", "col_indices", "values"),
@@ -23,7 +23,7 @@ PARTS = {
 
 
 def parts(tensor: Tensor) -> list[Tensor]:
-    """Return the strided tensors that a tensor consists of."""
+    """Return the strided tensors that make up a tensor."""
     names = PARTS.get(str(tensor.layout).removeprefix("torch."), ())
     return [getattr(tensor, name)() for name in names] or [tensor]
 
@@ -54,7 +54,7 @@ class Lane:
         return tensor.to(self._device, non_blocking=True)
 
     def record(self, read: list[Tensor]) -> Event:
-        """Record an event. Waiting for it does not use the CPU.
+        """Record an event that can be waited for without using the CPU.
 
         The tensors in `read` are kept alive until the event occurs.
         """
@@ -76,7 +76,7 @@ class Lane:
                 part.record_stream(current)
 
     def collect(self) -> None:
-        """Free memory of this process that other processes no longer use."""
+        """Free shared CUDA memory that other processes have released."""
         self._torch.cuda.ipc_collect()
 
     def reap(self, *, wait: bool = False) -> None:

@@ -65,7 +65,7 @@ class PageLocks:
             return status
 
     def _forget_error(self) -> None:
-        """Clear the error of a failed call.
+        """Clear the error from a failed call.
 
         The next kernel launch would report it, so launch one here.
         """

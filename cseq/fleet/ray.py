@@ -65,14 +65,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# The maximum number of agents lost per batch, of concurrent Ray calls per agent, and of agents to
-# contact at once. The first batch may take `STARTING` times `timeout`.
+# Maximum number of agents lost per batch, concurrent Ray calls per agent, and agents to contact
+# at once. The first batch may take `STARTING` times `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
 # Seconds to wait for an agent before trying others, and between rounds.
 AGAIN, PAUSE = 0.1, 0.05
 # Seconds until a thread tries its own agent again, and until it logs that none is ready.
 AWAY, SHORT = 2.0, 10.0
-# Raised if an agent is not ready yet, or is lost.
+# Exceptions that mean that an agent is not ready yet, or is lost.
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -92,7 +92,7 @@ class Raised(NamedTuple):
 
 
 def versions() -> str:
-    """Return the versions that both ends must have in common."""
+    """Return the versions that must match at both ends."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
@@ -476,7 +476,7 @@ class FleetCrew(ThreadCrew):
         super().__init__(tickets)
 
     def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the factory of indexers."""
+        """Set the factory for indexers."""
         super().prepare(self._caller, name)
 
     def _caller(self) -> Caller:

@@ -42,7 +42,7 @@ class Buffers:
         self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
-        """Return `size` bytes, in a new or a free block."""
+        """Return `size` bytes of memory, from a new or a free block."""
         if size < LARGE:
             return Block(size)
         block = None

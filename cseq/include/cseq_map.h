@@ -53,7 +53,7 @@ CSEQ_INLINE int cseq_section(uint64_t nbytes) {
 #endif
 }
 
-/* Map part of a file. Return the address, or NULL with errno set. With `own`, writes are private. */
+/* Map part of a file. Return the address, or NULL with errno set. With `own`, the mapping is private. */
 CSEQ_INLINE void *cseq_map(int fd, uint64_t offset, uint64_t nbytes, int own) {
 #if defined(_WIN32)
     void *p = MapViewOfFile(CSEQ_HANDLE(fd), own ? FILE_MAP_COPY : FILE_MAP_ALL_ACCESS,

@@ -43,7 +43,7 @@ typedef struct {
     char pad[56];
 } cseq_histogram;
 
-/* A ticket and its time, or 0. */
+/* A ticket and how long it took. `ns` is 0 in an unused entry. */
 typedef struct {
     uint64_t ns, epoch, batch;
 } cseq_slow;
@@ -57,8 +57,8 @@ typedef struct {
  *
  * `start_ns` is the time that the loop waited for its first batch. It is not part of `wait`. `first_ns` is
  * the time when this batch arrived. In the record of a runner, `first_ns` is the sum of `work` at that time,
- * and is written by the trainer. `wait` includes two parts. `behind_ns` is the waits after which half of the
- * other tickets were ready. `early_ns` is the waits for the first batches of an epoch (one batch per runner).
+ * and is written by the trainer. `wait` includes two parts. `behind_ns` sums the waits after which half of
+ * the other tickets were ready. `early_ns` sums the waits for an epoch's first batches (one per runner).
  *
  * `cpu_ns` is the CPU time of the party, and `queued_ns` is the time that its thread waited for a core.
  * `polled_ns` is the time of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the last

@@ -47,7 +47,7 @@
 #define CSEQ_MAGIC 0x63736571u
 #define CSEQ_LAYOUT 12u
 #define CSEQ_NO_SLOT 0xffffffffu
-/* The words of a record. It says where a batch is in its slot. */
+/* The number of words in a record, which describes where a batch is in its slot. */
 #define CSEQ_FIELDS 4
 
 enum {

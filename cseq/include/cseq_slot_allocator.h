@@ -1,11 +1,11 @@
-/* An allocator with which NumPy creates arrays directly in a batch's slot, without changes to the indexer.
+/* An allocator that makes NumPy create arrays directly in a batch's slot, without changes to the indexer.
  *
  * NumPy's data allocator can be replaced (NEP 49). In a worker process, the large allocations of each ticket
  * are numbered. If the allocation with the same number was part of the last batch, the new one is served from
  * the slot of the ticket. All other allocations are passed to NumPy's own allocator.
  *
- * Allocations in a slot are counted until they are freed, so it is always detected if the indexer keeps an
- * array. In this case, the worker keeps the slot (cseq_slot_stop) and publishes a copy of the batch in
+ * Allocations in a slot are counted until they are freed, so the worker detects that the indexer keeps an
+ * array. In this case, it keeps the slot (cseq_slot_stop) and publishes a copy of the batch in
  * another slot.
  *
  * Only one thread at a time may use the allocator, with the GIL.
@@ -183,8 +183,8 @@ CSEQ_INLINE int cseq_slot_holds(const cseq_slot_allocator *p, const void *base) 
     return 0;
 }
 
-/* Mark the allocation with this address as wanted next time. Of several, use the latest, because earlier ones
- * may have been freed. */
+/* Mark the allocation with this address as wanted next time. If there are several, use the latest, because
+ * earlier ones may have been freed. */
 CSEQ_INLINE void cseq_slot_learn(cseq_slot_allocator *p, const void *address, uint64_t *wanted) {
     const char *a = (const char *)address;
     for (uint32_t k = p->count; k-- > 0;) {

@@ -4,7 +4,7 @@
 
 #include "cseq_ring.h"
 
-/* A ticket that `thread` has received. Times are on the clock of `cseq_now_ns`. `converted_ns` may be 0. The
+/* A ticket that `thread` has received. Times are from `cseq_now_ns`. `converted_ns` may be 0. The
  * loop waited from `asked_ns` to `taken_ns`. */
 typedef struct {
     uint64_t started_ns, indexed_ns;
@@ -26,7 +26,7 @@ typedef struct {
 
 typedef char cseq_check_taken[sizeof(cseq_taken) == 72 ? 1 : -1];
 
-/* Record a ticket that is received after a wait of `waited` ns. `queue` is the number of its queue, or -1.
+/* Record a ticket received after a wait of `waited` ns. `queue` is the number of its queue, or -1.
  * The epochs of queues count from 1. A converter's claim time may be when it published its last ticket. */
 CSEQ_INLINE void cseq_log_add(cseq_log *l, const cseq_cell *c, uint64_t now, uint64_t waited,
                               uint32_t thread, uint16_t feed, int queue) {

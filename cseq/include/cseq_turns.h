@@ -28,12 +28,12 @@
 /* How long a runner waits for its turn, and the longest batch for which turns are tried, in ns. */
 #define CSEQ_PATIENCE 2000000
 #define CSEQ_QUICK 6000000
-/* The batches per measurement, and the maximum measurements between two trials. */
+/* The number of batches per measurement, and the maximum number of measurements between two trials. */
 #define CSEQ_TRIAL 64
 #define CSEQ_RARELY 256
 
 /* If `trial` is set, the current mode is being tried, and `cost` is the other mode's, in ns per batch. `left`
- * measurements remain until the next trial, of `between`. The trainer last woke up at `awake_ns`, after
+ * of `between` measurements remain until the next trial. The trainer last woke up at `awake_ns`, after
  * `taken` batches. The current measurement covers `count` batches in `ns`. */
 typedef struct {
     uint32_t on, holder, waiters;

@@ -38,7 +38,7 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# The minimum bytes of a stack in the slot. Arrays of at least LARGE bytes are copied immediately.
+# The minimum size of a stack in the slot, and of arrays that are copied immediately, in bytes.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -137,7 +137,7 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 class DatasetIndexer:
     """The worker that `from_dataset` creates.
 
-    `is_unasked` is True if a torch data set was passed as a worker. It may accept arrays itself.
+    `is_unasked` is True if a torch data set was passed as a worker. It may accept an array itself.
     """
 
     is_unasked = False
@@ -348,7 +348,7 @@ class _Row(NamedTuple):
 
 
 def _with_rows(fetched: Iterator[Any], count: int) -> list[Any]:
-    """Fetch samples, and replace large arrays by rows."""
+    """Fetch samples, and replace large arrays with rows."""
     samples: list[Any] = []
     stacks: dict[tuple[Any, ...], _Stack] = {}
     for sample in fetched:
@@ -365,7 +365,7 @@ def _rows(
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
 ) -> Any:
-    """Copy large arrays of a sample to stacks. The first sample creates the stacks."""
+    """Copy a sample's large arrays to stacks. The first sample creates the stacks."""
     kind = type(part)
     if kind is dict:
         return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}

@@ -150,7 +150,7 @@ def advised(indexer: object, error: BaseException) -> BaseException:
     """
     cls = type(error)
     if isinstance(indexer, DatasetIndexer):
-        # A `raise` statement explains the error itself.
+        # An error from a `raise` statement needs no hint.
         is_own = issubclass(cls, ValueError) and failure.is_stated(error)
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
@@ -188,7 +188,7 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Seed the generators and create an indexer, twice if it imports another generator."""
+    """Seed the generators and create an indexer. Do so again if it imports another generator."""
     if seeds is None:
         return build(worker)
     seeds.seed_present()
@@ -210,8 +210,8 @@ def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
     """Call ``close()`` of an indexer, if it exists, when its runner exits.
 
-    The user's own object is closed only as a copy in a worker process. An exception ends a worker
-    process, but is logged in the trainer.
+    The user's own object is closed only if it is a copy in a worker process. An exception ends a
+    worker process, but is logged in the trainer.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -266,7 +266,7 @@ class Indexing(BatchMaker):
 
 
 class BatchTask(NamedTuple):
-    """The task of a worker that makes batches.
+    """A worker's task: make batches.
 
     In a process that converts batches, `stage` is CONVERTER. Numeric arrays are cast to `cast` in
     the slot.

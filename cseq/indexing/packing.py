@@ -78,8 +78,8 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
 class PackedItems(Sequence[T]):
     """The result of `packed`: pickles, followed by the end offset of each.
 
-    `numbers` are the items in a slice. `named` contains the classes and functions that items refer
-    to.
+    `numbers` are the item numbers of a slice. `named` contains the classes and functions that items
+    refer to.
     """
 
     def __init__(self, data: Any, file: Any, numbers: range, ends: int, named: list[Any]) -> None:

@@ -185,7 +185,7 @@ class Serving(Making):
 
 
 class ItemTask(NamedTuple):
-    """The task of a worker of `Streams`."""
+    """The task of a `Streams` worker: make items."""
 
     num_workers: int
     stage: int = INDEXER

@@ -16,30 +16,30 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# The fewest batches for advice, and the longest normal start in seconds.
+# Minimum number of batches before giving advice, and maximum normal startup time in seconds.
 ENOUGH_BATCHES, START = 8, 2.0
 # A loop is the bottleneck if it waits less than LITTLE of the time, or if the GPU runs dry in less
 # than FED of the waits.
 LITTLE, FED = 0.05, 0.1
-# If the loop waits less than HANDOVER seconds per batch, larger batches help: at most MOST_LARGER
-# times as large, and LONGER times as long to hand over. OVERHEAD is an upper bound for the constant
-# time per batch and side, in seconds.
+# If the loop waits less than HANDOVER seconds per batch, larger batches help. They are at most
+# MOST_LARGER times as large, and take LONGER times as long to hand over. OVERHEAD is an upper bound
+# for the constant time per batch and side, in seconds.
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
-# Workers are saturated from this fraction of the time.
+# Workers are saturated if they are busy for at least this fraction of the time.
 BUSY = 0.8
-# Waits of at least GIL seconds for the GIL are long. Threads compete for it if LONG of their waits
-# are long, they use at most ONE_CORE cores and want at least HELD, and workers do at least TURNS of
-# the computing. The GIL's holder also waits for a core if threads wait STARVED times as long as
-# they compute.
+# GIL waits of at least GIL seconds are long. Threads compete for the GIL if a fraction LONG of the
+# waits is long, they use at most ONE_CORE cores and want at least HELD, and workers do at least a
+# fraction TURNS of the computing. The thread with the GIL also waits for a core if threads wait
+# STARVED times as long as they compute.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
-# Cores are used up from a utilization of USED_UP, or if workers wait for a core for QUEUED of their
-# work. If this process uses less than OTHERS of the cores, other programs do.
+# The cores are fully used at a utilization of USED_UP, or if workers spend a fraction QUEUED of
+# their work waiting for a core. If this process uses less than OTHERS, other programs use the rest.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
-# The most workers to recommend, per worker needed and per core.
+# Recommend SPARE times the workers needed, but at most MOST_READERS per core.
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
-# Name, seconds, and the shortest time shown in this unit.
+# Each unit's name, its length in seconds, and the shortest time shown in it.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
@@ -177,7 +177,7 @@ class Window:
 
     @property
     def fewest(self) -> int:
-        """The fewest workers that could have done the same work."""
+        """The minimum number of workers that could have done the same work."""
         return math.ceil(1.2 * self.workers * self.busy) or 1
 
     @property
@@ -243,7 +243,7 @@ class Advice:
 
 
 class Said(NamedTuple):
-    """What a rule returns. Without a `gain`, the loop would no longer wait."""
+    """The result of a rule. If `gain` is None, the loop would no longer wait."""
 
     seen: str
     action: str = ""
@@ -362,7 +362,7 @@ def _gil(v: Window) -> Said:
     )
     if v.starved:
         seen += "; they wait even longer for a core: other programs use the cores"
-    # The number of cores that threads want, and the step time without waits for the GIL.
+    # The number of cores that the threads could use, and the step time without GIL waits.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(

@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 def words(records: Records, *names: str) -> NDArray[np.uint64]:
-    """Return a view of a field. It may be nested."""
+    """Return a view of a field, which may be nested."""
     field: NDArray[Any] = records
     for name in names:
         field = field[name]
@@ -182,7 +182,7 @@ class Meters:
 
     @property
     def _ended(self) -> NDArray[np.int64]:
-        """The ns that each runner has worked, without the current ticket."""
+        """The time in ns that each runner has worked, excluding the current ticket."""
         ended = words(self.runners, "work", "sum") - words(self.runners, "first")
         return ended.astype(np.int64)
 
@@ -207,7 +207,7 @@ class Meters:
 
 
 def _grown(now: Records, then: Records) -> Records:
-    """Return the growth of each count, and the slowest batches in between."""
+    """Return how much each count has increased, and the slowest batches in between."""
     grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")

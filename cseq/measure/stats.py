@@ -444,7 +444,7 @@ class Counting(Protocol):
 
 
 def counting(manager: object) -> Counting:
-    """Return the manager, if it has a method `stats`."""
+    """Check that the manager has a method `stats`, and return it."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); pass a cseq manager or a cseq.DataLoader"
@@ -462,7 +462,7 @@ def read_stats(manager: Counting) -> Stats | None:
 
 
 def added(now: Stats, earlier: Stats | None) -> Stats:
-    """Return the statistics since `earlier`. If it is from another run, return all."""
+    """Return the statistics since `earlier`, or all of them if it is from another run."""
     try:
         return now if earlier is None else now.since(earlier)
     except ValueError:

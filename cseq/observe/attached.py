@@ -29,9 +29,9 @@ __all__ = ["AttachedRun", "Watcher", "runs_of"]
 
 # Seconds between searches for new runs.
 LOOK = 2.0
-# Seconds for the current rate and waiting time.
+# Window for the current rate and waiting time, in seconds.
 RECENT = 2.0
-# Seconds for the advice.
+# Window for the advice, in seconds.
 WINDOW = 20.0
 # The maximum number of readings to keep.
 KEPT = 20

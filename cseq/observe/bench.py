@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     Loader = MSequence[Any] | DataLoader[Any]
 __all__ = ["Figures", "bench", "epochs", "seconds_of"]
 
-# Seconds for each measurement.
+# Duration of each measurement in seconds.
 MEASURED = 5.0
-# The warm-up takes this number of seconds or batches, whichever is less.
+# The warm-up ends after this number of seconds or batches, whichever comes first.
 WARM = 0.5, 20
 BATCH_SIZE = 32
 HEADS = ("batches/s", "CPU a batch", "first batch")
@@ -315,7 +315,7 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Describe the speedup if data were free, and cseq's advice."""
+    """Describe the speedup if loading took no time, and cseq's advice."""
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]
     if not step:

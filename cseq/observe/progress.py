@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["progress"]
 
-# Causes that are not shown after the waiting time.
+# Causes that are not displayed after the waiting time.
 NO_CAUSES = ("unknown", "loop")
 
 

@@ -24,7 +24,7 @@ def of_run(run: Run[Any]) -> Part:
     if not isinstance(pool.tickets, Batches):
         return Part("DataLoader" if run.about else "Streams", run.about, stats)
     assert pool.tickets.sampler is not None
-    # The changed sampler has its own reader.
+    # `changed` returns a sampler with its own reader.
     sampler = pool.tickets.sampler.changed()
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"

@@ -4,5 +4,5 @@
 ``worker``      a worker process: setup, messages and stack traces, on both sides
 ``deaths``      counts dead workers and decides when there are too many
 ``launcher``    starts processes with forkserver, spawn or fork
-``spawning``    pickles objects of multiprocessing for new processes
+``spawning``    pickles multiprocessing objects for new processes
 """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# How often a ticket may kill workers, and how often in a row a worker may die at the start.
+# Maximum number of workers that a ticket may kill, and of times that a worker may die at startup.
 TRIES = 3
 
 
@@ -32,7 +32,7 @@ class Held(NamedTuple):
 
 
 class Deaths:
-    """Counts the dead workers in an epoch.
+    """Counts worker deaths in an epoch.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class Deaths:
         was_ready: bool,
         is_overdue: bool = False,
     ) -> WorkerDied | None:
-        """Count a dead worker. Return an error if there are too many.
+        """Count a worker's death. Return an error if there were too many.
 
         If `has_failed` is True, the run continues without the batch. `is_overdue` means a timeout.
         """

@@ -1,4 +1,4 @@
-"""Pickles objects of multiprocessing for workers that are not forked.
+"""Pickles multiprocessing objects for workers that are not forked.
 
 Locks, events and queues pass their descriptors to the current `Popen`, so cseq installs its own
 while it pickles. Workers reopen the descriptors.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cseq.encoding.pickling import Reduced, Reducers
 __all__ = ["Reopened", "spawning"]
 
-# Typeshed does not know the attributes used below.
+# Typeshed lacks the attributes used below.
 CONTEXT: Any = context
 PICKLER: Any = reduction.ForkingPickler
 
@@ -49,7 +49,7 @@ class Reopened(NamedTuple):
 
 
 class Workers:
-    """The `Popen` of all workers of a manager."""
+    """A `Popen` that stands for all of a manager's workers."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:
@@ -72,7 +72,7 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[Reducers]:
-    """Yield `reducers` that pickle objects of multiprocessing (none on Windows)."""
+    """Yield `reducers` that pickle multiprocessing objects (none on Windows)."""
     if os.name == "nt":
         yield {}
         return

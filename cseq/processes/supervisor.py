@@ -62,12 +62,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# These do not open a descriptor, which could get the number of a closed standard stream.
+# These open no descriptor, which could be mistaken for a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 # A first item that takes longer than SLOW seconds and twice `slowest` is logged.
 SLOW, slowest = 10.0, 0.0
-# How many seconds a worker may take to exit: on its own, when killed, and after its socket was
-# closed.
+# Time limits for a worker to exit, in seconds: on its own, when killed, and after closing its
+# socket.
 GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
 STARTING = (ENTERED, LOADED)
 
@@ -117,7 +117,7 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        # The number of readers to run, and the thread that has called `launch`.
+        # The number of readers to run, and the thread that called `launch`.
         self._active, self._caller = readers, 0
         # The runners to fork while the loop's thread waits, and its latches.
         self._missing: list[int] = []
@@ -185,7 +185,7 @@ class Supervisor:
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            # It refers to the memory of the user's object.
+            # Its buffers keep the user's object in memory.
             del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
@@ -212,14 +212,14 @@ class Supervisor:
             self.check()
 
     def begin_epoch(self) -> None:
-        """Reset the count of dead workers, and free unused memory."""
+        """Reset the count of worker deaths, and free unused memory."""
         self.deaths.begin_epoch()
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file, in the format of requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # An upper bound for the buffers, their table and the structure.
+        # An upper bound for the size of the buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -248,7 +248,7 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            # Before `_let_go`, because `_await_forks` adds a latch and then checks this one.
+            # Set before `_let_go`, because `_await_forks` adds a latch and then checks this one.
             self._ended.set()
             self._prepared.set()
             self._launched.set()
@@ -380,7 +380,7 @@ class Supervisor:
         self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        # Before tickets are posted again. After that, the epoch may end at any time.
+        # Count before posting tickets again. After that, the epoch may end at any time.
         if counts:
             error = self.deaths.count_death(
                 runner_number - 1,

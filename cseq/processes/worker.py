@@ -73,7 +73,7 @@ HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# How long to wait for stack traces, and after what pause they are complete, in seconds.
+# Time limit for stack traces, and the pause after which they are complete, in seconds.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 NO_STACK = "(the stack is not available)\n"
 
@@ -275,7 +275,7 @@ class WorkerProcess:
         self.child.send_signal(STACK_SIGNAL)
         size, grown = 0, 0.0
         deadline = time.monotonic() + STACK_SECONDS
-        # A latch that is never set pauses without the GIL.
+        # Waiting for a latch that is never set is a pause without the GIL.
         quiet = Latch()
         while (now := time.monotonic()) < deadline:
             written = os.fstat(fd).st_size

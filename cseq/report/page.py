@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "in_notebook", "page", "write"]
 
-# The maximum number of intervals, and the fewest points for figures over time.
+# Maximum number of intervals and minimum number of points for figures over time.
 INTERVALS, LEAST_POINTS = 120, 4
 # The maximum number of workers drawn over time.
 MOST_ROWS = 16

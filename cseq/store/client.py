@@ -21,7 +21,7 @@ __all__ = ["Client"]
 
 # How many fetchers may exit before a request fails.
 STARTS = 5
-# Seconds for the start of a fetcher.
+# Time limit for a fetcher to start, in seconds.
 SECONDS = 60.0
 KINDS = {"ValueError": ValueError, "OSError": OSError}
 

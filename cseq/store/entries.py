@@ -48,7 +48,7 @@ NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" els
 # The alignment of entries in bytes.
 LINE = 64
 USED = 0
-# The words of the header, and the rows of counters.
+# The number of words in the header, and of rows of counters.
 HEADER, COUNTERS = 8, 512
 # The columns of a row: samples found, created and stored, and created but not stored.
 HITS, MADE, REFUSED = range(3)
@@ -105,8 +105,8 @@ class Entries(Folder):
         words: NDArray[np.int64] = np.frombuffer(mmap.mmap(self._index, self.overhead), np.int64)
         self._words, self._starts = words, words[FIRST:]
         self._counters = words[HEADER:FIRST].reshape(-1, 4)
-        # The mapping is private, so that user code cannot change entries. `limit` may be larger
-        # than the memory.
+        # The mapping is private, so writes by user code are not shared. No memory is reserved,
+        # because `limit` may exceed it.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
         self._bytes = memoryview(data).toreadonly()

@@ -215,7 +215,7 @@ class Fetcher:
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
         """Remove shards until there is room for the given shard. Return False if it has to wait.
 
-        The shard that is not used for the longest time is removed first. Without a plan, this is
+        The shard whose next use is furthest away is removed first. Without a plan, this is
         the most recently used one. All workers that waited for it must have mapped it.
         """
         nbytes = self.reader.nbytes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Npy"]
 
-# Bytes to request for a header, and for a long one.
+# Bytes to request for a header, and for a long header.
 HEADS = 4096, 1 << 20
 # Rows of at least this size in bytes are copied one by one.
 LARGE = 4096

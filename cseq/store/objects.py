@@ -71,7 +71,7 @@ def _absolute(url: str, *, in_store: bool) -> str:
 
 
 def changed(named: str, before: Object, now: Object | None) -> ValueError:
-    """Return an error for a shard that is not the same as in the index."""
+    """Return an error for a shard that differs from the index."""
     if now is None:
         what = "no longer exists"
     elif now.nbytes != before.nbytes:
@@ -102,7 +102,7 @@ class Remote:
         self._obstore: Any = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions").BaseError, OSError
         self._folder = place.root if store is not None else ""
-        # A whole shard may take long.
+        # Reading a whole shard may take a long time.
         patience = {"timeout": "1day", "read_timeout": timedelta(seconds=timeout)}
         if store is None:
             self._store = self._made(patience)
@@ -200,5 +200,5 @@ def _object(name: str, meta: Any) -> Object:
 
 
 def _first_line(error: BaseException) -> str:
-    # obstore's messages go on with internal details.
+    # Omit the internal details that follow in obstore's messages.
     return str(error).partition("\n")[0].strip()

@@ -227,7 +227,7 @@ class Shards(Reader):
         return self.gather(self._map(np.unique(shards).tolist()), shards, rows)
 
     def _map(self, shards: list[int]) -> Mapping[int, Any]:
-        """Map the shards of a batch, after waiting for missing ones."""
+        """Map a batch's shards, waiting for missing ones."""
         before = self._mapped
         mapped = {number: before[number] for number in shards if number in before}
         if len(mapped) == len(shards):
@@ -290,7 +290,7 @@ def _opened(kind: type[Shards], state: dict[str, Any]) -> Shards:
 
 
 def _pickled(store: Any) -> bytes | None:
-    """Pickle a store. It may contain user functions."""
+    """Pickle a store, which may contain user functions."""
     if store is None:
         return None
     import cloudpickle

@@ -21,7 +21,7 @@ __all__ = ["Tar"]
 
 # The key of a sample, and the offset and size of each member by extension.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# The size in bytes of the length at the end of a shard.
+# Size in bytes of the field at the end of a shard: the length of its list of members.
 LENGTH = 8
 
 

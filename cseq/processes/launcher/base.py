@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# No time limit, and the seconds that killed processes may take to exit.
+# A time limit that never expires, and the limit for killed processes to exit, in seconds.
 FOREVER, LAST = 1e6, 1.0
 
-# On Windows, SIGTERM kills. `KILLED` is the exit code after `KILL`.
+# On Windows, SIGTERM kills a process. `KILLED` is the exit code after `KILL`.
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))
 KILLED = 0xC5E9 if os.name == "nt" else -KILL
 
@@ -64,13 +64,13 @@ def readable(fd: int, seconds: float) -> bool:
 
 
 def answer(sock: socket.socket, kind: bytes, number: int) -> None:
-    """Send a reply. A reader will notice if the other end is gone."""
+    """Send a reply. Errors are ignored, because a reader notices if the other end is gone."""
     with contextlib.suppress(OSError):
         sock.sendall(MESSAGE.pack(kind, number))
 
 
 def answered(sock: socket.socket) -> tuple[bytes, int] | None:
-    """Receive a reply. It is never split. Return None at end of file."""
+    """Receive a reply, which is never split. Return None at end of file."""
     with contextlib.suppress(ConnectionError):
         data = sock.recv(MESSAGE.size)
         if data:

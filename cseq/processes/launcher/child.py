@@ -79,7 +79,7 @@ _measures = False
 
 
 def is_measured() -> bool:
-    """Return True if coverage measures this process and processes of multiprocessing."""
+    """Return True if coverage measures this process and its multiprocessing children."""
     measuring: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
     current = None if measuring is None else measuring.current()
     return current is not None and "multiprocessing" in current.get_option("run:concurrency")
@@ -161,7 +161,7 @@ def _empty_stdin() -> None:
 
 
 def _clear_main() -> None:
-    """Make room for classes of the user's script."""
+    """Clear ``__main__`` to make room for classes from the user's script."""
     main = vars(sys.modules["__main__"])
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-# Held while a new socket is not yet in _private. (Typeshed lacks methods of RLock.)
+# Held until a new socket is in _private. (Typeshed lacks methods of RLock.)
 _fork_guard: Any = threading.RLock()
 
 
 def in_forked_children(function: Callable[[], object]) -> None:
-    """Call a function in every process that is forked from this one."""
+    """Register a function that is called in every process forked from this one."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
 
@@ -61,7 +61,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def handing_over(sock: socket.socket) -> Iterator[None]:
-    """Let processes forked in this context keep this socket, but no other private one."""
+    """Let processes forked in this context keep this socket, but close the other private ones."""
     with _fork_guard:
         _private.discard(sock)
         yield

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SERVER = "cseq.processes.launcher.server"
-# How long a server may take to start, and how often a waiting thread checks it, in seconds.
+# Time limit for a server to start, and how often a waiting thread checks it, in seconds.
 START, LOOK = 120.0, 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
@@ -54,7 +54,7 @@ REASONS = {
 # The fork servers by start arguments.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()
-# True if workers have to import modules on their own.
+# True if workers must import the modules themselves.
 _any_unfit = False
 
 
@@ -124,7 +124,7 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # Read the status first. Without a report afterwards, the pid was the worker's.
+            # Read the status first. If no report follows, the pid was still the worker's.
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)

@@ -183,12 +183,12 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start a fork server without waiting. `preload` says if it will import modules."""
+        """Start a fork server without waiting. With `preload`, it will import modules."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make a fork server import modules for all workers.
 
-        If this is not safe or takes longer than `seconds`, workers import all modules on their own,
+        If this is not safe or takes longer than `seconds`, workers import all modules themselves,
         and a message is logged.
         """
 
@@ -280,7 +280,7 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
     command = [executable, *flags, "-c", _BOOTSTRAP, title]
     with connected() as (ours, theirs):
         if os.name == "nt":
-            # pythonw has no streams, and nobody would read from pipes.
+            # pythonw has no standard streams, and pipes would have no reader.
             lacking = [name for name in ("stdout", "stderr") if getattr(sys, f"__{name}__") is None]
             popen = subprocess.Popen(
                 command,
@@ -295,13 +295,13 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
             return _WindowsChild(ours, popen)
-        # A pipe of `Popen` may get the numbers of closed standard streams.
+        # A pipe from `Popen` could get the descriptors of closed standard streams.
         given, _ = anonymous_file("cseq-start")
         fd = theirs.fileno()
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        # Keep `Popen` from waiting. `Child` waits for the process.
+        # Keep `Popen` from waiting for the process, because `Child` does.
         popen.returncode = 0
         return Child(ours, popen.pid)
 

@@ -112,7 +112,7 @@ class Forker:
             return
         if pid == 0:
             self._become_worker(reports, fd, worker)
-        # Before the reply, so that the socket is closed when the worker exits.
+        # Close this copy before the reply, so that the socket closes when the worker exits.
         os.close(fd)
         answer(reports, BORN, pid)
         close_in_forks(reports)
