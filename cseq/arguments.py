@@ -69,9 +69,9 @@ MOST_EPOCHS = 2**63
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 BATCH_SIZE = 32
 AUTO = "auto"
-# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. Workers can grow
-# to the number of cores, and to a limit between LEAST_READERS and AUTO_READERS. Batches can grow to
-# AUTO_BUFFER or AUTO_WORDS indices in total.
+# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. It adds workers
+# up to MOST_READERS per core (in [LEAST_READERS, AUTO_READERS]) or one per core, whichever is more,
+# and batches up to AUTO_BUFFER, or to AUTO_WORDS indices in total.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
 # Each batch is mapped in two processes, and Linux allows about 65000 mappings per process.

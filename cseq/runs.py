@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
-# The name of the threads that close forgotten runs.
+# Name of threads that close runs of garbage-collected owners.
 NAME = "cseq-close"
 # Maximum wait for runs and threads at interpreter exit.
 EXIT_SECONDS = 15.0
@@ -193,7 +193,7 @@ def _close_all() -> None:
 
 
 def _interrupt_all() -> None:
-    """Keep a forked process away from the rings of its parent."""
+    """Keep a forked process from using its parent's rings."""
     # The threads do not exist in the child.
     _closings.clear()
     for run in _runs:

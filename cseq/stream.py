@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ItemFailure", "KeyProducer", "Naming", "Producer", "Streams"]
 
-# The maximum value of `prefetch`.
+# Maximum value of `prefetch`.
 MOST_AHEAD = 2**62
 
 

@@ -161,7 +161,7 @@ def gpu_is_idle() -> bool | None:
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the unset variables that limit libraries to `threads` threads.
+    """Return unset environment variables, with values that limit libraries to `threads` threads.
 
     Libraries that follow OMP_NUM_THREADS keep the user's value. With ``threads=None``, return {}.
     """
@@ -192,11 +192,11 @@ _openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find the loaded OpenBLAS libraries on Linux. Children of a fork reuse them.
+    """Find the loaded OpenBLAS libraries on Linux. Forked children reuse the result.
 
-    OpenBLAS starts as many threads in a forked child as an internal variable says, and each spins
-    for 75 ms. So the variable must be set first. Builds that hide it, such as NumPy 2.5's, keep
-    their number of threads.
+    In a forked child, OpenBLAS takes the number of threads from an internal variable, and each
+    thread spins for 75 ms. The variable must therefore be set first. Builds that hide it, such as
+    NumPy 2.5's, keep their number of threads.
     """
     global _openblas
     if _openblas[0] != len(sys.modules):
@@ -295,8 +295,8 @@ def private_memory(pid: int | None, root: Folder = ROOT) -> int:
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
-    """Return the out-of-memory kills in this control group, or None."""
-    # Exhaust the generator. An exception from a signal handler would be lost while it closes.
+    """Return the number of out-of-memory kills in this control group, or None."""
+    # Exhaust the generator, because closing it would lose an exception from a signal handler.
     counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
     return known[0] if known else None

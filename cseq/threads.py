@@ -87,7 +87,7 @@ class Threads:
             raise self._error
 
     def _start(self) -> None:
-        """Start the threads from a thread without signal handlers."""
+        """Start the threads from a thread that runs no signal handlers."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -107,7 +107,7 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# The function of each greenlet library that checks for patched modules.
+# For each greenlet library, the function that checks whether a module is patched.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
@@ -140,7 +140,7 @@ def leave_running(threads: Threads) -> None:
 
 
 def await_left(seconds: float) -> None:
-    """Wait up to `seconds` for the threads of `leave_running`."""
+    """Wait up to `seconds` for the threads passed to `leave_running`."""
     deadline = time.monotonic() + seconds
     stuck = [name for threads in _left for name in threads.join(deadline)]
     if stuck:

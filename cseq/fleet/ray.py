@@ -320,7 +320,7 @@ class Caller:
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
-        # With RAY_USE_TLS, there is no connection.
+        # With RAY_USE_TLS, `_connection` stays None, and batches are returned through Ray.
         self._own_agent = self._agent = worker % len(crew.handles)
         self._connection: Connection | None = None
         self._until = 0.0

@@ -32,7 +32,7 @@
 /* Four buckets per octave, from 64 ns to 73 minutes. */
 #define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
-/* The minimum ns between two polls of the system counters, and between two readings of the wait for a core.
+/* Minimum ns between polls of the system counters, and between readings of the wait for a core.
  * They take 5 to 50 us each. */
 #define CSEQ_POLL 100000000u
 #define CSEQ_READ_GAP 50000000u

@@ -413,8 +413,8 @@ CSEQ_INLINE void cseq_ring_notify_all(cseq_ring *r) {
 /* Repost the tickets of `owner`, which must have exited and must not be replaced yet. Write the cells to
  * `held` and return their number. Runners then check the oldest of these cells first. (A queue has only one.)
  * With a `status`, publish the tickets with this status instead. A ticket of an indexer loses its slot,
- * because the owner may have died before it published the slot. It is harmless if this function is called
- * twice, or if the last notification is lost.
+ * because the owner may have died before it published the slot. Calling this twice, or losing the last
+ * notification, is harmless.
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the compare-and-swap) */
 CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *held,
                                       uint32_t status) {
@@ -510,8 +510,8 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
     cseq_store_rlx_u32(&g->asleep, 0);
 }
 
-/* Admit `count` indexers (at least 1). Higher ones exit, and may be restarted when they are admitted again.
- * Only one thread can call this. A ring that is closed in the meantime stays closed. */
+/* Admit `count` indexers (at least 1). Indexers with higher numbers exit, and may be restarted when
+ * admitted again. Only one thread can call this. A ring that is closed in the meantime stays closed. */
 CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     uint32_t closed;
     do closed = cseq_load_sc_u32(&r->closed);

@@ -38,7 +38,7 @@
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 /* The number of steps between a draw and its swap. */
 #define CSEQ_AHEAD 64
-/* The bytes of a table that fits into a cache, and of a page. */
+/* The size in bytes of a table that fits into a cache, and of a page. */
 #define CSEQ_CACHED (1u << 20)
 #define CSEQ_PAGE 4096
 #define CSEQ_MOST_TABLED (UINT64_C(1) << 32)

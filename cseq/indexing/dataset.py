@@ -38,7 +38,7 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# The minimum size of a stack in the slot, and of arrays that are copied immediately, in bytes.
+# Minimum size of a stack in the slot, and of arrays that are copied immediately, in bytes.
 IN_PLACE = SMALL
 LARGE = 65536
 

@@ -11,7 +11,7 @@ from cseq._core import now_ns
 
 __all__ = ["Event", "Lanes", "record"]
 
-# The maximum number of events to keep per pool.
+# Maximum number of events to keep per pool.
 MOST_EVENTS = 1000
 
 _numbers = itertools.count(1)

@@ -31,7 +31,7 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V48")]
 )
-# The maximum number of rows, and the initial interval between rows in ns.
+# Maximum number of rows, and the initial interval between rows in ns.
 POINTS, EVERY = 512, 100_000_000
 # The bounds of the buckets in seconds.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9

@@ -33,7 +33,7 @@ LOOK = 2.0
 RECENT = 2.0
 # Window for the advice, in seconds.
 WINDOW = 20.0
-# The maximum number of readings to keep.
+# Maximum number of readings to keep.
 KEPT = 20
 
 

@@ -58,7 +58,7 @@ class Sender(logging.Handler):
                 logger.setLevel(level)
 
     def settle(self) -> None:
-        """Handle records of all loggers that propagate."""
+        """Handle the records of all loggers that propagate."""
         if not logging.root.handlers:
             logging.root.addHandler(self)
 

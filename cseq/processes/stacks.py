@@ -26,12 +26,12 @@ class Frame(NamedTuple):
 
     @property
     def imports(self) -> bool:
-        """Whether this is Python's import system."""
+        """Whether the frame belongs to Python's import system."""
         return self.path.startswith("<frozen importlib")
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is cseq, or the command that starts a worker."""
+        """Whether the frame belongs to cseq or the command that starts a worker."""
         return self.path == "<string>" or _is_in(self.path, PACKAGE)
 
     @property

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "look", "report"]
 
-# The maximum fraction of throttled periods.
+# Maximum fraction of throttled periods.
 THROTTLED = 0.05
-# The maximum percentage of the last 10 s that tasks waited for a core.
+# Maximum percentage of the last 10 s that tasks waited for a core.
 PRESSED = 20.0
 # How often to read the clock, and how long a reading may take, in ns.
 READINGS, SLOW_CLOCK = 1000, 250
-# The minimum number of free processes, in total and per core.
+# Minimum number of free processes, in total and per core.
 PROCESSES = 32, 4
 
 

@@ -33,7 +33,7 @@ COLORS = {
     "warm": ("#d9770a", "#f0a04b"),
     "cold": ("#2367d1", "#6ea8fe"),
 }
-# The size of charts and text, and the maximum mean width of a letter relative to it.
+# Chart size, text size, and the maximum mean width of a letter relative to the text size.
 WIDTH, HEIGHT = 540, 240
 SIZE, GLYPH = 16, 0.6
 MOST_TICKS = 5

@@ -36,7 +36,7 @@ __all__ = ["Part", "in_notebook", "page", "write"]
 
 # Maximum number of intervals and minimum number of points for figures over time.
 INTERVALS, LEAST_POINTS = 120, 4
-# The maximum number of workers drawn over time.
+# Maximum number of workers drawn over time.
 MOST_ROWS = 16
 SLOWEST = 8
 RANKS = ("RANK", "WORLD_SIZE")
@@ -194,7 +194,7 @@ def _machine() -> str:
 
 # -- figures
 
-# The heading, the chart and the caption of a figure.
+# A figure's heading, chart and caption.
 Drawn = tuple[str, Chart, str]
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fetcher", "begin_process"]
 
-# The maximum length of a message in bytes.
+# Maximum length of a message in bytes.
 LONGEST = 1 << 26
 
 

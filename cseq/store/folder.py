@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Folder", "address", "close", "shared_folder", "users_of", "write"]
 
 SHARED = "/dev/shm"
-# The maximum length of a socket's path in bytes.
+# Maximum length of a socket's path in bytes.
 LONGEST = 100
 
 

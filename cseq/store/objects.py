@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Object", "Place", "Remote", "changed", "located"]
 
-# The maximum number of concurrent requests for headers.
+# Maximum number of concurrent requests for headers.
 AT_ONCE = 32
-# The minimum chunk size in bytes.
+# Minimum chunk size in bytes.
 CHUNK = 1 << 20
 
 

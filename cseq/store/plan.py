@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-# How many windows a trainer may be behind or ahead of its workers.
+# Maximum number of windows that a trainer may be behind or ahead of its workers.
 BACK, FORTH = 2, 3
 
 

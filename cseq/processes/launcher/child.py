@@ -201,7 +201,7 @@ def work(
 def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     """Tell multiprocessing and process pools that this is a new process.
 
-    Otherwise, they would use threads and finalizers of the parent.
+    Otherwise, they would use the parent's threads and finalizers.
     """
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]

@@ -255,9 +255,9 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         undo.pop_all()
 
 
-# The program of a new interpreter. sys.path is set before cseq is imported, so that files in the
-# current folder do not shadow the standard library. The garbage collector would traverse imported
-# objects again and again.
+# The code that a new interpreter runs. It sets sys.path before it imports cseq, so files in the
+# current folder do not shadow the standard library. Without `gc.disable`, garbage collection would
+# repeatedly traverse imported objects.
 _BOOTSTRAP = """\
 import gc, marshal, os, sys
 gc.disable()
