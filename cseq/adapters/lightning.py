@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.sequence import MSequence
 
     class Loop(Protocol):
-        """The part of Lightning's loops that is used here."""
+        """The part of Lightning's loops used here."""
 
         total_batch_idx: int
         restarted_on_last: bool
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
         def setup_data(self) -> object: ...
 
     class Strategy(Protocol):
-        """The part of Lightning's strategies that is used here."""
+        """The part of Lightning's strategies used here."""
 
         def broadcast(self, number: int) -> int: ...
 
     class Logger(Protocol):
-        """The part of Lightning's loggers that is used here."""
+        """The part of Lightning's loggers used here."""
 
         def log_metrics(self, metrics: dict[str, float], step: int) -> object: ...
 
     class Trainer(Protocol):
-        """The part of Lightning's Trainer that is used here."""
+        """The part of Lightning's Trainer used here."""
 
         strategy: Strategy
         is_last_batch: bool
@@ -108,7 +108,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Start a new manager and finish a running one. Return [] without a function."""
+        """Finish a running manager and start a new one. Return [] if there is no function."""
         make = self._makers[name]
         if make is None:
             return []

@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.stateful import Stateful
 
     class Args(Protocol):
-        """The part of TrainingArguments that is used here."""
+        """The part of TrainingArguments used here."""
 
         ignore_data_skip: bool
         seed: int
         data_seed: int | None
 
     class Progress(Protocol):
-        """The part of TrainerState that is used here."""
+        """The part of TrainerState used here."""
 
         epoch: float | None
         global_step: int
         stateful_callbacks: dict[str, dict[str, dict[str, Any]]]
 
     class Control(Protocol):
-        """The part of TrainerControl that is used here."""
+        """The part of TrainerControl used here."""
 
         should_log: bool
 
     class Logs(Protocol):
-        """The part of Trainer that is used here."""
+        """The part of Trainer used here."""
 
         def log(self, figures: dict[str, float]) -> object: ...
 

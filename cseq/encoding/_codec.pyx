@@ -50,7 +50,7 @@ cdef class Encoder:
     # The leaves of the current batch, all None between batches.
     cdef list arrays
     cdef list objects
-    # What `objects` contains; see `contents_of`.
+    # The kind of values in `objects`; see `contents_of`.
     cdef int contents
     cdef int64_t* words
     cdef Py_ssize_t most
@@ -236,8 +236,8 @@ cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array
 cdef class ObjectTable:
     """One object or None for each cell of a ring. The writer of the cell owns the entry.
 
-    Both sides would have to write the lock and reference count of a list for every batch, so the
-    core bypasses them. Each entry has its own cache line.
+    Normal list access would make both sides write the list's lock and reference count for every
+    batch, so the core bypasses them. Each entry has its own cache line.
     """
 
     def __cinit__(self, Py_ssize_t cells):

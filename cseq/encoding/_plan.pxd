@@ -21,12 +21,12 @@ cdef extern from *:
 cdef enum:
     # `bytes` objects of this size or more are leaves.
     MOST_PICKLED = 4096
-    # How many plans a reader caches, and how many a writer tries.
+    # Number of plans that a reader caches, and that a writer tries.
     MOST_PLANS = 64
     RECENT = 4
-    # How deeply nested containers are searched for leaves.
+    # Maximum depth of containers to search for leaves.
     MOST_SEARCHED = 100
-    # Memory blocks for copies that a plan keeps for reuse.
+    # Number of memory blocks for copies that a plan keeps for reuse.
     BLOCKS = 8
 
     # Leaves that are arrays, pickled objects, and kinds of containers.

@@ -38,7 +38,7 @@ cdef extern from "numpy/arrayobject.h":
 ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
-# By structure.
+# Plans by structure.
 cdef dict reader_plans = {}
 
 
@@ -250,7 +250,7 @@ cdef class Plan:
         cdef Cursor cursor
         cdef list objects = None, arrays = None
         cdef Py_ssize_t total = <Py_ssize_t>(record[0] + record[1] + record[2] + record[3])
-        # For large leaves.
+        # The memory for views of large leaves.
         cdef Memory home = memory
         cdef Block block
         if record[2] != <uint64_t>(8 * self.words):

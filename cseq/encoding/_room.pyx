@@ -107,7 +107,7 @@ cdef class Room:
             self.target = mapping
 
     def select(self, int64_t slot, Py_ssize_t capacity, Py_ssize_t used=0):
-        """Select a slot of the caller. Its first `used` bytes contain a batch."""
+        """Select one of the caller's slots. Its first `used` bytes contain a batch."""
         self.abandon()
         self.open_at(slot, capacity)
         self.used, self.loaned = used, used > 0

@@ -30,21 +30,21 @@ __all__ = [
 
 RAISE = opcode.opmap["RAISE_VARARGS"]
 
-# They would end a loop, a program or a generator.
+# Raised in the loop, these would end it, the program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-# Attributes of every exception, even if its class hides them.
+# Descriptors of attributes that an exception's class may hide.
 NAMES = "args", "__cause__", "__dict__", "__traceback__"
 OWN: list[GetSetDescriptorType] = [vars(BaseException)[name] for name in NAMES]
 ARGS, CAUSE, DICT, TRACE = OWN
 
-# Methods that take the text from a single argument.
+# `__str__` methods that return the text of a single argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
 # Compiled code has no absolute path in tracebacks.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
-# From sqlite3, fsspec and LMDB, about objects opened in another process or thread.
+# Errors from sqlite3, fsspec and LMDB about objects opened in another process or thread.
 UNSHARED = (
     "created in a thread can only be used in that same thread",
     "This class is not fork-safe",
@@ -60,7 +60,7 @@ DEBUG = (
     "or start a manager with start_test()"
 )
 
-# How many indices to list in messages, and in messages about dead workers.
+# Maximum number of indices in messages, and in messages about dead workers.
 SHOWN, MOST = 16, 1024
 
 
@@ -139,9 +139,9 @@ def _travelling(error: BaseException) -> bytes:
 
 
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
-    """Return an exception and the ones in its arguments (as in groups), with their arguments.
+    """Return an exception and any nested in its arguments (as in groups), with their arguments.
 
-    The constructor gets them during unpickling and might format the text again.
+    Unpickling passes these to the constructor, which might format the text again.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -158,7 +158,7 @@ def _load(pickled: bytes) -> BaseException:
 
 
 class Failure:
-    """The first error of a group of workers.
+    """The first error in a group of workers.
 
     Its traceback refers to the manager, and so to this object. To avoid a cycle, only the first
     call raises the exception itself, and later calls raise copies.

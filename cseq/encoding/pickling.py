@@ -153,7 +153,7 @@ def dumps(
     return file.getvalue()
 
 
-# copyreg's table merged with others, and the tables that each came from.
+# By function: what its table was merged from, and its reducers merged with copyreg's table.
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
@@ -168,7 +168,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a `buffer_callback` that stores large buffers, or drops all without a list."""
+    """Return a `buffer_callback` that stores large buffers, or drops all if there is no list."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -381,8 +381,8 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
             return NotImplemented
 
     def reduce_code(code: types.CodeType) -> Reduced:
-        # cloudpickle drops the file name so that functions from a notebook have the same pickle.
-        # Tracebacks and stacks of workers need it.
+        # cloudpickle drops the file name so that notebook functions pickle identically. Tracebacks
+        # and worker stacks need it.
         reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
         make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])
@@ -419,7 +419,7 @@ def named_here(obj: Named) -> bool:
         return False
 
 
-# -- data of a worker -----------------------------------------------------------------------------
+# -- worker data ----------------------------------------------------------------------------------
 
 
 _Array: TypeAlias = np.ndarray[Any, Any]
@@ -438,14 +438,14 @@ def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
     if mapped is None or array.filename is None or array.size == 0:
         return None
     if array.mode not in ("r", "r+", "w+") or not array.flags.c_contiguous:
-        # Mode 'c' allows private changes that are not in the file.
+        # With mode 'c', the array may have private changes that are not in the file.
         return None
     begin = np.frombuffer(mapped, np.uint8).ctypes.data
     skipped = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
     at = array.ctypes.data - begin + skipped
     with contextlib.suppress(OSError):
         if os.path.getsize(array.filename) >= at + array.nbytes:
-            # Changes by a worker are private.
+            # The mapping is private, so a worker's writes are not shared.
             mode = "r" if array.mode == "r" else "c"
             return str(array.filename), array.dtype, mode, at, array.shape
     return None

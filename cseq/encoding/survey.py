@@ -127,7 +127,7 @@ class _Survey:
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
-            # Other keys may be equal but different (1 == True).
+            # Keys of other types can compare equal (1 == True).
             if {*map(type, value)} <= TEXT:
                 return self._container(value, tuple(value), value.values(), depth)
         elif opened(cls) == "named":
@@ -203,7 +203,7 @@ def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
 
 
 class Plans(Protocol):
-    """The part of an encoder that is used here."""
+    """The part of an encoder used here."""
 
     @property
     def cast(self) -> Dtype | None:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 
-# For tickets without a slot.
+# The slot number of a ticket without a slot.
 NO_SLOT = 0xFFFFFFFF
 
-# Sources leave the ticket unchanged. The `Feed` frees its cell.
+# A source leaves the ticket unchanged, and the `Feed` frees its cell.
 Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
 

@@ -7,5 +7,5 @@
 ``tickets``   what is requested: batches from an order, or items from streams
 ``worker``    the life cycle of a worker in a process or a thread
 ``tuning``    chooses the number of workers and the buffer size for 'auto'
-``remake``    makes a batch of any epoch again in the calling thread
+``remake``    remakes a batch from any epoch in the calling thread
 """

@@ -121,7 +121,7 @@ cdef class Feed:
     # When the current step fetched a ticket and posted the next one (ns).
     cdef uint64_t now
     cdef list rings
-    # The rings, and the rings and cells to wait for.
+    # All rings, then the rings and cells to wait for.
     cdef cseq_ring** r
     cdef cseq_ring** asked
     cdef uint32_t* cells
@@ -138,7 +138,7 @@ cdef class Feed:
     cdef public uint64_t generation
     cdef public object place
     cdef readonly bint ended
-    # The ring of the latest ticket, or the worker for a stream.
+    # The ring of the latest ticket. For a stream, this is the worker.
     cdef readonly Py_ssize_t latest
     cdef readonly object skipped
     cdef readonly uint64_t skips
@@ -359,8 +359,8 @@ cdef class Feed:
     def begin_epoch(self, Source source not None, *, bint ordered=True, place=None):
         """Start an epoch and cancel the previous one in a single step of C code.
 
-        `place` is set to this epoch in the same step. Tickets are delivered in the order of posting
-        if `ordered`, or else of completion.
+        `place` is set to this epoch in the same step. Tickets are delivered in posting order if
+        `ordered`, or else in completion order.
         """
         if place is not None:
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
@@ -430,7 +430,7 @@ cdef class Feed:
         return -1
 
     cdef inline Py_ssize_t first_of(self, Py_ssize_t k) noexcept:
-        """Return the position of the first ticket in the queue of the ready ticket `k`.
+        """Return the position of the first ticket in the same queue as the ready ticket `k`.
 
         It is also ready, because a worker completes tickets in order.
         """
@@ -758,7 +758,7 @@ cdef class Feed:
 
 @cython.final
 cdef class FeedIterator:
-    """An iterator over the batches or items of a generation of the feed's run.
+    """An iterator over the batches or items of one generation.
 
     Threads may share it. `keeper` is kept alive. A Python subclass would slow down every step of
     the loop.

@@ -25,7 +25,7 @@ cdef object NOTHING = object()
 
 
 cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, str name) noexcept:
-    """Write a ticket's requests into its cell and return the words of the cell."""
+    """Write a ticket's requests into its cell and return the cell's words."""
     cdef int64_t* words = cseq_ring_indices(ring.r, cell)
     words[KEY_LENGTH] = WITHOUT_KEY
     if assignment is not None:
@@ -63,7 +63,7 @@ cdef class Request:
 
 
 cdef class StreamSource(Source):
-    """The base class for sources with a queue and an assignment for each worker.
+    """The base class for sources with one queue and one assignment per worker.
 
     `depth` is the maximum number of tickets per ring. Worker `first` gets the first ticket.
     """
@@ -205,7 +205,7 @@ cdef class KeySource(StreamSource):
     cdef int draw_key(self) except -1:
         """Draw a key.
 
-        An Exception of the iterator is raised after the items of all earlier keys. Other
+        An Exception from the iterator is raised after the items for all earlier keys. Other
         exceptions, such as KeyboardInterrupt, are raised now. If they end the iterator, later calls
         raise an error until a new epoch starts.
         """

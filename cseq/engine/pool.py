@@ -33,9 +33,9 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# Minimum seconds between logged advice, at the end of an epoch and within one.
+# Minimum seconds between logs of advice, at the end of an epoch and within one.
 LONG, OFTEN = 20.0, 600.0
-# The shares of waiting from which advice is logged, and logged as a warning.
+# Minimum shares of waiting to log advice, and to log it as a warning.
 LOGGED, WARNED = 0.05, 0.2
 
 
@@ -133,7 +133,7 @@ class Pool(Generic[K]):
         return batch if crew.convert is None else crew.convert(batch), None
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Name the ticket in an exception. Return the exception and the note."""
+        """Add the ticket's details to an exception. Return it and the entry for `skipped`."""
         return self.tickets.describe(ring_number, cell, error)
 
     def list_left(

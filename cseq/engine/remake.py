@@ -1,4 +1,4 @@
-"""Makes a batch of any epoch again, for `MSequence.remake`."""
+"""Remakes a batch from any epoch, for `MSequence.remake`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Remade", "locate", "remake"]
 
 
 class Remade(NamedTuple):
-    """A batch that was made again.
+    """A remade batch.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[Ord
 
 
 def remake(job: Job, epoch: int, batch: int, consumed: int) -> Remade:
-    """Make a batch again in this thread; see `MSequence.remake`."""
+    """Remake a batch in this thread; see `MSequence.remake`."""
     sampler = job.sampler.changed()
     source, before = locate(sampler, epoch, batch, consumed)
     job = job._replace(sampler=sampler, output=outputs.resolve(job.output), on_error="raise")

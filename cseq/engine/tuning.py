@@ -25,12 +25,12 @@ __all__ = ["Controller", "Decision", "Tuner", "log_change"]
 
 log = logging.getLogger("cseq")
 
-# The shortest and longest window in seconds. Windows grow while there are no changes.
+# Minimum and maximum window length in seconds. Windows grow while there are no changes.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
 # After `QUICK` changes, windows grow with every change. New workers get `AHEAD` batches each.
 QUICK, AHEAD = 3, 3
-# A change that multiplies the rate by less is useless (first factor) or harmful (second one).
+# Changes that multiply the rate by less than these are useless (first) or harmful (second).
 BETTER, WORSE = 1.05, 0.95
 # Limits are forgotten if the ratio of batch time to step time changes by this factor.
 CHANGED = 1.5
@@ -47,7 +47,7 @@ class Decision(NamedTuple):
 class Tuner:
     """Chooses sizes, based only on windows of statistics.
 
-    It follows the advice at once, but the buffer only grows. A harmful change is reverted, and a
+    It follows advice immediately, but the buffer only grows. A harmful change is reverted, and a
     useless one is not repeated until the ratio of batch time to step time changes. So changes stop
     eventually.
 
@@ -161,7 +161,7 @@ class Controller:
         self._resizing: Size | None = None
 
     def __call__(self) -> None:
-        """Check the pool if it is time."""
+        """Check the pool if a check is due."""
         if now_ns() < self._due_ns:
             return
         pool, tuner = self._pool, self._tuner

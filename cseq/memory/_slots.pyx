@@ -108,7 +108,7 @@ cdef class SlotTable:
         return self.committed(slot)
 
     def resize(self, Py_ssize_t slot, uint64_t nbytes):
-        """Set the committed bytes of a slot of the caller."""
+        """Set the committed bytes of one of the caller's slots."""
         self.check(slot)
         self.set_committed(slot, nbytes)
 
@@ -180,7 +180,7 @@ cdef class SlotTable:
             hint = cseq_load_acq_u64(&self.table.hint)
 
     cdef void set_free(self, Py_ssize_t slot) noexcept nogil:
-        """Free a slot of the caller, in any thread, even during garbage collection."""
+        """Free one of the caller's slots, in any thread, even during garbage collection."""
         if forks_here[0] == self.depth and self.table != NULL:
             cseq_swap_sc_u32(self.word(slot), FREE)  # SYNC: slot is free; SYNC: hint is lowered
             self.lower(slot)

@@ -1,6 +1,6 @@
 """The memory that a trainer and its workers share: rings, slots and leases.
 
-The memory is two anonymous files. The file of slots is sparse. Slot ``s`` starts at byte
+The memory is two anonymous files. The slot file is sparse. Slot ``s`` starts at byte
 ``s * width``, and only the committed part of a slot uses memory.
 
 Pages are committed before they are written, so that a lack of memory raises an exception instead of
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cseq")
 
-# Pairs of the width in bytes and the number of slots, tried in this order.
+# (Width in bytes, number of slots), tried in this order.
 SIZES = (
     (1 << 40, 1 << 22),
     (1 << 36, 1 << 16),
@@ -42,17 +42,17 @@ SIZES = (
     (1 << 30, 1 << 9),
     (1 << 28, 1 << 7),
 )
-# Bytes to reserve on Windows for at least FEWEST slots, in this order. Windows uses about 8 bytes
-# for each reserved page of 4 KiB.
+# Bytes to reserve on Windows for at least FEWEST slots, tried in this order. Windows uses about
+# 8 bytes per reserved 4-KiB page.
 RESERVED = (1 << 37, 1 << 36)
 FEWEST = 1 << 8
-# Bytes to commit before a slot is first used. Enough for the text of an error.
+# Bytes to commit before a slot is first used, enough for the text of an error.
 FIRST = SMALL
 # On any system, mappings can start at multiples of this number.
 GRAIN = 1 << 16
 # Slots double in size up to this number of bytes, then grow in multiples of this size.
 LARGE = 2 * MIB
-# Every leased slot has a mapping, and a process can have 65530.
+# Every leased slot needs a mapping. Linux allows 65,530 mappings per process.
 MAX_LEASED = 16384
 
 
@@ -73,7 +73,7 @@ class Arena:
     Attributes
     ----------
     fd, width, most : int
-        The file of slots, the distance between slots in bytes, and the maximum number of slots.
+        The slot file's descriptor, the distance between slots in bytes, and their maximum number.
     rings : list of Ring
         The rings.
     owners : int
@@ -138,12 +138,12 @@ class Arena:
 
     @property
     def fd(self) -> int:
-        """The file of slots, or -1 if it is closed."""
+        """The descriptor of the slot file, or -1 if it is closed."""
         return self._files[-1].fd
 
     @property
     def fds(self) -> list[int]:
-        """The descriptors of the file of rings and the file of slots."""
+        """The descriptors of the ring file and the slot file."""
         return [file.fd for file in self._files]
 
     def _locate(self, runner_number: int) -> tuple[int, int]:
@@ -181,7 +181,7 @@ class Arena:
         return self.rings[-1].closed == 1
 
     def request(self, slot: int) -> int:
-        """Commit the first pages of a slot of the trainer and return their bytes."""
+        """Commit the first pages of a trainer's slot and return its committed bytes."""
         nbytes = self.slots.nbytes(slot)
         if nbytes < FIRST:
             commit(self.fd, slot * self.width, FIRST)

@@ -38,7 +38,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
             if error.errno == errno.EMFILE:
                 text = f"{error.strerror}: each worker needs four of them; raise ulimit -n"
                 raise OSError(error.errno, text) from error
-    # Slow and seldom needed.
+    # This import is slow and rarely needed.
     import tempfile
 
     with tempfile.TemporaryFile(prefix=f"{name}-") as file:

@@ -16,9 +16,9 @@ from cseq.check import integers
 
 cnp.import_array()
 
-# Values to convert at a time.
+# Number of values to convert at a time.
 CHUNK = 1 << 16
-# Each purpose has its own stream of random words. The numbers up to 6 are in cseq_shuffle.h and
+# Each purpose has its own random stream. Purposes up to 6 are defined in cseq_shuffle.h and
 # context.py.
 BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BALANCE = range(7, 17)
 
@@ -40,7 +40,7 @@ def fingerprint(array):
 def digest(array):
     """Return a 64-bit hash of an integer array, about three times as fast as `fingerprint`.
 
-    Value k goes into chain k mod 4. The first chain starts with the length and gets the others.
+    Value k goes into chain k mod 4. Chain 0 starts with the length and finally absorbs the others.
     """
     values = numpy.asarray(array)
     cdef uint64_t z[4]
@@ -154,9 +154,9 @@ cdef class Permutation:
 
 
 cdef enum:
-    # Documents between stored sums.
+    # Number of documents per stored sum.
     BLOCK = 64
-    # How many iterations ahead to prefetch.
+    # Prefetch distance in iterations.
     EARLY = 8
 
 cdef int64_t MOST_TOKENS = <int64_t>1 << 48
@@ -229,7 +229,7 @@ cdef class DocumentEnds:
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
-        """The lengths may be unaligned in memory."""
+        """Return a document's whole units. Its length may be unaligned in memory."""
         cdef int64_t value = 0
         cdef uint32_t word
         cdef uint16_t half
@@ -247,7 +247,7 @@ cdef class DocumentEnds:
         return value if self.unit == 1 else value // self.unit
 
     def starts(self, cnp.ndarray documents not None):
-        """Return the positions of the first tokens of documents."""
+        """Return the start position of each document."""
         cdef Py_ssize_t n, count = len(documents)
         cdef const int64_t* given = int64s(documents)
         cdef int64_t k, begin, size = abs(self.kind)
@@ -272,7 +272,7 @@ cdef class DocumentEnds:
         return made
 
     def find(self, cnp.ndarray positions not None):
-        """Return the document at each position, and where it starts."""
+        """Return the document at each position, and its start."""
         _, documents, inside, _ = locate([self], numpy.array([0, self.total]), positions)
         return documents, positions - inside
 
@@ -322,7 +322,7 @@ def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray posit
 
 
 cdef enum:
-    # `keyed` shuffles a temporary table for fewer elements.
+    # Below this size, `keyed` shuffles a temporary table.
     BRIEFEST = 128
 
 
@@ -364,7 +364,7 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
 
 def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ranks, Py_ssize_t count,
          Py_ssize_t size):
-    """Give each row to the rank with the least work so far, or the lowest one of several.
+    """Assign each row to the rank with the least work so far, the lowest one in a tie.
 
     Each rank gets `size` rows from each of the `count` batches. `batches` contains the batch of
     each row, and `works` is in descending order. Return the rank of each row, and its index among
@@ -425,7 +425,7 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Return an array in which each row contains the children of one node.
+    """Return an array with the children of one node in each row.
 
     Missing children are 0.
     """
@@ -503,7 +503,7 @@ cdef class Tree:
                         if rest < mass[child]:
                             break
                         rest -= mass[child]
-                        # Replace the child by the last one.
+                        # Replace the child with the last one.
                         remaining -= 1
                         order ^= (order >> 4 * remaining & 15 ^ child) << bits
                     length = rows.start[child + 1] - rows.start[child]
@@ -513,7 +513,7 @@ cdef class Tree:
         return nodes
 
 
-# About how many samples to read ahead.
+# Approximate number of samples to read ahead.
 AHEAD = 1 << 14
 
 
@@ -542,7 +542,7 @@ cdef class ArrayReader(Reader):
     # `batches` batches of `count` units, each `together` units after the previous one. The first is
     # [start, start + count), or a share of the global batch that starts at `first`.
     cdef uint64_t epoch, first, together, start, count, batches
-    # The mean samples per unit in the cache.
+    # The mean number of samples per cached unit.
     cdef double mean
 
     def __cinit__(self, order, uint64_t seed, read, share=None, uint64_t ahead=AHEAD):

@@ -35,7 +35,7 @@ cdef class Source:
         return True
 
     cdef int prepare(self, uint64_t taken) except -1:
-        """Do one step of preparation. It may run user code."""
+        """Do one step of preparation, which may run user code."""
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
@@ -62,7 +62,7 @@ cdef class Source:
 cdef class OrderSource(Source):
     """The batches of one or more consecutive epochs.
 
-    `cut` is the `sampler.Cut` of the first epoch, and `later` of the `more` epochs after it.
+    `cut` is the `sampler.Cut` for the first epoch, and `later` is for the `more` epochs after it.
     """
 
     cdef readonly Reader reader
@@ -70,7 +70,7 @@ cdef class OrderSource(Source):
     cdef uint64_t more
     # Posted batches, the units after the full batches (over all ranks), and the largest batch.
     cdef uint64_t posted, rest, most
-    # What was read for batches [posted, prepared).
+    # Samples and unit sizes read for batches [posted, prepared).
     cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read

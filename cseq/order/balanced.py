@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Log each message once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# Rows to cache, of 4 bytes plus 8 for the work unless over='epoch'.
+# Number of rows to cache, at 4 bytes each, plus 8 for the work unless over='epoch'.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
@@ -45,7 +45,7 @@ MOST_STEP = 2**15
 
 
 class Balanced(Order):
-    """The rows of another order, rearranged so that all ranks have nearly equal work in each step.
+    """Wraps another order and rearranges its rows so that ranks have nearly equal work per step.
 
     The work of a row is its attention cost, the sum of the squared lengths of its pieces. Ranks do
     not communicate. The number of ranks does not change the rows in a step.
@@ -208,7 +208,7 @@ class Balanced(Order):
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)
-            # Each step gets one group per level of work, highest first.
+            # Each step gets one group per work level, highest first.
             for k in range(groups):
                 key = number * groups + k
                 turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))
@@ -230,7 +230,7 @@ class Balanced(Order):
         together: int,
         size: int,
     ) -> Ints:
-        """Return the units of each rank in each global batch of a step."""
+        """Return each rank's units in each global batch of a step."""
         number, at = divmod(step * self.step + phase, self._window)
         batches, ranks = (self.step - phase) // together, together // size
         span, kept = slice(at, at + batches * together), window(epoch, number)

@@ -32,7 +32,7 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# `Works` returns the work of each unit, and `Sums` the tokens from each source.
+# `Works` returns the work per unit, and `Sums` the number of tokens per source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
 # The samples, and the size of each unit, or None if all are 1.
@@ -87,7 +87,7 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
-    # Without the name and the number of samples.
+    # The facts besides the name and the number of samples.
     _facts: dict[str, Any] | None = None
 
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
@@ -155,11 +155,11 @@ class Order:
 
     def reader(self, seed: int) -> Reader:
         """Return a reader for one seed, for one thread at a time."""
-        # `read` of a custom order is called only when a batch is due.
+        # A custom order's `read` is called only when a batch is due.
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader and a function for the work of units. See `Balanced`.
+        """Return a reader, and a function that computes the work per unit. See `Balanced`.
 
         Raises
         ------
@@ -213,7 +213,7 @@ class Order:
 def by_epoch(
     order: Order, seed: int, draw: Callable[[int], Any], **options: Any
 ) -> tuple[Reader, Callable[[int], Any]]:
-    """Return a reader for an order that is drawn once per epoch, and a cached `draw`."""
+    """Return a reader that calls `draw` once per epoch, and a cached version of `draw`."""
     epoch_of = lru_cache(1)(draw)
     reader = ArrayReader(order, seed, lambda epoch, units: epoch_of(epoch).read(units), **options)
     return reader, epoch_of
@@ -233,7 +233,7 @@ def kind(order: Order) -> str:
 
 
 def call_read(order: Order, seed: int, epoch: int, units: Ints) -> Read:
-    """Read units from a custom order, by contiguous ranges, and validate the results."""
+    """Read units from a custom order in contiguous ranges, and validate the results."""
     samples: list[Ints] = []
     sizes: list[Ints] = []
     for part in np.split(units, np.flatnonzero(np.diff(units) != 1) + 1):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The maximum number of samples in a window.
 MOST_ROWS = 2**32
-# Samples to read ahead per lane.
+# Number of samples to read ahead per lane.
 FEW = 64
 
 
@@ -183,7 +183,7 @@ class Windows:
         n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
         end = n if window == self.count - 1 else int(self.start_of(window + 1))
         size, more = divmod(end - start, lanes)
-        # The first lane with one of the `more` extra samples.
+        # The first of the `more` lanes with an extra sample.
         first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))

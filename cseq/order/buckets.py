@@ -138,7 +138,7 @@ class Buckets(Recipes):
         *,
         longest_first: bool = False,
     ) -> None:
-        """Cut each class into batches of the given size, plus a smaller one."""
+        """Cut each class into batches of the given size, plus a smaller last one."""
         full, rest = np.divmod(classes.sizes, sizes)
         numbers = np.arange(classes.count)
         copies = np.stack([full, rest > 0], 1).ravel()
@@ -147,7 +147,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # The batches per recipe of the last non-empty class.
+        # The number of batches for each recipe of the last non-empty class.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,

@@ -42,7 +42,7 @@ def check_order(order: Order, *, seed: int = 1, epoch: int = 1, most: int = 10_0
     facts = order.facts()
     if json.loads(json.dumps(facts)) != facts:
         raise ValueError(f"{shown}.facts() returned {facts!r}; return values that JSON preserves")
-    before = random.getstate(), str(np.random.get_state())  # noqa: NPY002 - the global one
+    before = random.getstate(), str(np.random.get_state())  # noqa: NPY002 - checks the global one
     reader, units = order.reader(seed), order.units
     for first in {0, max(0, units - most)}:
         count = min(most, units - first)

@@ -25,9 +25,9 @@ MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
 # The arguments are the classes, the rank of the first member to read, and how many to read.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# Distinct lengths are found with a table that may have this many more entries than samples.
+# Lengths are marked in a table if their range exceeds the number of samples by at most this.
 DENSE = 2**16
-# The share of samples or tokens that may be left out without a warning.
+# Maximum share of samples or tokens to leave out without a warning.
 LITTLE = 0.01
 
 
@@ -96,7 +96,7 @@ class Lengths:
         self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         self.shortest, self.longest, self.dropped = budget, 0, 0
-        # Tokens in kept and in dropped samples.
+        # The number of tokens in kept and in dropped samples.
         self.total = self.lost = 0.0
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
@@ -176,9 +176,9 @@ class Labels:
 
 
 class Recipes(Order):
-    """Units made by recipes: how many samples to take from which classes.
+    """Units made from recipes, which say how many samples to take from which classes.
 
-    Every epoch has the same units in another order, with other samples.
+    Every epoch has the same units in a different order, with different samples.
 
     Parameters
     ----------
@@ -190,7 +190,7 @@ class Recipes(Order):
         For each part, the class, the samples per unit, and where the first unit starts in the
         class.
     together : int
-        How many units stay together, consecutive in recipe order.
+        Number of units, consecutive in recipe order, to keep together.
     longest : int, optional
         A unit whose group comes first in every epoch.
     """
@@ -229,7 +229,7 @@ class Recipes(Order):
 
 
 class Epoch:
-    """The units of an epoch in order.
+    """The order of the units in an epoch.
 
     Groups of `together` units are shuffled, and the rest comes last, from `at`. The units in each
     group are rotated by `turn`.
@@ -256,11 +256,11 @@ class Epoch:
 
     @property
     def before(self) -> int:
-        """The units in the short group that wrap around to unit 0."""
+        """The number of units in the short group that wrap around to unit 0."""
         return max(0, self.at + self.rest - self.recipes.units)
 
     def recipes_of(self, units: Ints) -> tuple[Ints, Ints]:
-        """Return the number of each unit in recipe order, and its recipe."""
+        """Return each unit's index in recipe order, and its recipe."""
         units_of_all, together = self.recipes.units, self.recipes.together
         numbers = (units - self.groups * together + self.at) % units_of_all
         grouped = units < self.groups * together

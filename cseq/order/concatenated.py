@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Sums, Works
     from cseq.order.tables import New
 
-# Documents between stored positions.
+# Number of documents per stored position.
 BLOCK = 16
 MOST_ROW = 2**24
-# Documents to process at a time.
+# Number of documents to process at a time.
 TOGETHER = 2**20
 
 
@@ -101,7 +101,7 @@ class Concatenated(CachedOrder):
         # All documents shorter than `longest` fit into one row.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        # 1 would mean that units are samples.
+        # With a maximum of 1, units would be samples.
         return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class _Epoch:
         row: int,
         seed: int,
         file: tuple[str | None, str],
-        works: bool,  # noqa: FBT001 - of a partial
+        works: bool,  # noqa: FBT001 - bound by `partial`
         epoch: int,
     ) -> None:
         self.corpus, self.row = ends, row
@@ -147,7 +147,7 @@ class _Epoch:
         arrays = tables(*file, partial(self._make, works), epoch)
         self.ends, self.works = arrays["ends"], arrays.get("works")
 
-    def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - of a partial
+    def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - bound by `partial`
         """Sum the lengths in order, and compute each row's work if `works`."""
         n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # The maximum number of samples in a batch.
 MOST_ROOM = 2**31
-# Shuffled classes to cache per reader.
+# Number of shuffled classes to cache per reader.
 KEPT = 1024
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums
     from cseq.order.sources import Drawn, Draws
 
-# How many sources to list in a message.
+# Maximum number of sources to list in a message.
 SHOWN = 5
 
 Weights: TypeAlias = Mapping[str, float]
@@ -188,7 +188,7 @@ class Mixture(Composed):
         """Return everything that determines the order.
 
         `weights` are the original unit weights, `meant` the token weights, and `reweighed` the
-        later ones. `since` and `taken` are where the plan starts to count.
+        later weights. The plan starts at unit `since`, after `taken` units from each source.
         """
         plan = self._plan
         return ({"meant": self._meant} if self._by_tokens else {}) | {
@@ -265,7 +265,7 @@ class Mixture(Composed):
         order = self.sources[name]
         if facts is None or facts == order.facts():
             return order
-        # Otherwise, the position in a pass means nothing.
+        # If the length of a pass has changed, the position in it is meaningless.
         same = facts.get("units", order.units) == order.units
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
@@ -424,7 +424,7 @@ class _Plan:
             self._drawn.append(self._drawn[-1] + shares.before(stop - start))
 
     def before(self, block: int) -> NDArray[np.uint64]:
-        """Return the draws from each source before a block, modulo 2**64."""
+        """Return the number of draws per source before a block, modulo 2**64."""
         phase = bisect.bisect_right(self._blocks, block) - 1
         return self._drawn[phase] + self.shares[phase].before(block - self._blocks[phase])
 
@@ -442,7 +442,7 @@ class _Plan:
         return unit_sources, draws
 
     def taken_before(self, seed: int, unit: int) -> dict[str, int]:
-        """Return the draws from each source before a unit, over all epochs."""
+        """Return the number of draws per source before a unit, over all epochs."""
         block, position = divmod(unit - self.since & WORD, self.block)
         unit_sources, _ = self.block_of(seed, self.before, block)
         part = np.bincount(unit_sources[:position], minlength=len(self.names)).astype(np.uint64)

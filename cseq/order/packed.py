@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-# `describe` mentions that rows cannot be full if this factor is reached.
+# `describe` reports the maximum fill if rows exceed the ideal number by this factor.
 SHOWN = 1.001
 # Counting pieces takes 8 bytes per quantum of a row.
 MOST_COUNTED = 2**24
 
-# A linked list. Each entry has a class and its number of samples.
+# A linked list of (class, number of samples).
 Contents: TypeAlias = "tuple[int, int, Contents] | None"
 
 
@@ -129,7 +129,7 @@ class Packed(Recipes, CachedOrder):
         self._tokens = None
         if quantum == 1:
             self._tokens = np.add.reduceat(lengths_in * counts, self.first[:-1])
-        # 1 would mean that units are samples.
+        # With a maximum of 1, units would be samples.
         self.room = max(2, self.room)
         self.tokens = total / self.units
         self._used = self.tokens / budget

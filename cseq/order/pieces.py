@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Pack = Callable[[Ints, Ints, int], tuple[Ints, Ints, Ints]]
 
-# Documents to sort at a time.
+# Number of documents to sort at a time.
 TOGETHER = 2**20
 
 
@@ -53,7 +53,7 @@ class Pieces(Classes):
         self.ends = DocumentEnds(lengths, ends=arrays["ends"])
         self.whole = DocumentEnds(lengths, budget, ends=arrays["whole"])
         self.lengths, self.sizes, self.table = arrays["lengths"], arrays["sizes"], arrays["table"]
-        # Classes of remainders.
+        # The number of classes of remainders.
         self.rests = len(self.lengths) - (self.whole.total > 0)
         self.offsets = np.append(0, self.sizes[: self.rests].cumsum())
         self.count = len(self.lengths)
@@ -81,7 +81,7 @@ class Pieces(Classes):
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
-        """Yield the start and the quanta in each remainder by chunk of documents."""
+        """Yield each chunk of documents as its start and the number of quanta in each remainder."""
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
@@ -94,7 +94,7 @@ class Pieces(Classes):
             yield start, rests.astype(kind)
 
     def _sort(self, counts: Ints) -> None:
-        # The next index in the table by class.
+        # The next table index for each class.
         following = counts.cumsum() - counts
         for start, quanta in self._quanta():
             order = quanta.argsort(kind="stable")
@@ -137,12 +137,12 @@ def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     unless they fit beside longer ones. The bound is maximized over k.
     """
     tokens = lengths * counts
-    # The pieces in each class and in all classes above.
+    # The number of pieces in each class and all larger ones.
     above = np.append(counts[::-1].cumsum()[::-1], 0)
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    # For each k, the first class that leaves no room for k.
+    # For each k, the first class that is too long to share a row with k.
     beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())

@@ -15,7 +15,7 @@ class Progress(Protocol):
 
     @property
     def taken(self) -> int:
-        """The batches and exceptions that the loop has received."""
+        """The number of batches and exceptions that the loop has received."""
 
     @property
     def ended(self) -> bool:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # Log each message once.
 warn = functools.cache(logging.getLogger("cseq").warning)
 
-# Units to count tokens for at a time.
+# Number of units whose tokens are counted at a time.
 COUNTED = 2**20
 
 

@@ -50,7 +50,7 @@ MEGATRON = {
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "CONTEXT_PARALLEL_GROUP": "context",
 }
-# From torchrun and many others, Lightning (which does not set RANK), Open MPI, MPICH and Intel MPI,
+# Set by torchrun and others, Lightning (which does not set RANK), Open MPI, MPICH and Intel MPI,
 # and srun. torchrun and mpirun may run inside a Slurm job, so Slurm comes last. SLURM_NTASKS is
 # also set in batch scripts, so it is not used.
 VARIABLES = (
@@ -80,7 +80,7 @@ class Shard(NamedTuple):
         return f"rank {self.rank} of {self.world_size} ({self.source or 'the default'})"
 
     def check_drawn(self, order: Order) -> None:
-        """Raise ValueError if the order needs a seed, because each rank drew its own."""
+        """Raise ValueError if the order depends on the seed, which each rank has drawn itself."""
         if self.world_size > 1 and order.is_seeded:
             raise ValueError(
                 f"{self} needs a seed, because ranks that draw their own seeds would use different "

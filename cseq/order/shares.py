@@ -22,9 +22,9 @@ class Shares:
     """Computes the units from each source before any block, with constant weights.
 
     Sources with less than one unit per block are the leaves of a Huffman tree. At each node, the
-    left child gets its rounded share of the units, and the right child the rest. For every k, the
-    first k of the tree and the other sources get their rounded share of all units. See
-    docs/inside/orders.md for the error bounds.
+    left child gets its rounded share of the units, and the right child the rest. The tree and the
+    other sources form a list, and for every k, its first k entries together get their rounded share
+    of all units. See docs/inside/orders.md for the error bounds.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Shares:
         self.whole = [above * (scale // below) for above, below in ratios]
         self.total = sum(self.whole)
         self._top = len(self.whole)
-        # For each node: where the fraction applies, the node, and its left and right child.
+        # For each node, four indices: the base of the fraction, the node, and its children.
         nodes: list[tuple[int, int, int, int]] = []
         parts: list[tuple[int, int]] = []
         sources = [(weight, s) for s, weight in enumerate(self.whole) if weight]

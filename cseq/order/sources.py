@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cseq.order.base import Floats, Ints, Read, Works
 
 MOST_SOURCES = 2**16 - 1
-# Units to read ahead per source.
+# Number of units to read ahead per source.
 FEW = 64
 # Units sorted by source: their original positions, their numbers in the source over all epochs
 # modulo 2**64, and (source, start, stop) for each part.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAGIC = b"cseqtab1"
 # Every system can map a file at multiples of this offset.
 ALIGNED = 2**16
-# 8-byte words per partial sum in the digest of a file.
+# Number of 8-byte words per partial sum in a file's digest.
 SUMMED = 2**17
 
 
@@ -38,7 +38,7 @@ def tables(
     while others wait. A damaged file, or one for another name, is replaced.
 
     `name` must encode everything that determines the arrays. Without a folder, or on Windows, each
-    process has its own arrays. Files from before the epoch before `epoch` are removed.
+    process has its own arrays. Files for epochs before ``epoch - 1`` are removed.
     """
     if folder is None or os.name == "nt":
         made: Tables = {}
@@ -212,7 +212,7 @@ def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
 
 
 def _load(path: str, name: str) -> Tables | None:
-    """Map the arrays in a file. Return None if it is missing, damaged or another's."""
+    """Map the arrays in a file. Return None if it is missing, damaged or for another name."""
     try:
         file = mapped(path, np.uint8)
     except FileNotFoundError:

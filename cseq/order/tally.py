@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class Tally(NamedTuple):
     """The tokens that all ranks have consumed from each source.
 
-    They are counted only by `counted`.
+    Only `counted` counts them.
 
     Attributes
     ----------

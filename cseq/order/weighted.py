@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 # The sum of all integer weights is below this.
 MOST_TOTAL = 2**62
-# Steps of a sequential search before a binary search.
+# Number of linear search steps before a binary search.
 STEPS = 8
 # With a 48-bit size, this many bits keep intermediate values within 64 bits.
 DIGIT = 15

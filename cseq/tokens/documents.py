@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-# How many tokens are part of a fingerprint.
+# Number of tokens to hash for a fingerprint.
 PROBES = 64
 
 
@@ -90,7 +90,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of some tokens, and of the numbers of tokens and documents."""
+        """A hash of sampled tokens and of the numbers of tokens and documents."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
         owners = self.firsts.searchsorted(at, "right") - 1
         places = zip(owners.tolist(), (at - self.firsts[owners]).tolist(), strict=True)

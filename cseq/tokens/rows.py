@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.tokens.documents import Corpus, Documents
 
-# Because `cu_seqlens` is int32.
+# Limited because `cu_seqlens` is int32.
 MOST_ROW = 2**30
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
@@ -171,7 +171,7 @@ class Rows:
         self._mixed = None if weights is None else (weights, weights_of, epoch_size)
         self._packs, self._cache = packing == "best-fit", cache
         self._dealt = step, balance
-        self.order  # noqa: B018 - to raise what it raises now
+        self.order  # noqa: B018 - raises its errors early
 
     @cached_property
     def order(self) -> Order:

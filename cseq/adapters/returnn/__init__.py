@@ -174,7 +174,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
-        # Whether an epoch is running, its items, and the items consumed.
+        # Whether an epoch is running, its items, and the number consumed.
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
@@ -329,7 +329,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         seq_order : sequence of int, optional
             The corpus indices of the sequences to load, in order.
         """
-        # There must be no running epoch if this method is interrupted.
+        # An interrupted call must not leave an epoch running.
         self._is_under_way = False
         self._taken, self._complete, self._frames = 0, 0.0, {}
         super().init_seq_order(epoch=epoch, seq_list=seq_list, seq_order=seq_order)

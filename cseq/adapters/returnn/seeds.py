@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cseq.indexing.context import BatchContext
 
     class Dataset(Protocol):
-        """The part of RETURNN's datasets that is used here."""
+        """The part of RETURNN's datasets used here."""
 
         num_seqs: int
         added_data: list[object]
@@ -47,14 +47,14 @@ __all__ = ["SequenceSeeds"]
 class SequenceSeeds:
     """Reseeds the random generators before each sequence.
 
-    RETURNN itself seeds them at most once per epoch, and alike in every worker.
+    RETURNN itself seeds them at most once per epoch, and identically in all workers.
     """
 
     def __init__(self, batch_context: BatchContext) -> None:
         self._batch_context = batch_context
         self._seeds = Seeds(batch_context)
         self._epoch = self._key = 0
-        # From `PostprocessingDataset` functions of this epoch.
+        # Generators that `PostprocessingDataset` has created in this epoch.
         self.passed: list[RandomState] = []
 
     def hook(self) -> None:
@@ -68,7 +68,7 @@ class SequenceSeeds:
         return self.passed[-1]
 
     def begin_epoch(self, dataset: Dataset, epoch: int | None) -> None:
-        """Forget the previous generators and prepare the seed of the epoch."""
+        """Drop the previous epoch's generators and derive the new seed."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)

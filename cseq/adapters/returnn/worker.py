@@ -36,7 +36,7 @@ __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 class OrderRequest(NamedTuple):
-    """The arguments of a call of `init_seq_order`, and its serial number.
+    """The arguments and the serial number of an `init_seq_order` call.
 
     The dataset is first divided into shards, and each shard among the workers.
     """
@@ -69,7 +69,7 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """The producer of a worker."""
+    """A worker's producer."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class SequenceProducer:
         return answer if answer is None or isinstance(answer, (int, float, dict)) else list(answer)
 
     def order(self, request: OrderRequest) -> Sequence[int] | NotImplementedError:
-        """Return the order of an epoch, or of this worker's shard with 'dedicated'."""
+        """Return the epoch's order. With 'dedicated', it covers only this worker's shard."""
         prepared = self._dataset is not None and self._serial == request.serial
         dataset = self._made() if self._dedicated and prepared else self._prepare(request)
         try:
@@ -234,5 +234,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return a copy with only the text, for the trainer."""
+    """Return a copy of an error with only its text, for the trainer."""
     return type(error)(*map(str, error.args))

@@ -93,8 +93,8 @@ class BatchSampler:
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        # (epoch, consumed units), where the next `iter` starts, and after the latest batch. `_now`
-        # is None if that batch's epoch is over.
+        # (epoch, consumed units) at the start of the next `iter`, and after the latest batch.
+        # `_now` is None if the latest batch's epoch is over.
         self._next = 0, 0
         self._now: tuple[int, int] | None = None
 

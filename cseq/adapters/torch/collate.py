@@ -1,7 +1,7 @@
 """Collates tensors and arrays into the slot of a batch.
 
 In a worker, torch's default_collate allocates a new shared-memory file for each stacked tensor.
-This module patches its map from types to functions to stack into the slot. `collating` does the
+This module patches its type-to-function map to stack into the slot. `collating` does the
 same for custom functions that call `torch.stack` or `torch.cat`.
 """
 
@@ -125,7 +125,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
-    """Return the shape of the result, or None for tensors that do not match or are small."""
+    """Return the result's shape, or None if the tensors are incompatible or too small."""
     if type(tensors) not in (list, tuple) or not tensors:
         return None
     if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):

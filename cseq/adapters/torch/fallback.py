@@ -32,7 +32,7 @@ UNUSABLE = (
     "load_state_dict({}) to drop the state. This loader falls back to torch's iterator because %s"
 )
 
-# How many iterators were made, by loader class and reason for the fallback.
+# Number of iterators created, by loader class and reason for the fallback.
 made: Counter[tuple[str, str | None]] = Counter()
 
 
@@ -94,7 +94,7 @@ def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str
     if loader.num_workers == 0 or worker_method == "thread":
         return None
     chosen = loader.multiprocessing_context
-    # It may start processes in another way.
+    # A custom context may start processes differently.
     if chosen is not None and type(chosen).__module__ != "multiprocessing.context":
         return f"its multiprocessing_context={chosen!r} is not one of Python's own contexts"
     method = start_method_of(loader)

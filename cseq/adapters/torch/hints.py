@@ -30,7 +30,7 @@ def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
         )
     try:
         samples = len(dataset)
-    except Exception:  # noqa: BLE001 - many streams have a length that raises, of any type
+    except Exception:  # noqa: BLE001 - a stream's `__len__` may raise anything
         return
     whole = samples // (size or 1) if drops else -(-samples // (size or 1))
     if len(counts) > 1 and whole > 1 and {*counts} == {whole}:

@@ -95,7 +95,7 @@ class LoaderIterator(names.Workers):
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
-        # For a map-style data set, a resume does not make batches again, so save every state.
+        # Resuming a map-style data set does not remake batches, so save every state.
         self._snapshot_every = every if self._is_iterable else min(1, every)
         # The worker of the latest batch (if it matters), the state after it, and the exception to
         # raise instead.

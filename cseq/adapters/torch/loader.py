@@ -46,7 +46,7 @@ log = logging.getLogger("cseq")
 
 NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
-# Arguments with another name in a DataLoader.
+# Arguments that have a different name in a DataLoader, or none.
 ELSEWHERE = {
     "buffer": "use prefetch_factor=, the number of batches per worker",
     "collate": "use collate_fn=",
@@ -264,7 +264,7 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return the values that determine the batches of an epoch, None if unknown."""
+        """Return the values that determine an epoch's batches, with None for unknown ones."""
         dataset: Any = self.dataset
         layers = Layers(self._index_sampler)
         kind, shares = type(layers.inner), layers.shares
@@ -288,7 +288,7 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def _run(self) -> Run[Any] | None:
-        """For `cseq.testing`."""
+        """The run of the latest iterator, for `cseq.testing`."""
         iterator = None if self._progress is None else self._progress.iterator()
         return None if iterator is None else iterator._run
 
@@ -392,7 +392,7 @@ class DataLoader(Torchs[T_co]):
         return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
-        """Warn once about something missing from the states of this loader."""
+        """Warn once that the states of this loader omit something."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(text, *values)

@@ -56,7 +56,7 @@ def settle_pinning(device: str | None) -> Any:
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # In the pinning thread, this would be the first device.
+    # Look this up here, because the pinning thread would get the first device.
     index = module.current_device()
 
     def settle() -> None:

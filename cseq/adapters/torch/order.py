@@ -39,7 +39,7 @@ from cseq.adapters.torch.stateful import is_stateful
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sized
 
-    # Gets and sets the state of a generator.
+    # Functions that get and set a generator's state.
     Source = tuple[Callable[[], object], Callable[[Any], object]]
 
 __all__ = ["Keys", "Layers", "read_sources", "seed_from", "set_sources", "sources_in", "text_of"]
@@ -53,7 +53,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch. A batch on each rank makes `step` samples."""
+    """How ranks share an epoch. One batch on each rank takes `step` samples in total."""
 
     step: int
     world_size: int
@@ -242,10 +242,10 @@ def sources_of(layers: Layers) -> dict[str, Source]:
 # -- orders
 
 
-# Samples to convert to a list at a time.
+# Number of samples to convert to a list at a time.
 TOGETHER = 2048
 
-# torch's samplers that yield a permutation or its start, and the attribute to permute.
+# torch samplers that yield a permutation or a prefix, and the attribute to permute.
 PERMUTED = {
     RandomSampler: "data_source",
     SubsetRandomSampler: "indices",
@@ -289,9 +289,9 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
 
 
 def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
-    """Draw this rank's samples like the sampler, from sample `start` of the epoch.
+    """Draw this rank's samples as the sampler would, from sample `start` of the epoch.
 
-    Without drawing numbers, return None if they are not a permutation or its start.
+    Return None, without drawing, if they are not a permutation or a prefix.
     """
     if type(inner) not in PERMUTED:
         return None
@@ -336,15 +336,15 @@ def _with_samples(index_sampler: object, samples: list[Any]) -> Iterable[object]
 
 
 class Ahead(int):
-    """An epoch number set by `Epochs` and not by the framework."""
+    """An epoch number set by `Epochs` rather than by the framework."""
 
 
 class Epochs:
     """Corrects the epoch numbers that a framework sets in a resumed run.
 
-    Some frameworks count from 0 again, such as accelerate unless the loop calls its `set_epoch`.
-    `ahead` is added to their numbers, but not if they continue from the saved epoch. The next epoch
-    shows which.
+    Some frameworks restart at 0, such as accelerate unless the loop calls its `set_epoch`.
+    `ahead` is added to their numbers, unless the next epoch shows that they continue from the
+    saved one.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
@@ -375,12 +375,12 @@ class Epochs:
 
 
 class Keys:
-    """The keys of an epoch, and the states needed to draw them again.
+    """The keys of an epoch, and the states needed to redraw them.
 
     Most samplers draw their order in `iter` or with the first key, so generators are saved before
-    both, and a stateful sampler before and after the first key. A resumed run restores them, draws
-    the keys again, and then restores the trainer's global generators. Later draws from these cannot
-    be reproduced.
+    both, and a stateful sampler before and after the first key. A resumed run restores them,
+    redraws the keys, and then restores the trainer's global generators. Later draws from these
+    cannot be reproduced.
 
     The epoch number in a state takes precedence, because Lightning sets the epoch of a resumed
     loader only after the first keys.
@@ -399,7 +399,7 @@ class Keys:
         self._sampler = next(filter(is_stateful, known), None)
         # The state of a sampler that is divided among ranks does not determine a rank's keys.
         self._is_divided = layers.shard is not None and self._sampler is known[-1]
-        # Only cseq's BatchSampler has this.
+        # Only cseq's BatchSampler has this method.
         self._after: Callable[[State, int], State] | None
         self._after = getattr(layers.outer, "state_after", None)
         has_sources = self._keeps_state and self._after is None
@@ -413,13 +413,13 @@ class Keys:
         self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        # The state before the first key, the keys before it, and the sampler's state after it.
+        # State before the first key, number of keys before it, and the sampler's state after it.
         self._state: State | None = None
         self._base = 0
         self._own: State = {}
 
     def look_again(self, resume: State | None = None) -> None:
-        """Save the states of generators before another `iter` of the sampler.
+        """Save the generators' states before the sampler's next `iter`.
 
         `resume` is for persistent workers. Their later epochs draw no seed.
         """
@@ -439,13 +439,13 @@ class Keys:
     def seed(self) -> int | None:
         """Derive a seed for the epoch from accelerate's seedable sampler, if any.
 
-        accelerate saves no generators, so a run that skips batches cannot draw the seed again.
+        accelerate saves no generators, so a run that skips batches cannot redraw the seed.
         """
         inner = self.layers.seedable
         return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
-        """Return the state of the loader's generator now or before the epoch."""
+        """Return the state of the loader's generator, either now or before the epoch."""
         if now:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
@@ -511,7 +511,7 @@ class Keys:
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
-        """Draw the keys of a resumed epoch, in iterables from key `skip`."""
+        """Draw the keys of a resumed epoch. Yield iterables, from key `skip`."""
         trainers, generators = read_sources(), state["generators"]
         layers, start, is_sliced = self.layers, self.start[0], self.layers.is_sliced
         try:

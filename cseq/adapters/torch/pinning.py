@@ -15,7 +15,7 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-# How long an exit or a fork waits for a batch that is being pinned.
+# Maximum seconds that an exit or a fork waits for a batch that is being pinned.
 EXIT_SECONDS = 15.0
 
 
@@ -40,14 +40,14 @@ class Pinner:
         return names.settle_pinning(self._device), self._device
 
     def pin(self, item: Any, batch: Any) -> Any:
-        """Pin the batch of an item, unless the thread has done so."""
+        """Pin an item's batch, unless the thread has already done so."""
         job = self._job
         if job is not None and job.item is item and self.wait() and job.is_pinned:
             return job.batch
         return names.pin(batch, self._device)
 
     def pin_ahead(self, item: Any, batch: Any) -> None:
-        """Start pinning the batch of an item in the background."""
+        """Start pinning an item's batch in the background."""
         if not self._threads.begun:
             try:
                 work = partial(_work, self._jobs, self._device, names.settle_pinning(self._device))
@@ -88,7 +88,7 @@ class PinJob:
 
 
 def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
-    """Pin batches until there is a None, and keep none while waiting."""
+    """Pin batches until None arrives. Hold no batch while waiting."""
     settle()
     while (job := jobs.get()) is not None:
         # The trainer tries again and raises the exception.

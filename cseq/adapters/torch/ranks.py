@@ -22,12 +22,12 @@ log = logging.getLogger("cseq")
 
 # Seconds until a waiting rank logs a warning.
 PATIENCE = 10.0
-# The rank and the world size in accelerate's samplers and DistributedSampler.
+# Attributes for the rank and the world size in accelerate's samplers and DistributedSampler.
 NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
-# The deepest nesting of samplers.
+# Maximum nesting depth of samplers.
 MOST = 4
 
-# How many orders have been numbered, by name and samples.
+# Number of orders numbered so far, by name and number of samples.
 _made: Counter[tuple[str, int | None]] = Counter()
 
 

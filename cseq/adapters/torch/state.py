@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LoaderProgress", "resumed"]
 
 VERSION = 4
-# accelerate decrements both.
+# State keys whose values accelerate decrements.
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
 # Facts about epochs in states: their order, their batches, and `Shares`.
@@ -51,9 +51,9 @@ class LoaderProgress:
     def __init__(self, loader: DataLoader[Any], keys: Keys, *, rng: str) -> None:
         self.iterable = loader._dataset_kind == names.ITERABLE
         self.num_workers, self.rng = loader.num_workers, rng
-        # A weak reference, if there are workers.
+        # A weak reference to the iterator if there are workers.
         self.iterator: Callable[[], Any] = _none
-        # From workers that have been shut down.
+        # The final statistics, once the workers have been shut down.
         self.stats: Stats | None = None
         # The pickled data set state of each worker, kept across epochs.
         self.states: list[bytes | None] = []
@@ -63,16 +63,16 @@ class LoaderProgress:
         return _none, ()
 
     def begin_epoch(self, keys: Keys, base_seed: int | None, resume: State | None = None) -> None:
-        """Start or resume an epoch, or none without a `base_seed`."""
+        """Start or resume an epoch, or only initialize if `base_seed` is None."""
         several = max(1, self.num_workers)
         self.keys, self.base_seed = keys, base_seed
         self.finished = False
-        # Determined when a state is requested for the first time.
+        # Computed when a state is first requested.
         self.batching: State | None = None
         self.skipped: deque[Skipped] = deque(maxlen=MOST_SKIPPED)
-        # Set if the trainer makes the batches.
+        # Set only if the trainer makes the batches.
         self.inline: DatasetState | None = None
-        # For an IterableDataset, the batches of each worker, and whether it is exhausted.
+        # For an IterableDataset, each worker's batch count, and whether the worker is exhausted.
         self.counts, self.ended = [0] * several, [False] * several
         self.yielded = keys.layers.omitted
         if resume is None:
@@ -239,7 +239,7 @@ def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
 
 
 def _is_sampler(kept: list[State]) -> bool:
-    """Check what `Keys` has written, except for the sampler's own state."""
+    """Check the part of a state that `Keys` writes, except for the sampler's own state."""
     (value,) = kept
     both: dict[str, State] = value.get("generators", {"iter": {}, "first": {}})
     trial = sources_in(random.Random(), np.random.RandomState(), torch.Generator())
@@ -250,7 +250,7 @@ def _is_sampler(kept: list[State]) -> bool:
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
 
 
-# They return False or raise if a part of a state is malformed.
+# Each returns False or raises if its part of a state is malformed.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
     **dict.fromkeys(("num_workers", *NUMBERS), _is_number),
@@ -272,7 +272,7 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
-    """Return the start of batches with the new size, and the number of the next one.
+    """Return `start` for the current batch size and ranks, and the next batch's number.
 
     Raises ValueError if the samples have another order, or if the batches differ and it is unknown
     how ranks share an epoch.

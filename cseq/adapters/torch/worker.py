@@ -46,9 +46,9 @@ END = object()
 class Item(NamedTuple):
     """A batch with additional data, or the error instead of a batch.
 
-    `state` is the data set after the batch, and `left` lists skipped samples. `is_over` means that
-    the worker is exhausted. `error` is packed if it comes from a worker. `name` and `key` identify
-    the batch. After an `is_setup` error, all later batches raise as well.
+    `state` is the data set's state after the batch, and `left` lists skipped samples. `is_over`
+    means that the worker is exhausted. `error` is packed if it comes from a worker. `name` and
+    `key` identify the batch. After an `is_setup` error, all later batches raise as well.
     """
 
     batch: object = None
@@ -70,7 +70,7 @@ def samples_of(key: Any) -> int:
         return 1
 
 
-# These stay open until the process exits.
+# Contexts that stay open until the process exits.
 _entered = contextlib.ExitStack()
 
 
@@ -107,7 +107,7 @@ MODES = tuple(_modes())
 
 
 def modes_here() -> list[Any]:
-    """Return the modes of this thread, for workers forked by another thread."""
+    """Return this thread's modes, for workers forked by another thread."""
     return [ask() for ask, _ in MODES]
 
 
@@ -137,10 +137,10 @@ class Fetching(NamedTuple):
 
 
 class FetcherEpoch(NamedTuple):
-    """The parameters of a worker for an epoch.
+    """A worker's parameters for an epoch.
 
-    `first` is the number of delivered batches. For an IterableDataset, it counts only this
-    worker's, `is_over` means that the worker is exhausted, and `index` is the key. A new process
+    `first` is the number of delivered batches. For an IterableDataset, it counts only this worker's
+    batches, `is_over` means that the worker is exhausted, and `index` is the key. A new process
     restores the data set from `state`. Workers send a state every `snapshot_every` batches, or
     never if this is 0. Seeds depend on `rank`.
     """
@@ -155,7 +155,7 @@ class FetcherEpoch(NamedTuple):
 
 
 class Fetcher:
-    """The producer of a worker; see `cseq.indexing.producer.Producer`."""
+    """A worker's producer; see `cseq.indexing.producer.Producer`."""
 
     IN_WORKER = True
 
@@ -168,7 +168,7 @@ class Fetcher:
         self._epoch = FetcherEpoch(0)
         self._fetcher: Any = None
         self._key: Any = ()
-        # The packed exception of `get_ready`.
+        # The packed exception from `get_ready`, if any.
         self._broken: bytes | None = None
         # `_is_open` is True once there is a fetcher for this epoch, or its creation has failed.
         self._is_set_up = self._is_open = False
@@ -177,7 +177,7 @@ class Fetcher:
         self._depth = fork_depth()
 
     def close(self) -> None:
-        """Drop the data set, if this version of torch does so as well.
+        """Drop the data set if this version of torch does.
 
         In a forked process, it belongs to the parent.
         """
@@ -302,7 +302,7 @@ class Fetcher:
         return fetcher
 
     def _collate_key(self, samples: Sequence[object]) -> object:
-        """Collate samples. On failure, report the first that is None."""
+        """Collate samples. On failure, report the first sample that is None."""
         try:
             return self._collate(samples)
         except Exception as error:

@@ -137,7 +137,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        # The last datapipe of the user in this process.
+        # The user's last datapipe in this process.
         self._end_datapipe: DataPipe = None
         # The epoch, and its state without the position.
         self._number = 0
@@ -222,7 +222,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         if (
             state is not None
             and state["position"] is not None
-            # Equal after `_restore_checkpoint_beginning_of_epoch`.
+            # The seeds are equal after `_restore_checkpoint_beginning_of_epoch`.
             and not (state["seeded"] and _peeked(seeds) == _peeked(state["seeds"]))
         ):
             seeds, skip = state["seeds"], state["position"]
@@ -246,7 +246,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop all processes in the background. May be called twice."""
+        """Stop all processes from a background thread. May be called twice."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     # An address, and a secret that authenticates callers.
     Address = tuple[Any, bytes]
 
-# Seconds to wait for the thread of the relay.
+# Seconds to wait for the relay's thread.
 ENDING = 10.0
 
 
@@ -77,7 +77,7 @@ class Relay:
         self._items: Iterator[tuple[int, bytes]] = iter(())
         # The items still to be sent to each worker.
         self._waiting: list[deque[bytes]] = []
-        # What ended the epoch in the dispatching process.
+        # The exception that ended the epoch in the dispatching process.
         self.error: Exception | None = None
         self._is_closed = False
         self._thread = Threads()
@@ -121,7 +121,7 @@ class Relay:
                 return [], False
             except StopIteration:
                 pass
-            except Exception as error:  # noqa: BLE001 - it is raised where the item is asked for
+            except Exception as error:  # noqa: BLE001 - raised in the worker
                 self.error = error
             items = list(waiting)
             waiting.clear()

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class PipeEpoch(NamedTuple):
-    """The parameters of a process for an epoch; see `Streams.begin`."""
+    """A process's parameters for an epoch; see `Streams.begin`."""
 
     number: int
     seeds: SeedGenerator
@@ -158,4 +158,4 @@ class Dispatcher(_Pipeline):
 def _seed_globals(draw: Callable[[], int]) -> None:
     random.seed(draw())
     torch.manual_seed(draw())
-    np.random.seed(draw() >> 32)  # noqa: NPY002 - it is the one that others draw from
+    np.random.seed(draw() >> 32)  # noqa: NPY002 - user code draws from it

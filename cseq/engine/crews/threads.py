@@ -249,7 +249,7 @@ class ThreadCrew(Crew):
         ring = self.rings[worker if is_alone else 0]
         while True:
             self._work(worker, ring, 1 if is_alone else runner_number)
-            # So `launch` either finds this thread still running or adds a new one.
+            # With the lock, `launch` either finds this thread still running or adds a new one.
             with self._lock.hold():
                 if self._is_over(ring) or runner_number > self._wanted:
                     del self._group.begun[runner_number]
@@ -309,4 +309,4 @@ class ThreadCrew(Crew):
 
 
 class _Over(Exception):
-    """The pool was closed before a thread could start."""
+    """Raised if the pool was closed before a thread could start."""

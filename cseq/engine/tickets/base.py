@@ -26,7 +26,7 @@ __all__ = ["Tickets"]
 
 
 class Tickets:
-    """What the workers of a pool are asked for.
+    """The work requested from a pool's workers.
 
     Attributes
     ----------
@@ -67,7 +67,7 @@ class Tickets:
         return None
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask | ItemTask:
-        """Return the task of a runner, a process if `forks`. Thread-safe."""
+        """Return a runner's task. With `forks`, the runner is a process. Thread-safe."""
         raise NotImplementedError
 
     def deaths(self) -> Deaths:
@@ -79,7 +79,7 @@ class Tickets:
         raise NotImplementedError
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Name the ticket in an exception; see `Feed`."""
+        """Add the ticket's details to an exception; see `Feed`."""
         raise NotImplementedError
 
     def list_left(self, ring_number: int, cell: int, left: Left) -> list[Skipped]:

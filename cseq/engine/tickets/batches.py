@@ -69,7 +69,7 @@ class Batches(Tickets):
         return self.pool.rings[0]
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask:
-        """Return the task of a runner."""
+        """Return a runner's task."""
         job = self._job
         stage = INDEXER if runner_number <= job.num_workers else CONVERTER
         return BatchTask(
@@ -192,7 +192,7 @@ class Batches(Tickets):
     def describe(
         self, ring_number: int, cell: int, error: BaseException
     ) -> tuple[BaseException, object]:
-        """Name the batch in an exception, and log it if it is skipped."""
+        """Add the batch's details to an exception, and log a skipped batch."""
         epoch, batch, indices, location, _ = self.held(ring_number, cell, failure.SHOWN)
         error, entry = failure.ordinary(error), None
         if self._job.on_error == "skip" and isinstance(error, Exception):

@@ -94,7 +94,7 @@ class Items(Tickets):
         self.assignments: list[Request] = []
 
     def task(self, runner_number: int, *, forks: bool) -> ItemTask:  # noqa: ARG002
-        """Return the task of a worker."""
+        """Return a worker's task."""
         return ItemTask(self.num_workers)
 
     def deaths(self) -> Deaths:
@@ -177,7 +177,7 @@ class Items(Tickets):
         return self.pool.crew.requested_key(worker, cell) if count == IN_REQUEST else None
 
     def describe(self, worker: int, cell: int, error: BaseException) -> tuple[BaseException, None]:
-        """Name the item in an exception."""
+        """Add the item's details to an exception."""
         error = _signed(error, worker)
         location = f"{self._naming.unit} {self.pool.rings[worker].start(cell)} of worker {worker}"
         named = failure.named(error, f"{location}, epoch {self._epoch - 1}")
@@ -229,7 +229,7 @@ class Items(Tickets):
                 name = f"the beginning of epoch {self._epoch - 1}"
                 posts = [self.post_call(worker, None, name) for worker in range(self.num_workers)]
             feed.refill()
-            # Raise the exception of the key iterator, if any.
+            # Re-raise an exception from the key iterator.
             source.finish()
             for ring in self.pool.rings:
                 ring.wake()
