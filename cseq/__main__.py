@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="the script is a module")
-    # As a single argument, because argparse would drop a `--` that belongs to the script.
+    # Parse all of this as one argument, because argparse would drop a `--` of the script.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument("target", metavar="FILE.py:make", help="a function that returns either")

@@ -587,7 +587,7 @@ cdef class Ring:
     def slots(self):
         """Return the slots in use by published tickets.
 
-        A slot taken out of the ring in the meantime already belongs to the trainer.
+        A slot taken out of the ring concurrently already belongs to the trainer.
         """
         cdef uint32_t k, slot
         cdef int state

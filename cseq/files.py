@@ -44,7 +44,7 @@ def _open(path: str, *, packed: bool) -> IO[str]:
 
 
 def locked(path: str, *, shared: bool = False) -> int | None:
-    """Open and lock a file. Return None if it was renamed or removed in the meantime."""
+    """Open and lock a file. Return None if it is renamed or removed before it is locked."""
     import fcntl
 
     fd = lift(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))

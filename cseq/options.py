@@ -15,7 +15,7 @@ MAX_RESTARTS = 100
 
 
 class WorkerOptions(NamedTuple):
-    """Options of the workers of `MSequence` and `Streams`.
+    """Worker options for `MSequence` and `Streams`.
 
     Attributes
     ----------

@@ -107,7 +107,7 @@ class Run(Generic[K]):
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
         elif self._finalizer is not None:
-            # Last, so that an interrupted close is repeated.
+            # Detach last, so that an interrupted close is repeated.
             self._finalizer.detach()
 
     def _close_pool(self) -> bool:

@@ -680,6 +680,6 @@ class MSequence(Manager, Generic[B_co]):
             elif self._run is not None:
                 self._run.interrupt()
             job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
-            # In one statement, because a signal handler could read them in between.
+            # Assign both in one statement, because a signal handler could read them in between.
             self._place, self._job = place, job
             self._own_seed = False

@@ -29,7 +29,7 @@ __all__ = [
 
 # The stages of a ticket.
 INDEXER, CONVERTER = 0, 1
-# The status of a ticket: a batch, or flags for an exception and for the end.
+# Ticket status values: a batch, or flags for an exception and for the end.
 BATCH, RAISED, ENDED = 0, 1, 2
 
 # An idle runner wakes up once a second.
@@ -40,7 +40,7 @@ SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
 
-# Seconds that a busy runner may continue after its batch is no longer needed.
+# How many seconds a busy runner may continue when its batch is no longer needed.
 HURRY = 0.5
 # A worker can take this many times `timeout` to start.
 START_SHARE = 10

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-    # In a list, because Ray would otherwise fetch the object for each call.
+    # Passed in a list, because Ray would otherwise fetch the object for each call.
     Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]

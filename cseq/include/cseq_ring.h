@@ -449,7 +449,7 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
 }
 
 /* Return how many times the trainer was woken up. Read it before checks for failures and for a close, and
- * pass it to wait_ready. A notification in between ends the wait at once. */
+ * pass it to wait_ready. A notification after this call ends the wait at once. */
 CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
@@ -511,7 +511,7 @@ CSEQ_INLINE void cseq_ring_wait_any(cseq_ring **rings, const uint32_t *cells, ui
 }
 
 /* Admit `count` indexers (at least 1). Indexers with higher numbers exit, and may be restarted when
- * admitted again. Only one thread can call this. A ring that is closed in the meantime stays closed. */
+ * admitted again. Only one thread can call this. If the ring is closed concurrently, it stays closed. */
 CSEQ_INLINE void cseq_ring_admit(cseq_ring *r, uint32_t count) {
     uint32_t closed;
     do closed = cseq_load_sc_u32(&r->closed);

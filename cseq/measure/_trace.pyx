@@ -23,7 +23,7 @@ def begin_log(uint64_t size):
     """Start recording the tickets that loops take. The latest `size` tickets are kept."""
     global records
     array = numpy.empty(size, TAKEN)
-    # Touch all pages now, not in the loop.
+    # Touch all pages now, to avoid page faults in the loop.
     array.view(numpy.uint8).fill(0)
     log.taken, log.size = <void*><uintptr_t>array.ctypes.data, size
     log.begun = log.done = 0

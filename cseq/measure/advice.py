@@ -457,7 +457,7 @@ def _workers(v: Window) -> Said:
 
 
 def _takes_turns(v: Window) -> bool:
-    # Otherwise, the loop holds the GIL.
+    # If workers compute little, the loop holds the GIL.
     indexing = v.own >= TURNS * v.computed
     if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
         return False
@@ -469,7 +469,7 @@ def _is_fed(v: Window) -> bool:
 
 
 def _is_unknown(v: Window) -> bool:
-    """Return True if there are too few batches or no times."""
+    """Return True if there are too few batches, or no measured times."""
     if not v.workers and v.elapsed <= 0:
         return not v.batches
     return v.batches < ENOUGH_BATCHES or v.elapsed <= 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AttachedRun", "Watcher", "runs_of"]
 
-# Seconds between searches for new runs.
+# Interval between searches for new runs, in seconds.
 LOOK = 2.0
 # Window for the current rate and waiting time, in seconds.
 RECENT = 2.0

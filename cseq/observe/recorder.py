@@ -39,7 +39,7 @@ class Recorder:
 
     def __init__(self, path: str) -> None:
         self._path, self._pid = full(path), os.getpid()
-        # Raise OSError now if the folder does not exist.
+        # Raise OSError early if the folder does not exist.
         os.stat(os.path.join(os.path.dirname(self._path), ""))
         self._kept: dict[tuple[str, str], Part] = {}
         # Runs may end in any thread or in a signal handler.

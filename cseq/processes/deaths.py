@@ -1,4 +1,4 @@
-"""Counts dead workers."""
+"""Counts worker deaths."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class Supervisor:
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        # Otherwise, this thread would compete with the supervisor for the GIL.
+        # Wait, because this thread would compete with the supervisor for the GIL.
         self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:

@@ -263,7 +263,7 @@ class WorkerProcess:
         return messages
 
     def stack(self) -> str:
-        """Return the worker's stack traces, even if C code holds its GIL."""
+        """Return the worker's stack traces, even while C code holds the GIL."""
         # Keep the file open during this call.
         file = self._stacks
         if file is None or not self.state or STACK_SIGNAL is None:

@@ -192,7 +192,7 @@ class Entries(Folder):
                 self._counters[self._row, column] += 1
 
     def _set(self, word: int, value: int) -> None:
-        """Write a word in one call. Other processes see it as a whole."""
+        """Write a word in one call, so that other processes never see a partial word."""
         write(self._index, value.to_bytes(8, sys.byteorder), 8 * word)
 
     @contextlib.contextmanager

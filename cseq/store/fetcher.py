@@ -72,7 +72,7 @@ class Fetcher:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.errors: dict[int, Exception] = {}
         self.plan: Plan | None = None
-        # For each connection, the shards that it waits for, and those that it has not mapped yet.
+        # For each connection, the shards that it is waiting for and those that it has yet to map.
         self._needed: dict[asyncio.StreamWriter, list[int]] = {}
         self._given: dict[asyncio.StreamWriter, list[int]] = {}
         self._users = 0

@@ -132,7 +132,7 @@ def users_of(path: str) -> int:
     """Create a folder if necessary, and lock it. Return the lock's descriptor."""
     while True:
         os.makedirs(path, 0o700, exist_ok=True)
-        # Another process may remove the folder in between.
+        # Another process may remove the folder before it is locked.
         with contextlib.suppress(FileNotFoundError):
             users = locked(f"{path}/users", shared=True)
             if users is not None:

@@ -60,7 +60,7 @@ def begin_as_copy(
         _measure_as(is_measured())
         own_offsets()
         system.limit_threads(threads)
-        # Otherwise, garbage collection would copy all pages that contain the trainer's objects.
+        # Keep garbage collection from copying all pages that contain the trainer's objects.
         gc.freeze()
         atexit._clear()
         signal.set_wakeup_fd(-1)
@@ -206,7 +206,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
     process = multiprocessing.Process(name=f"cseq-w{worker}")
-    # Otherwise, the process counter would be 1 in every worker.
+    # Give each worker its own identity, which would be 1 in all of them.
     process._identity = (worker + 1,)
     module._current_process = process
     module._parent_process = module._ParentProcess(*trainer, sentinel)
@@ -263,7 +263,7 @@ def report(worker: int) -> int:
 def leave(code: int, worker: int) -> NoReturn:
     """Exit without waiting for threads."""
     try:
-        # Otherwise, multiprocessing would wait forever for their processes.
+        # Stop process pools, because multiprocessing would wait forever for their processes.
         for pools in _imported(*POOLS):
             with contextlib.suppress(OSError):
                 pools._python_exit()

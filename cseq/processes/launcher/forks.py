@@ -52,7 +52,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     with _fork_guard:
         ours, theirs = map(lifted, socket.socketpair())
         for sock in (ours, theirs):
-            # On TCP sockets, messages would wait up to 200 ms for an ACK.
+            # Disable Nagle's algorithm, because messages would wait up to 200 ms for an ACK.
             if os.name == "nt":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             close_in_forks(sock)

@@ -83,7 +83,7 @@ class ForkServer:
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
         """Send a request and return the socket for the replies."""
         ours, theirs = pair()
-        # In one piece, because other launchers may send requests at the same time.
+        # Send this in one piece, because other launchers may send requests at the same time.
         request = MESSAGE.pack(kind, value) + data
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
@@ -256,7 +256,7 @@ class ForkServerLauncher(Launcher):
                         raise OSError(value, text)
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
-            # Otherwise, a server that is exiting could be reused.
+            # Wait for an exiting server, which could otherwise be reused.
             code = server.process.status(LAST)
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {worker}; see "

@@ -69,8 +69,8 @@ class Child:
         self.ended = Latch()
         self.code: int | None = None
         self._parent_pid = os.getpid()
-        # Held while a signal is sent, because a reaped pid may be reused. Reentrant, because a
-        # signal handler may send a signal.
+        # The lock is held while a signal is sent, because a reaped pid may be reused. It is
+        # reentrant, because a signal handler may send a signal.
         self._lock = Lock()
 
     @property

@@ -101,7 +101,7 @@ class Forker:
 
     def _fork(self, reports: socket.socket, fd: int, worker: int) -> None:
         """Fork a worker with the socket `fd`, and report its process id."""
-        # Otherwise, each worker's garbage collector would copy the server's pages.
+        # Keep each worker's garbage collector from copying the server's pages.
         gc.freeze()
         try:
             pid = fork()
