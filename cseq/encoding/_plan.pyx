@@ -143,7 +143,7 @@ cdef class Plan:
     # -- writing
 
     cdef int match(self, object batch, list arrays, list objects) except -1:
-        """Store a batch's leaves. Return what the objects contain, or 0 for another structure."""
+        """Store a batch's leaves. Return what the objects contain, or 0 if the structure differs."""
         cdef Cursor cursor
         cursor.node = cursor.leaf = 0
         cursor.contents = PLAIN
@@ -345,7 +345,7 @@ cdef class Plan:
                              NULL if leaf.rows else strides, cnp.NPY_ARRAY_CARRAY)
 
     cdef Block spare(self, Py_ssize_t nbytes):
-        """Return a block for copies, if possible one that is no longer in use."""
+        """Return a block for copies, preferably one that is no longer in use."""
         cdef Block block
         cdef PyObject* candidate
         with cython.critical_section(self):

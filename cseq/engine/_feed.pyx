@@ -736,7 +736,7 @@ cdef class Feed:
     # -- calls to workers
 
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
-        """Commit the reply to a call and free its cell, unless this has been done.
+        """Commit the reply to a call and free its cell, unless already done.
 
         If `ends`, the reply ends the worker's items, unless they have keys.
         """

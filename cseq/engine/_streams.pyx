@@ -54,7 +54,7 @@ cdef class Request:
             self.slots.set_free(self.slot)
 
     def locate(self, uint64_t capacity, record):
-        """Set where the data is in the slot; see `codec.Record`."""
+        """Set the location of the data in the slot; see `codec.Record`."""
         cdef int k
         self.slots.resize(self.slot, capacity)
         self.words[0], self.words[1] = self.slot, <int64_t>capacity

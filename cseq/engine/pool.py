@@ -97,7 +97,7 @@ class Pool(Generic[K]):
 
     def close(self) -> None:
         """Stop everything within a limited time. May be called twice."""
-        # No other thread could finish the tickets of an inline crew.
+        # No other thread could finish an inline crew's tickets.
         if self.crew.is_inline:
             self.lanes.leave_traces()
             self.feed.end()

@@ -24,8 +24,8 @@ cdef enum:
 
 TRAINER = 0xFFFFFFFF
 
-# Weak references to the trainer's `SlotTable`s, protected by the critical section of the guard,
-# because methods of a list enter another one.
+# Weak references to the trainer's `SlotTable`s, protected by the guard's critical section,
+# because list methods enter a different one.
 cdef list tables = []
 cdef object tables_guard = object()
 

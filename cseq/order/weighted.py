@@ -153,7 +153,7 @@ class Guide:
             self.first[start : start + CHUNK] = np.searchsorted(sums, marks, "right")
 
     def first_above(self, numbers: NDArray[np.uint64]) -> Ints:
-        """Return the first samples whose cumulative sums exceed the numbers."""
+        """Return, for each number, the first sample whose cumulative sum exceeds it."""
         samples: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
         left = np.flatnonzero(self.sums.take(samples) <= numbers)
         for _ in range(STEPS):

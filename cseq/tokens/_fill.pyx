@@ -153,7 +153,7 @@ cdef void* data_of(cnp.ndarray array, int kind, Py_ssize_t size) except? NULL:
 cdef Py_ssize_t find(Piece* pieces, list arrays, list masks, cnp.ndarray owners, cnp.ndarray starts,
                      Py_ssize_t count, const int64_t* counts, const int64_t* is_cut,
                      const int64_t* numbers, list kept, int most) except -1:
-    """Find the memory of each piece. Copies of other data are added to `kept`."""
+    """Find the memory of each piece. Converted copies are added to `kept`."""
     cdef Py_ssize_t k, stop, n = 0, there = len(owners)
     cdef const int64_t* owner = int64s(owners)
     cdef const int64_t* start = int64s(starts)

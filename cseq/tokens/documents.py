@@ -51,7 +51,7 @@ class Corpus:
     In subclasses, `__init__` sets `given`, the arguments for `again`, and calls `lay`.
     """
 
-    # Another process has checked the files of a copy.
+    # For a copy, another process has already checked the files.
     is_copy = False
     given: dict[str, Any]
     name: str

@@ -58,7 +58,7 @@ class Megatron(Corpus):
             kind = FLOATS.get(code, "unknown")
             raise damaged(path, 17, f"type code {code} ({kind}) is not an integer type", REMEDY)
         size, whole = os.path.getsize(path), HEAD.size + 12 * number + 8 * bounds
-        # There may be another byte per sequence for its mode.
+        # The index may contain an additional mode byte per sequence.
         if size not in (whole, whole + number):
             said = f"the file ends, but {number} sequences and {bounds} bounds need {whole} bytes"
             raise damaged(path, size, said, REMEDY)

@@ -272,7 +272,7 @@ class Rows:
         return np.bincount(sources, counts, len(self.names)).astype(np.int64)
 
     def only(self, keys: Sequence[str]) -> Rows:
-        """Return a copy with other keys."""
+        """Return a copy with different keys."""
         rows = object.__new__(type(self))
         vars(rows).update(vars(self), keys=tuple(keys))
         return rows

@@ -282,7 +282,7 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
             yield keys[k : k + size]
     n = len(inner.data_source) if type(inner) is RandomSampler else 0
     if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
-        # torch's RandomSampler draws whole permutations, and another one for the rest.
+        # RandomSampler draws whole permutations, plus a truncated one for the rest.
         torch.randperm(n, generator=inner.generator, dtype=order.dtype)
     if end < count and skip * size <= end and not outer.drop_last:
         yield listed(order[end:])

@@ -169,7 +169,7 @@ class Batches(Tickets):
         feed.run_clock()
 
     def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
-        """Continue the epoch at `position` with another sampler, unless it is over.
+        """Continue the epoch at `position` with a new sampler, unless the epoch is over.
 
         The iterator stays valid. Batches made in advance are dropped. The caller must hold the lock
         of the run.
