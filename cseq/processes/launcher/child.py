@@ -206,7 +206,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
     process = multiprocessing.Process(name=f"cseq-w{worker}")
-    # Give each worker its own identity, which would be 1 in all of them.
+    # Number the workers here, because each would get number 1 by default.
     process._identity = (worker + 1,)
     module._current_process = process
     module._parent_process = module._ParentProcess(*trainer, sentinel)
