@@ -226,7 +226,7 @@ def test_places_of_a_permutation_are_checked():
         with pytest.raises(IndexError):
             Permutation(n, 1, 0, 14).at(np.array([0, n]))
     for units in ([0, 10], [-1], [9, 10]):
-        with pytest.raises(IndexError, match="exceed 10"):
+        with pytest.raises(IndexError, match=r"not all in \[0, 10\)"):
             gather(RangeReader(10), 0, np.array(units))
 
 

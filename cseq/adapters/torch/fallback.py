@@ -159,7 +159,7 @@ def make_iterator(
         try:
             iterator = LoaderIterator(loader, options, resume)
         except UnpicklableError as error:
-            reason = str(error).replace("producer.", "").replace("the producer", "the data set")
+            reason = str(error).replace("the producer", "the data set").replace("producer.", "")
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise
