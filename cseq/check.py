@@ -113,7 +113,7 @@ def one_dimensional(name: str, given: Any, most: int = MOST_VALUES) -> NDArray[A
 def integers(
     name: str,
     given: Any,
-    remedy: str = "pass integers of at least 0",
+    remedy: str = "pass non-negative integers",
     most: int = MOST_VALUES,
 ) -> NDArray[np.integer[Any]]:
     """Return an argument as an integer array. Existing arrays are not copied."""
@@ -160,5 +160,5 @@ def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
     dims = tuple(map(operator.index, sizes))
     if min(dims, default=0) < 0:
-        raise ValueError(f"shape={shape!r} has a negative dimension; pass integers of at least 0")
+        raise ValueError(f"shape={shape!r} has a negative dimension; pass non-negative integers")
     return dims

@@ -85,7 +85,7 @@ class Manager:
         return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
-        """Hold the lock. Raise RuntimeError in the middle of another call."""
+        """Hold the lock. Raise RuntimeError if another call is in progress."""
         rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
@@ -143,7 +143,7 @@ class Manager:
     def finish(self) -> None:
         """Stop the workers within a bounded time. A second call has no effect.
 
-        If this is called in the middle of another call to the manager, for example by a signal
+        If this is called during another call to the manager, for example by a signal
         handler, that call ends the run.
 
         Workers have 5 s to finish their current batch, or 0.5 s if an exception is propagating
@@ -233,7 +233,7 @@ class Manager:
         return {}
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop waits, and what would help.
+        """Return why the loop is waiting, and what would help.
 
         Parameters
         ----------

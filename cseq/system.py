@@ -132,7 +132,7 @@ def share() -> int:
 
 
 def quota(root: Folder = ROOT) -> float | None:
-    """Return the number of cores that the control groups allow, or None."""
+    """Return the number of cores allowed by cgroups, or None."""
     limits = []
     for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         words = " ".join(lines(join(group, name))).split()

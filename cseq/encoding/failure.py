@@ -250,7 +250,7 @@ def listed(indices: object, most: int = SHOWN) -> str:
 def ordinary(error: BaseException) -> BaseException:
     """Return the error to raise for an exception in user code.
 
-    An exception that would end the loop or exit from the program becomes a RuntimeError.
+    An exception that would end the loop or exit the program becomes a RuntimeError.
     """
     if not issubclass(type(error), ENDINGS):
         return error

@@ -211,7 +211,7 @@ def _reduce_array(array: _Array) -> Reduced:
     if flat is None:
         array = array.copy()
         flat = array.reshape(-1)
-    # numpy has no buffers of dates and times.
+    # NumPy does not export dates and times as buffers.
     view: Any = flat.view(np.uint8) if dtype.kind in "mMV" else flat
     buffer = pickle.PickleBuffer(view)
     data = bytearray(buffer.raw()) if flat.nbytes < IN_BAND else buffer

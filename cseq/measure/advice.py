@@ -39,7 +39,7 @@ USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
-# Each unit's name, its length in seconds, and the shortest time shown in it.
+# Units of time: the name, the length in seconds, and the minimum value to use the unit for.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 

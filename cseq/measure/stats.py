@@ -282,7 +282,7 @@ class Stats:
         return self.advice().cause
 
     def advice(self) -> Advice:
-        """Return why the loop waits and what would help. See docs/how-to/slow.md."""
+        """Return why the loop is waiting and what would help. See docs/how-to/slow.md."""
         from cseq.measure.advice import advise
 
         return advise(self.window())

@@ -103,7 +103,7 @@ def own_offsets() -> None:
 def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | None = None) -> None:
     """Send bytes and descriptors to the other end of a socket.
 
-    On Windows, `process` is the handle of the process there. Raises ConnectionError if it is gone.
+    On Windows, `process` is a handle to the receiver. Raises ConnectionError if it is gone.
     """
     if process is None:
         socket.send_fds(sock, [data], fds)

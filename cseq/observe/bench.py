@@ -144,7 +144,7 @@ def look(made: object) -> Made:
 
 
 def row_of(loader: Loader, kind: str, workers: int) -> AbstractContextManager[Any]:
-    """Return a context manager for the loader of a row."""
+    """Return a context manager that opens the loader for one row of the table."""
     if isinstance(loader, MSequence):
         return loader.start_test() if kind == "none" else loader.start()
     from torch.utils import data

@@ -32,7 +32,7 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# `Works` returns the work per unit, and `Sums` the number of tokens per source.
+# Functions that return the work per unit, and the number of tokens per source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
 # The samples, and the size of each unit, or None if all are 1.

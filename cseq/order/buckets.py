@@ -170,7 +170,7 @@ class Buckets(Recipes):
 
 def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 1 <= ratio < math.inf:
-        raise ValueError(f"ratio={ratio!r} is not a number of at least 1; pass one, such as 1.1")
+        raise ValueError(f"ratio={ratio!r} must be a number that is at least 1, such as 1.1")
     bounds = [shortest]
     while bounds[-1] < longest:
         bounds.append(min(max(bounds[-1] + 1, int(bounds[-1] * ratio)), longest))

@@ -91,7 +91,7 @@ class Lengths:
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
-        remedy = "pass integers of at least 1, such as numpy.ceil(lengths).astype(int)"
+        remedy = "pass positive integers, such as numpy.ceil(lengths).astype(int)"
         self.values = integers("lengths", lengths, remedy)
         self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"

@@ -36,11 +36,11 @@ Weights: TypeAlias = Mapping[str, float]
 
 
 class Mixture(Composed):
-    """Units from several orders, mixed by weight.
+    """Mixes units from several orders according to weights.
 
-    The mixture consists of blocks with units in random order. After each block, the number of units
-    from a source is within one unit of its exact share, or within 1.7 units for sources with less
-    than one unit per block.
+    The mixture is divided into blocks, with the units of a block in random order. After each
+    block, the number of units from a source is within one unit of its exact share, or within 1.7
+    units for sources with less than one unit per block.
 
     Each source is read repeatedly, in a different order in every pass. Passes continue across
     epochs. Samples are numbered consecutively over all sources.
@@ -144,7 +144,7 @@ class Mixture(Composed):
         means = [order.tokens or 1.0 for order in self.sources.values()]
         rates = [weight * (max(means) / mean) for weight, mean in zip(weights, means, strict=True)]
         if not all(map(math.isfinite, rates)):
-            raise ValueError(f"weights={weights} overflow as shares of tokens; pass smaller ones")
+            raise ValueError(f"weights={weights} are too large for token shares; pass smaller ones")
         return rates
 
     def _end(self, stop: str) -> int:
@@ -489,7 +489,7 @@ def _weights(weights: Weights, names: list[str]) -> list[float]:
             raise ValueError(f"weights lacks source {name!r}; pass its share, or 0 to leave it out")
         weight = weights[name]
         if isinstance(weight, (bool, np.bool_)) or not isinstance(weight, Real):
-            raise TypeError(f"weights[{name!r}]={weight!r} is not a number; pass one of at least 0")
+            raise TypeError(f"weights[{name!r}]={weight!r} must be a non-negative number")
         if not 0 <= weight < math.inf:
             raise ValueError(
                 f"weights[{name!r}]={weight!r} is negative or not finite; pass a finite number of "

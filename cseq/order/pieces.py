@@ -30,7 +30,7 @@ TOGETHER = 2**20
 
 
 class Pieces(Classes):
-    """Documents cut every `budget` tokens, with pieces classified by length.
+    """Cuts documents every `budget` tokens and groups the pieces by length.
 
     Remainders with the same number of quanta form a class. Full pieces are the last class. `table`
     contains the documents with remainders by class, with 4 bytes each.

@@ -54,7 +54,7 @@ class Data(Protocol):
     fingerprints: dict[str, int]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that counts the tokens per source in units of an epoch."""
+        """Return a function that counts the tokens from each source in the given units."""
 
 
 class Cut(NamedTuple):

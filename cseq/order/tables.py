@@ -154,7 +154,7 @@ def again(
 
 
 def _forget(folder: str, start: str, before: int) -> None:
-    """Remove files named `start` and a number below `before`."""
+    """Remove files whose names are `start` followed by a number below `before`."""
     for name in os.listdir(folder):
         number = name[len(start) :]
         if name.startswith(start) and number.isdecimal() and int(number) < before:

@@ -198,7 +198,7 @@ def integers_of(
         bad = np.flatnonzero(~((piece >= 0) & (piece < math.inf)))
         if len(bad):
             raise ValueError(
-                f"weights[{start + bad[0]}] is {piece[bad[0]]}; pass finite numbers of at least 0"
+                f"weights[{start + bad[0]}] is {piece[bad[0]]}; pass finite, non-negative numbers"
             )
         most = max(most, float(piece.max()))
     if not most:

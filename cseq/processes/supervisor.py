@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# These open no descriptor, which could be mistaken for a closed standard stream.
+# Other selectors open a descriptor, possibly with the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 # A first item that takes longer than SLOW seconds and twice `slowest` is logged.
 SLOW, slowest = 10.0, 0.0

@@ -1,4 +1,4 @@
-"""``cseq doctor``: finds reasons for a slow machine.
+"""``cseq doctor``: checks a machine for common causes of slow loading.
 
 Each check yields findings. A finding with a remedy is a warning.
 """

@@ -42,7 +42,7 @@ TIMES = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 4
 LIGHT, DARK = (
     "".join(f"--{name}:{pair[choice]};" for name, pair in COLORS.items()) for choice in (0, 1)
 )
-# The style of a file, or of a page with figures in an element of class cseq.
+# CSS for a standalone file, or for a page that embeds figures in an element with class "cseq".
 STYLE = f"""
 .cseq{{{LIGHT}}}
 @media screen and (prefers-color-scheme:dark){{.cseq{{{DARK}}}}}

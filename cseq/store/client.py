@@ -92,7 +92,7 @@ class Client(Folder):
                 self.reset()
                 continue
             finally:
-                # A connection cannot be reused after part of a message.
+                # Do not reuse a connection after an incomplete message.
                 if is_whole:
                     self._free.append(line)
                 else:

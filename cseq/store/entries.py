@@ -48,7 +48,7 @@ NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" els
 # The alignment of entries in bytes.
 LINE = 64
 USED = 0
-# The number of words in the header, and of rows of counters.
+# Number of words in the header, and number of counter rows.
 HEADER, COUNTERS = 8, 512
 # The columns of a row: samples found, created and stored, and created but not stored.
 HITS, MADE, REFUSED = range(3)

@@ -138,7 +138,7 @@ class Given(Corpus):
                 "for each document"
             )
         if (k := first(len(lengths), lambda a, b: lengths[a:b] < 0)) is not None:
-            raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; pass lengths of at least 0")
+            raise ValueError(f"{name} has lengths[{k}]={lengths[k]}; pass non-negative lengths")
         self.lay(name, lengths, [range(int(lengths.sum(dtype=np.int64)))])
 
     def read(

@@ -190,7 +190,7 @@ def test_bad_documents(options, said):
         ({"a": -1, "b": 1}, r"weights\['a'\]=-1 is negative or not finite; pass a finite n"),
         ({"a": 1, "b": math.nan}, r"weights\['b'\]=nan is negative or not finite"),
         ({"a": 1, "b": math.inf}, r"weights\['b'\]=inf is negative or not finite"),
-        ({"a": "1", "b": 1}, r"weights\['a'\]='1' is not a number"),
+        ({"a": "1", "b": 1}, r"weights\['a'\]='1' must be a non-negative number"),
         ({"a": 0, "b": 0}, r"all weights are 0"),
         (5, r"weights=5 is neither a dict nor a list of phases; pass a dict"),
         ([], r"weights=\[\] is neither"),

@@ -172,7 +172,7 @@ def test_tokens_that_are_not_known():
     with pytest.raises(ValueError, match="weights_of='words'"):
         cseq.Mixture({"a": cseq.Shuffled(9)}, {"a": 1}, weights_of="words")  # type: ignore[arg-type]
     sources = {name: cseq.Packed(lengths, 1000) for name, lengths in LONG.items()}
-    with pytest.raises(ValueError, match="overflow as shares of tokens; pass smaller"):
+    with pytest.raises(ValueError, match="too large for token shares; pass smaller"):
         cseq.Mixture(sources, dict.fromkeys(LONG, 1.7e308), weights_of="tokens")
 
 

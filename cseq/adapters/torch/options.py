@@ -1,6 +1,6 @@
 """Options that torch's DataLoader does not have, and their process-wide defaults.
 
-Frameworks rebuild loaders with torch's arguments only, so these options have global defaults.
+Frameworks pass only torch's own arguments when they recreate a loader, hence the defaults.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def group() -> Any:
 
 
 def agreed(seed: int, order: Order, *numbers: int) -> int:
-    """Return rank 0's seed for an order, through the store of the process group.
+    """Get an order's seed from rank 0 through the process group's store.
 
     Unlike a collective, this sends no tensors, and rank 0 does not wait for other ranks. `numbers`
     identify the request on all ranks. Raises RuntimeError if the group has no store, or if rank 0

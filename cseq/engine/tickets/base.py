@@ -87,7 +87,7 @@ class Tickets:
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work on awaited tickets (default: the tickets in the feed)."""
+        """Describe what runners are doing for the awaited tickets, by default the feed's."""
         raise NotImplementedError
 
     def note_wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Tickets for batches from an order, for `MSequence`."""
+"""The tickets that `MSequence` uses to request batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def wake_at(buffer: int, num_workers: int) -> int:
 
 
 class Batches(Tickets):
-    """Tickets in a single ring, for batches of samples in order."""
+    """Requests batches through a single ring, in the order of the samples."""
 
     pool: Pool[Batches]
     rings = 1

@@ -33,7 +33,7 @@ KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
-    """How messages name items, and how many samples they contain.
+    """Describes items in messages: what they are called, and how many samples they contain.
 
     Attributes
     ----------

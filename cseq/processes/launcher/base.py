@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# A time limit that never expires, and the limit for killed processes to exit, in seconds.
+# Time limits in seconds: one that never expires, and one for killed processes to exit.
 FOREVER, LAST = 1e6, 1.0
 
 # On Windows, SIGTERM kills a process. `KILLED` is the exit code after `KILL`.

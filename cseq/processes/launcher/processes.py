@@ -221,7 +221,7 @@ class Launcher:
     def close(self, deadline: float) -> bool:
         """Kill workers that are still running, and stop the servers.
 
-        A server that still runs at `deadline` (`time.monotonic`) is killed. Return True if all
+        A server that is running at `deadline` (`time.monotonic`) is killed. Return True if all
         processes are gone. Otherwise, this may be called again.
         """
         children = set(self._children)
