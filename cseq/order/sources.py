@@ -107,13 +107,13 @@ def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Dr
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
     """Split units at the epochs of their sources. Yield (source, epoch, units)."""
-    _, draws, parts = drawn
-    numbers, starts, stops = np.array(parts).T
-    owners = numbers.repeat(stops - starts)
-    sizes = np.array([order.units for order in sources.values()], np.uint64)
-    epochs, units = np.divmod(draws, sizes[owners])
-    for first, last in runs(owners, epochs):
-        yield int(owners[first]), int(epochs[first]), units[first:last].view(np.int64)
+    sizes = [np.uint64(order.units) for order in sources.values()]
+    for s, start, stop in drawn[2]:
+        epochs, units = np.divmod(drawn[1][start:stop], sizes[s])
+        # Nearly always, there is a single epoch. `runs` would take twice as long to find out.
+        cuts = [(0, stop - start)] if (epochs == epochs[0]).all() else runs(epochs)
+        for first, last in cuts:
+            yield s, int(epochs[first]), units[first:last].view(np.int64)
 
 
 def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
