@@ -322,7 +322,7 @@ cdef class Work:
         return 0
 
 
-cdef bint has_imported(dict missing) except -1:
+cpdef bint has_imported(dict missing) except -1:
     """Return True if one of these modules has been imported, or is being imported."""
     modules = sys.modules
     for name in missing:

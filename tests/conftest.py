@@ -1,7 +1,7 @@
 """Every test's fixtures: a check that it leaves nothing behind, and separate runs of scripts.
 
 A test fails that leaves a process, a thread, a file descriptor, a shared mapping or a name in
-`/dev/shm`. What ends by itself is awaited (a thread is joined, a process polled through its pidfd)
+`/dev/shm`. What exits alone is awaited (a thread is joined, a process polled through its pidfd)
 for at most `GRACE` seconds; the garbage collector runs before anything counts as a leak. Processes,
 descriptors and mappings are read from `/proc`; without it, threads are checked, and on POSIX files
 without a name.

@@ -14,6 +14,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from cseq._core import derive
+from cseq._work import has_imported
 from cseq.indexing.context import here
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Seeds:
 
     def has_new(self) -> bool:
         """Find generators of newly imported modules. Return True if there are any."""
-        if sys.modules.keys().isdisjoint(self.missing):
+        if not has_imported(self.missing):
             return False
         new = [name for name in self.missing if _is_imported(name)]
         self.present += [self.missing[name](sys.modules[name]) for name in new]

@@ -192,8 +192,9 @@ class Arena:
     def reclaim(self, runner_number: int, status: int = 0) -> None:
         """Repost the tickets of a worker that has exited, and free its slots.
 
-        With a `status`, the tickets are published with it instead. Slots of published
-        tickets are kept.
+        With a `status`, the tickets are published with it instead. Slots of published tickets are
+        kept. The trainer takes ownership of such a slot before the slot leaves its cell, so this
+        method finds the slot either in the cell or with another owner.
         """
         ring_number, number_there = self._locate(runner_number)
         self.rings[ring_number].repost(number_there, status)

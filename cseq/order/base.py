@@ -224,6 +224,9 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
     changes = keys[0][1:] != keys[0][:-1]
     for key in keys[1:]:
         changes |= key[1:] != key[:-1]
+    # Usually, there is a single run. Finding that out takes half the time of the general case.
+    if not changes.any():
+        return iter([(0, len(keys[0]))])
     return itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(keys[0])])
 
 

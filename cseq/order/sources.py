@@ -107,12 +107,10 @@ def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Dr
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
     """Split units at the epochs of their sources. Yield (source, epoch, units)."""
-    sizes = [np.uint64(order.units) for order in sources.values()]
+    sizes = [order.units for order in sources.values()]
     for s, start, stop in drawn[2]:
-        epochs, units = np.divmod(drawn[1][start:stop], sizes[s])
-        # Nearly always, there is a single epoch. `runs` would take twice as long to find out.
-        cuts = [(0, stop - start)] if (epochs == epochs[0]).all() else runs(epochs)
-        for first, last in cuts:
+        epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
+        for first, last in runs(epochs):
             yield s, int(epochs[first]), units[first:last].view(np.int64)
 
 

@@ -77,7 +77,7 @@ def test_the_rest_is_dealt_anew(n, batch, other, ranks, new_ranks, part, pad):
 
 
 def test_ranks_draw_differently_and_alike_after_a_resume():
-    """cseq.rng belongs to the batch's place in the epoch, whoever makes the batch."""
+    """cseq.rng depends on the batch's position in the epoch, and not on the worker."""
     parts = []
     for rank in range(2):
         with manager(shard=(rank, 2)).start_test() as m:

@@ -306,7 +306,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: object = None) -> None:
-        """Do nothing. DataLoader2 counts by itself, but warns without this method."""
+        """Do nothing. DataLoader2 does the counting, but warns if this method is missing."""
 
     def _needs_workers(self, verb: str) -> Streams:
         if self._streams is None:
