@@ -70,19 +70,22 @@ class Plan:
                 return
 
     def uses(self) -> Ints:
-        """Return the next window of each shard."""
+        """Return the next window of each shard.
+
+        The window before the current one counts as current, because slower ranks still use it.
+        """
         return self._next(self.front)[0]
 
     def coming(self, more: int) -> list[int]:
         """Return the shards in the current and the next window, and `more` later ones."""
-        uses, shards = self._next(self.front)
+        _, uses, shards = self._next(self.front)
         near = int(np.searchsorted(uses[shards], self.front + 1, "right"))
         coming: list[int] = shards[: near + more].tolist()
         return coming
 
-    def _next_of(self, front: int) -> tuple[Ints, Ints]:
-        """Return the next window of each shard, and the shards sorted by window."""
+    def _next_of(self, front: int) -> tuple[Ints, Ints, Ints]:
+        """Return the result of `uses`, each shard's next window, and the shards sorted by it."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))
-        return uses, uses.argsort(kind="stable")
+        return np.where(turns == front - 1, front, uses), uses, uses.argsort(kind="stable")
