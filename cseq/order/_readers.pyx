@@ -26,7 +26,7 @@ BLOCKS, WINDOW, UNITS, MEMBERS, MIXTURE, SOURCE, WEIGHTS, GROUPS, DOCUMENTS, BAL
 def fingerprint(array):
     """Return a 64-bit hash of the values in a one-dimensional integer or float array.
 
-    It does not depend on the type's size or the memory layout. See docs/inside/orders.md.
+    The hash does not depend on the item size or the memory layout. See docs/inside/orders.md.
     """
     values = numpy.asarray(array)
     wanted = numpy.float64 if values.dtype.kind == "f" else numpy.int64
@@ -40,7 +40,7 @@ def fingerprint(array):
 def digest(array):
     """Return a 64-bit hash of an integer array, about three times as fast as `fingerprint`.
 
-    Value k goes into chain k mod 4. Chain 0 starts with the length and finally absorbs the others.
+    Value k goes into chain k mod 4. Finally, chain 0 absorbs the length and the other chains.
     """
     values = numpy.asarray(array)
     cdef uint64_t z[4]
@@ -81,7 +81,7 @@ def seed_of(uint64_t seed, str name not None):
 
 def drawn(cnp.ndarray positions not None, uint64_t below, uint64_t seed, uint64_t epoch, uint64_t purpose,
           uint64_t key=CSEQ_NO_KEY):
-    """Return random numbers below `below` at the given positions of a random stream."""
+    """Return the random integers below `below` at the given positions of a random stream."""
     cdef Py_ssize_t k, count = positions.size
     cdef const int64_t* position = int64s(positions)
     cdef uint64_t low, z = cseq_stream(seed, epoch, purpose)
@@ -99,8 +99,8 @@ def split(cnp.ndarray counts not None, cnp.ndarray nodes not None, cnp.ndarray f
 
     Row k of `nodes` contains four indices into `counts`: base, node, left and right. The left child
     gets ``counts[base] * factors[k, 0] / 2**64``, rounded, and the right child gets the rest of
-    ``counts[node]``. Return False if a count exceeds ``factors[k, 1]``, since rounding may then
-    fail.
+    ``counts[node]``. Return False if a share might be rounded incorrectly, which is possible only
+    for counts above ``factors[k, 1]``.
     """
     cdef const int64_t* node = int64s(nodes)
     cdef const uint64_t* factor = <const uint64_t*>cnp.PyArray_DATA(factors)
@@ -166,17 +166,17 @@ cdef int64_t MOST_TOKENS = <int64_t>1 << 48
 cdef class DocumentEnds:
     """Maps documents to their positions in a corpus and back, using 8 bytes per 64 documents.
 
-    Position 0 is the first token of the first document. The array of lengths is not copied and must
-    not change.
+    Positions count units from the start of the first document. The array of lengths is not copied
+    and must not change.
 
     Parameters
     ----------
     lengths : array of int
-        The tokens in each document (below 2**48 in total). May be a memory map.
+        The number of tokens in each document (below 2**48 in total). May be a memory map.
     unit : int
-        The tokens in a unit. Only whole units in each document count.
+        The number of tokens in a unit. An incomplete unit at the end of a document is ignored.
     ends : array of int64, optional
-        The `ends` of an equal instance, to save time.
+        The `ends` of an instance with the same arguments, to avoid computing them again.
 
     Attributes
     ----------
@@ -229,7 +229,7 @@ cdef class DocumentEnds:
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
-        """Return a document's whole units. Its length may be unaligned in memory."""
+        """Return the number of whole units in a document. Its length may be unaligned in memory."""
         cdef int64_t value = 0
         cdef uint32_t word
         cdef uint16_t half
@@ -296,8 +296,8 @@ cdef class DocumentEnds:
 def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray positions not None):
     """Find the document at each position in several contiguous sources.
 
-    `firsts` contains the start of each source and the end of the last one. Return the source, the
-    document, the offset in the document, and the tokens left in it.
+    `firsts` contains the start of each source and the end of the last one. Return four rows: the
+    source, the document, the offset in it, and the number of tokens from there to its end.
     """
     cdef Py_ssize_t k, s = 0, count = len(positions)
     cdef const int64_t* first = int64s(firsts)
@@ -364,11 +364,11 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
 
 def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ranks, Py_ssize_t count,
          Py_ssize_t size):
-    """Assign each row to the rank with the least work so far, the lowest one in a tie.
+    """Assign each row to the rank with the least work so far. Ties go to the lowest rank.
 
     Each rank gets `size` rows from each of the `count` batches. `batches` contains the batch of
-    each row, and `works` is in descending order. Return the rank of each row, and its index among
-    the rank's rows from the batch.
+    each row, and `works` its work, in descending order. Return the rank of each row, and the row's
+    index among the rank's rows in the batch.
     """
     cdef Py_ssize_t k, r, best, batch, rows = len(works)
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
@@ -425,7 +425,7 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Return an array with the children of one node in each row.
+    """Return an array with one row per node, which contains the values of its children.
 
     Missing children are 0.
     """
@@ -448,8 +448,8 @@ def laid(values, uint64_t level=1):
 cdef class Tree:
     """A tree that maps points on a line to samples. See docs/inside/orders.md.
 
-    Each sample is an interval of the line, with a length in `masses` (see `laid`). Each epoch
-    reorders the intervals. The sum of all lengths must be below 2**63.
+    Each sample is an interval of the line. `masses` contains the lengths, arranged by `laid`. Each
+    epoch reorders the intervals. The sum of all lengths must be below 2**63.
     """
 
     # There are at most 12 levels, because 16**12 = 2**48.
@@ -532,8 +532,8 @@ cdef class ArrayReader(Reader):
         ``read(epoch, units)`` → the samples in the given units, and the size of each unit, or None
         if all sizes are 1.
     share : callable, optional
-        ``share(epoch, first, together, start, count)`` → the units of the global batch that a rank
-        gets instead of [start, start + count).
+        ``share(epoch, first, together, start, count)`` → the units of the global batch at `first`
+        that replace [start, start + count), the default part of a rank.
     """
 
     cdef readonly object call, share

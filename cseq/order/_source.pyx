@@ -1,5 +1,5 @@
 # cython: language_level=3, freethreading_compatible=True
-"""Ticket sources: what the next ticket requests."""
+"""Ticket sources, which determine what each ticket requests."""
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memcpy
@@ -62,13 +62,13 @@ cdef class Source:
 cdef class OrderSource(Source):
     """The batches of one or more consecutive epochs.
 
-    `cut` is the `sampler.Cut` for the first epoch, and `later` is for the `more` epochs after it.
+    `cut` is the `sampler.Cut` of the first epoch. `later` applies to the `more` epochs after it.
     """
 
     cdef readonly Reader reader
     cdef Cut cut, later
     cdef uint64_t more
-    # Posted batches, the units after the full batches (over all ranks), and the largest batch.
+    # Batches posted, units after the full batches (over all ranks), and the maximum batch size.
     cdef uint64_t posted, rest, most
     # Samples and unit sizes read for batches [posted, prepared).
     cdef uint64_t prepared
@@ -142,7 +142,7 @@ cdef class OrderSource(Source):
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
-        # Leave room for a batch that starts when almost READ_AHEAD samples are read.
+        # Leave room for a batch that starts when almost READ_AHEAD samples have been read.
         words = READ_AHEAD + self.most * room
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))

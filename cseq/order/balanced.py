@@ -48,7 +48,7 @@ class Balanced(Order):
     """Wraps another order and rearranges its rows so that ranks have nearly equal work per step.
 
     The work of a row is its attention cost, the sum of the squared lengths of its pieces. Ranks do
-    not communicate. The number of ranks does not change the rows in a step.
+    not communicate. A step contains the same rows for any number of ranks.
 
     Parameters
     ----------
@@ -58,14 +58,14 @@ class Balanced(Order):
         The number of rows in an optimizer step, over all ranks and microbatches, at most 2**15.
     over : 'step', 'window' or 'epoch'
         Whether rows stay in their step, or are exchanged among 16 steps ('window') or all steps
-        ('epoch'). Rows in a group are then more similar, and each step still contains groups with
-        much and with little work.
+        ('epoch'). Exchanges make the work in a group of `together` rows more uniform. Each step
+        still contains groups with much work and groups with little work.
     together : int, optional
         The number of consecutive rows with similar work. It should be a multiple of the number of
         ranks. Defaults to ``step // gcd(step, 4)``, usually a quarter of a step.
     cache : path, optional
-        A local folder for over='epoch'. All processes of a machine then share one table with 4
-        bytes per row.
+        A local folder for over='epoch'. All processes on a machine then share one table, which
+        takes 4 bytes per row.
 
     Notes
     -----
@@ -138,7 +138,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # A read-ahead spans this many windows.
+        # Number of windows to cache, enough for a read-ahead.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -178,7 +178,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """With `is_sum`, whole windows may be in any order."""
+        """Return the row at each unit. With `is_sum`, whole windows are not rearranged."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):

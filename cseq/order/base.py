@@ -60,11 +60,11 @@ class Order:
     is_seeded : bool
         Whether the order depends on the seed.
     left_out : str
-        Describes the samples that are left out, if any.
+        A description of the samples that are left out, if any.
     tokens : float or None
         The mean number of tokens per unit, or None if unknown.
     replaced : dict of str to str
-        The names of earlier definitions, and what has changed since then, for error messages.
+        The names of earlier definitions, mapped to what has changed since, for error messages.
 
     Examples
     --------
@@ -130,7 +130,7 @@ class Order:
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
         """Return an order that continues a saved run from a position in an epoch.
 
-        `facts` comes from the saved order.
+        `facts` is the result of `facts()` of the saved order.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class Order:
         return self
 
     def reader(self, seed: int) -> Reader:
-        """Return a reader for one seed, for one thread at a time."""
+        """Return a reader for a seed. Only one thread at a time may use it."""
         # A custom order's `read` is called only when a batch is due.
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
@@ -189,7 +189,7 @@ class Order:
         Parameters
         ----------
         batch_size : int
-            The units in a batch. It must be 1 if each unit is a batch.
+            The number of units in a batch. It must be 1 if each unit is a batch.
         seed, epoch : int
             Integers in [0, 2**64).
         start, stop : int
@@ -224,7 +224,7 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
     changes = keys[0][1:] != keys[0][:-1]
     for key in keys[1:]:
         changes |= key[1:] != key[:-1]
-    # Usually, there is a single run. Finding that out takes half the time of the general case.
+    # Usually, there is a single run. This check takes half as long as the general case.
     if not changes.any():
         return iter([(0, len(keys[0]))])
     return itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(keys[0])])

@@ -40,7 +40,7 @@ class Blocks(Samples):
         of different sizes, such as Parquet row groups or tar shards, pass an array of sizes.
     window : int
         The maximum number of blocks in a window. A window of 512 blocks is nearly as good as a full
-        shuffle. Each sample in a window takes 4 bytes.
+        shuffle. Each sample in a window takes 4 bytes of memory.
     lanes : int
         The number of lanes that each window is divided into. Each lane is shuffled separately, and
         samples come from the lanes in turn. `window` must be a multiple of `lanes`. Each rank reads
@@ -139,7 +139,7 @@ class Windows:
             for k, below in enumerate((count, lanes))
         )
         self.epoch_start = int(self.start_of(window))
-        # For each lane, the latest window and its part of that window.
+        # For each lane, the latest window, and the lane's part of that window.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
     def start_of(self, windows: Ints | int) -> Ints:
@@ -200,8 +200,8 @@ class Windows:
 class EqualWindows(Windows):
     """Windows of equally sized blocks. A shorter last block comes last in the layout.
 
-    The first `larger` windows contain `size` + `step` samples, the others `size`. The last one also
-    contains the remaining samples.
+    The first `larger` windows contain `size` + `step` samples, the others `size`. The last window
+    also contains the remaining samples.
     """
 
     def __init__(self, order: Blocks, seed: int, epoch: int) -> None:
@@ -238,8 +238,8 @@ class EqualWindows(Windows):
 class UnequalWindows(Windows):
     """Windows of blocks with different sizes.
 
-    The first windows may get an extra block. `cuts` and `starts` contain the first block and the
-    first layout position of each window.
+    The first windows may contain one more block. `cuts` and `starts` contain the first block and
+    the first layout position of each window.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:

@@ -36,16 +36,16 @@ class Buckets(Recipes):
         The maximum number of tokens in a batch, if all samples are padded to the upper bound of
         their bucket.
     ratio : float
-        The ratio between the upper bounds of successive buckets. A ratio of 1.05 reduces padding,
-        and a ratio of 1.25 mixes more samples.
+        The ratio between the upper bounds of successive buckets. A smaller ratio, such as 1.05,
+        reduces padding. A larger one, such as 1.25, mixes more samples.
     boundaries : sequence of int, optional
-        The upper bounds of the buckets in ascending order, instead of `ratio`. Longer samples get a
-        separate bucket.
+        The upper bounds of the buckets in ascending order, instead of `ratio`. Samples above the
+        last bound form a separate bucket.
     most : int, optional
         The maximum number of samples in a batch.
     together : int
-        The number of consecutive batches from the same or neighbouring buckets. With a multiple of
-        the number of ranks, all ranks get similar work in each step.
+        The number of consecutive batches from the same or neighboring buckets. If it is a multiple
+        of the number of ranks, all ranks have similar work in each step.
     too_long : 'error' or 'drop'
         How to handle samples longer than the budget. See `Packed`.
     longest_first : bool
@@ -103,14 +103,14 @@ class Buckets(Recipes):
 
     @classmethod
     def of(cls, labels: ArrayLike, sizes: int | Mapping[Any, int], *, together: int = 8) -> Self:
-        """Return an order of batches in which all samples have the same label.
+        """Return an order in which all samples of a batch have the same label.
 
         Parameters
         ----------
         labels : array of int or of str
             The label of each sample.
         sizes : int or mapping
-            The number of samples in a batch, as a single number or as a mapping from labels.
+            The number of samples in a batch: a single number, or a mapping from labels to numbers.
         together : int
             The number of consecutive batches with the same label. See `Buckets`.
 

@@ -25,7 +25,7 @@ def make(
 ) -> dict[str, Any]:
     """Return a state that describes a position in a sampler's epochs.
 
-    All states have the same keys and no dicts, as torch's distributed checkpoints require.
+    All states have the same keys and no nested dicts, as torch's distributed checkpoints require.
     """
     return {
         "version": VERSION,
@@ -71,7 +71,7 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
 def load(
     state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
 ) -> tuple[Sampler, int, int]:
-    """Return a sampler that continues from a state, the epoch and the consumed units.
+    """Return a sampler that continues from a state, the epoch, and the number of consumed units.
 
     Raises TypeError or ValueError if the state is invalid, if its seed differs and `any_seed` is
     not set, or if its order, indices or data differ and `strict` is set.
@@ -118,7 +118,7 @@ def load(
 
 
 def tokens_of(state: dict[str, Any]) -> Counter[str]:
-    """Return the tokens per source in a state."""
+    """Return the number of tokens consumed from each source, as recorded in a state."""
     given = state.get("tokens") or "{}"
     try:
         return Counter({name: integer(name, n, 0) for name, n in json.loads(given).items()})

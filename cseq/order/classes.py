@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Tables store samples in 4 bytes each.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# The arguments are the classes, the rank of the first member to read, and how many to read.
+# The arguments are classes, the rank of the first member in each, and the number of members.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
 # Lengths are marked in a table if their range exceeds the number of samples by at most this.
 DENSE = 2**16
@@ -34,8 +34,8 @@ LITTLE = 0.01
 class Classes:
     """A table of samples sorted by class, with 4 bytes per sample.
 
-    `of` contains the class of each sample, or `count` to leave it out. `offsets` contains the start
-    of each class and the end of the last one.
+    `of` contains the class of each sample, or `count` for a sample that is left out. `offsets`
+    contains the start of each class and the end of the last one.
     """
 
     def __init__(self, of: NDArray[np.uint32], count: int) -> None:
@@ -87,7 +87,7 @@ class Members:
 class Lengths:
     """Validated sample lengths, read in chunks.
 
-    `shortest`, `longest` and `total` do not count samples dropped by `too_long`.
+    `shortest`, `longest` and `total` do not include samples dropped by `too_long`.
     """
 
     def __init__(self, lengths: ArrayLike, budget: int, too_long: str) -> None:
@@ -160,7 +160,7 @@ class Lengths:
 
 
 class Labels:
-    """Validated labels. `numbers` contains their indices into the ascending `values`."""
+    """Validated labels: `numbers` are indices into `values`, the sorted distinct labels."""
 
     def __init__(self, labels: ArrayLike) -> None:
         given = one_dimensional("labels", labels)
@@ -176,7 +176,7 @@ class Labels:
 
 
 class Recipes(Order):
-    """Units made from recipes, which say how many samples to take from which classes.
+    """Units made from recipes, which specify the number of samples to take from each class.
 
     Every epoch has the same units in a different order, with different samples.
 
@@ -185,12 +185,12 @@ class Recipes(Order):
     samples, classes :
         The number of samples, and their classes.
     copies, first : numpy.ndarray
-        The units per recipe, and each recipe's first part, followed by the number of parts.
+        The number of units per recipe, and the index of each recipe's first part, followed by the
+        total number of parts.
     parts : numpy.ndarray
-        For each part, the class, the samples per unit, and where the first unit starts in the
-        class.
+        For each part, the class, the samples per unit, and the first unit's rank in the class.
     together : int
-        Number of units, consecutive in recipe order, to keep together.
+        The number of units, consecutive in recipe order, to keep together.
     longest : int, optional
         A unit whose group comes first in every epoch.
     """
@@ -231,8 +231,8 @@ class Recipes(Order):
 class Epoch:
     """The order of the units in an epoch.
 
-    Groups of `together` units are shuffled, and the rest comes last, from `at`. The units in each
-    group are rotated by `turn`.
+    Groups of `together` units are shuffled. The remaining units, which start at unit `at`, come
+    last. The units in each group are rotated by `turn`.
     """
 
     def __init__(self, order: Recipes, seed: int, epoch: int) -> None:

@@ -32,12 +32,12 @@ TOGETHER = 2**20
 class Concatenated(CachedOrder):
     """Rows of `row` tokens cut from concatenated documents, as is common in pre-training.
 
-    Each epoch concatenates the documents in another order, cuts the result every `row` tokens, and
-    shuffles the rows. Every token appears once per epoch, except for a last row that is not full.
+    Each epoch concatenates the documents in a different order, cuts the result every `row` tokens,
+    and shuffles the rows. Every token appears once per epoch, except in an incomplete last row.
 
-    A row consists of pieces of documents, up to the end of the document or the row. Each index is
-    the position of a piece's first token in the concatenation of all documents. In the indexer,
-    `cseq.parts` returns the number of pieces in each row.
+    A row consists of pieces of documents. A piece ends where its document or the row ends. Each
+    index is the position of a piece's first token in the concatenation of all documents. In the
+    indexer, `cseq.parts` returns the number of pieces in each row.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ class Concatenated(CachedOrder):
     row : int
         The number of tokens in a row, at most 2**24.
     cache : path, optional
-        A local folder for tables, as for `Packed`, and for a file per epoch with half a byte per
-        document.
+        A local folder for tables, as in `Packed`, and for one file per epoch, which takes half a
+        byte per document.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Concatenated(CachedOrder):
         new("room", 1, np.int64)[:] = self._most_pieces(ends.lengths)
 
     def _most_pieces(self, lengths: NDArray[np.integer[Any]]) -> int:
-        """Return the maximum number of pieces in a row, with up to two cut documents."""
+        """Return the maximum number of pieces in a row, including up to two cut documents."""
         counts = np.zeros(self.row + 1, np.int64)
         step = max(TOGETHER, 4 * self.row)
         for start in range(0, len(lengths), step):
@@ -101,7 +101,7 @@ class Concatenated(CachedOrder):
         # All documents shorter than `longest` fit into one row.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        # With a maximum of 1, units would be samples.
+        # With a maximum of 1, units would count as single samples.
         return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class _Epoch:
         self.ends, self.works = arrays["ends"], arrays.get("works")
 
     def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - bound by `partial`
-        """Sum the lengths in order, and compute each row's work if `works`."""
+        """Sum the lengths in order, and compute each row's work if `works` is set."""
         n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)
         if works:

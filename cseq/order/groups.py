@@ -27,21 +27,21 @@ KEPT = 1024
 class Groups(Order):
     """Batches that contain `samples` samples from each of `classes` distinct classes.
 
-    Batches are drawn in rounds across epochs. Each round uses every class once. If the number of
-    classes is not a multiple of `classes`, each round leaves out a few random ones. Otherwise, all
-    samples of a class appear before any repeats, except for a few if its size is not a multiple of
-    `samples`.
+    Batches are drawn in rounds, which continue across epochs. Each round uses every class once, or
+    leaves out a few random classes if their number is not a multiple of `classes`. If none are left
+    out, all samples of a class appear before any is repeated, except for a few samples if the size
+    of the class is not a multiple of `samples`.
 
     Parameters
     ----------
     labels : array of int or of str
         Each sample's class.
     classes, samples : int
-        The number of classes in a batch, and of consecutive samples from each class.
+        The number of classes in a batch, and the number of samples from each, which are adjacent.
     epoch_size : int, optional
         The number of batches in an epoch. By default, an epoch has as many samples as the data.
     repeat_small : bool
-        Whether to repeat samples of classes with fewer than `samples`, rather than raise an error.
+        Whether to repeat samples if a class has fewer than `samples`, instead of raising an error.
 
     Examples
     --------

@@ -58,13 +58,13 @@ class Mixture(Composed):
         What the weights measure. With 'tokens', a source with longer rows gets fewer rows for the
         same weight. Use it for `Packed` and `Concatenated`.
     block : int
-        The number of units in a block. There may be more sources than this.
+        The number of units in a block. It may be smaller than the number of sources.
     epoch_size : int, optional
         The number of units in an epoch.
     stop : 'all' or 'first'
-        The default epoch size: until every source has completed a pass ('all'), or before any
-        source starts a second pass ('first'). It is a multiple of `block`, based on the first
-        weights.
+        Where an epoch ends by default: after every source has completed a pass ('all'), or before
+        any source starts a second pass ('first'). The epoch size is a multiple of `block`, and is
+        based on the first weights.
 
     Warns
     -----
@@ -73,8 +73,8 @@ class Mixture(Composed):
 
     Notes
     -----
-    A state can be loaded into a mixture with other weights, blocks or sources. It continues from
-    the saved positions. The epoch size must not change, so pass `epoch_size` if necessary.
+    A state can be loaded into a mixture with other weights, blocks or sources. The sources continue
+    from their saved positions. The epoch size must not change: pass `epoch_size` if necessary.
 
     Examples
     --------
@@ -148,7 +148,7 @@ class Mixture(Composed):
         return rates
 
     def _end(self, stop: str) -> int:
-        """Return the units in an epoch, a multiple of the block size."""
+        """Return the default epoch size, which is a multiple of the block size."""
         shares = self._plan.shares[0]
         used = zip(self.sources.values(), shares.whole, strict=True)
         units = np.array([order.units if weight else 0 for order, weight in used], np.uint64)
@@ -235,10 +235,10 @@ class Mixture(Composed):
         return order
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
-        """Return an order that has new weights from a position onwards; see `MSequence.reweigh`.
+        """Return an order that uses new weights from a position onwards; see `MSequence.reweigh`.
 
-        The epoch size does not change. A mixture with the original weights that loads a state of
-        the new order also continues with the new weights.
+        The epoch size does not change. After loading a state of the new order, a mixture with the
+        original weights also continues with the new weights.
         """
         names, plan = list(self.sources), self._plan
         unit = epoch * self.units + consumed
@@ -325,8 +325,8 @@ class Mixture(Composed):
 class Resized(Composed):
     """An order whose epochs are joined and then cut into epochs of `epoch_size` units.
 
-    Shorter epochs cover a part of the data each, and all samples appear before any repeats. Longer
-    epochs contain samples several times.
+    If epochs become shorter, each covers a part of the data, and all samples appear before any is
+    repeated. Longer epochs contain samples several times.
 
     Parameters
     ----------
@@ -379,7 +379,7 @@ class Resized(Composed):
 
 
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
-    """Return the plan in a state and the facts per source."""
+    """Return the plan in a state, and the facts of each source."""
     try:
         source_facts = {name: dict(values) for name, values in facts["sources"]}
         names = list(source_facts)
@@ -402,7 +402,7 @@ class _Plan:
     """Assigns units to sources.
 
     `phases` contains the first unit and the weights of each phase. Block 0 starts at unit `since`,
-    after `taken` units from each source, including removed ones.
+    after `taken` units from each source, including removed sources.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class _Plan:
     def block_of(
         self, seed: int, before: Callable[[int], NDArray[np.uint64]], block: int
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-        """Return the source of each unit in a block, and its index among the source's draws."""
+        """Return each unit's source in a block, and its index among the draws from that source."""
         first = before(block)
         quotas = before(block + 1) - first
         sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))

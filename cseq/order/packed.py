@@ -45,22 +45,22 @@ class Packed(Recipes, CachedOrder):
     budget : int
         The maximum number of tokens in a row.
     quantum : int
-        Lengths are rounded up to a multiple of this value. A larger quantum mixes more samples, but
-        rows become less full.
+        Lengths are rounded up to a multiple of this value. With a larger quantum, more samples are
+        exchanged, but rows are less full.
     too_long : 'error', 'drop' or 'split'
-        What to do with samples longer than the budget. A warning is issued if more than 1 % of all
+        How to handle samples longer than the budget. A warning is issued if more than 1 % of all
         tokens or samples are dropped. With 'split', samples are documents, which may be empty (see
         Notes).
     cache : path, optional
         A local folder for the tables of ``too_long='split'``, which all processes and later runs
-        share. They take 4 bytes per document and can be deleted at any time. Ignored on Windows.
+        share. Tables take 4 bytes per document and can be deleted at any time. Ignored on Windows.
 
     Notes
     -----
     With ``too_long='split'``, each document is cut into pieces of `budget` tokens and a remainder,
     and rows consist of pieces. Each index is the position of a piece's first token in the
     concatenation of all documents. `samples` is the total number of tokens, which must be below
-    2**48. If the pieces cannot fill rows to at least 99.9 %, `describe` reports the maximum.
+    2**48. If pieces cannot fill at least 99.9 % of the rows' space, `describe` reports the maximum.
 
     Examples
     --------
@@ -129,7 +129,7 @@ class Packed(Recipes, CachedOrder):
         self._tokens = None
         if quantum == 1:
             self._tokens = np.add.reduceat(lengths_in * counts, self.first[:-1])
-        # With a maximum of 1, units would be samples.
+        # With a maximum of 1, units would count as single samples.
         self.room = max(2, self.room)
         self.tokens = total / self.units
         self._used = self.tokens / budget

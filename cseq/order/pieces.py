@@ -33,14 +33,14 @@ class Pieces(Classes):
     """Cuts documents every `budget` tokens and groups the pieces by length.
 
     Remainders with the same number of quanta form a class. Full pieces are the last class. `table`
-    contains the documents with remainders by class, with 4 bytes each.
+    lists the documents with a remainder, sorted by class, in 4 bytes each.
 
     Attributes
     ----------
     lengths : array
-        The quanta per piece in each class.
+        The number of quanta in a piece of each class.
     sizes, offsets : array
-        The pieces in each class, and where the class starts in `table`.
+        The number of pieces in each class, and the start of the class in `table`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Pieces(Classes):
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
-        """Yield each chunk of documents as its start and the number of quanta in each remainder."""
+        """Yield the start of each chunk of documents, and the number of quanta per remainder."""
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
@@ -132,12 +132,12 @@ class Pieces(Classes):
 def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     """Return a lower bound on the number of rows in any packing of whole pieces.
 
-    This is the bound by Martello and Toth: A row has room for one piece above half the budget, two
-    above a third, and so on. Pieces of at least k tokens up to half the budget need more rows,
-    unless they fit beside longer ones. The bound is maximized over k.
+    This is the Martello–Toth bound. A row has room for one piece longer than half the budget, for
+    two pieces longer than a third, and so on. Pieces from k tokens to half the budget need further
+    rows unless they fit beside longer pieces. The bound is the maximum over all k.
     """
     tokens = lengths * counts
-    # The number of pieces in each class and all larger ones.
+    # The number of pieces in each class and all classes of longer pieces.
     above = np.append(counts[::-1].cumsum()[::-1], 0)
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())

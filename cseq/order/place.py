@@ -23,11 +23,11 @@ class Progress(Protocol):
 
     @property
     def position(self) -> int:
-        """Units that all ranks consumed or skipped since the first epoch started."""
+        """The number of units that all ranks consumed or skipped since the first epoch started."""
 
 
 class Last(NamedTuple):
-    """The final progress of a closed feed, by default none."""
+    """The final progress of a closed feed. The defaults mean no progress."""
 
     taken: int = 0
     ended: bool = False
@@ -35,7 +35,7 @@ class Last(NamedTuple):
 
 
 class Now(NamedTuple):
-    """The current epoch, the units that all ranks consumed, and whether it is over."""
+    """The current epoch, the number of units that all ranks consumed, and whether it is over."""
 
     epoch: int
     position: int
@@ -50,9 +50,9 @@ class Place:
     first : int
         The epoch in which the iterator starts.
     consumed : int
-        The units of this epoch that all ranks consumed before the iterator started.
+        The number of units of this epoch that all ranks consumed before the iterator started.
     progress : Progress
-        The feed's progress, or no progress until the feed starts the epoch.
+        The feed's progress, or `Last()` until the feed starts the epoch.
     again : bool
         Whether the next iterator restarts an unfinished epoch.
     tally : Tally
@@ -77,7 +77,7 @@ class Place:
         return self.progress.ended or self.progress.taken > 0
 
     def now(self, sampler: Sampler) -> Now:
-        """Return the current position. Other threads may consume batches meanwhile."""
+        """Return the current position. Other threads may consume batches during this call."""
         if not self.begun:
             return Now(self.first, self.consumed, is_over=False)
         ended, position = self.progress.ended, self.progress.position
@@ -104,7 +104,7 @@ class Place:
         )
 
     def count_tokens(self, sampler: Sampler, now: Now) -> dict[str, int]:
-        """Return the tokens consumed from each source, or {} if unknown."""
+        """Return the number of tokens consumed from each source, or {} if unknown."""
         if sampler.data is not None:
             self.tally = self.tally.counted(sampler, (self.first, self.consumed), now[:2])
         return dict(self.tally.counts)

@@ -49,7 +49,7 @@ COUNTED = 2**20
 
 
 class Data(Protocol):
-    """Data that can report the tokens from each of its sources."""
+    """Data that can count the tokens from each of its sources."""
 
     fingerprints: dict[str, int]
 
@@ -58,24 +58,24 @@ class Data(Protocol):
 
 
 class Cut(NamedTuple):
-    """How the rest of an epoch is divided into batches for one rank.
+    """The batches of one rank in the rest of an epoch.
 
     `_source.pyx` has a struct with the same fields.
 
     Attributes
     ----------
     first : int
-        The number of batch 0 in the epoch.
+        The number that batch 0 has in the whole epoch.
     batches, full : int
-        The number of batches, and of full batches, which come first.
+        The number of batches, and the number of full batches, which come first.
     start, stride : int
-        The position of batch 0, and the distance to the next batch.
+        The position of batch 0, and the distance in units from one batch to the next.
     size : int
-        The units in a full batch.
+        The number of units in a full batch.
     part_start, part : int
         The position and size of the batch after the full batches, if any.
     consumed : int
-        The units that all ranks consumed before batch 0.
+        The number of units that all ranks consumed before batch 0.
     """
 
     first: int
@@ -105,7 +105,7 @@ class Sampler:
     repeat : int
         The number of epochs that each `OrderSource` covers.
     data : Data, optional
-        Counts tokens per source for states.
+        Counts the tokens from each source, to be stored in states.
 
     Attributes
     ----------
@@ -187,7 +187,7 @@ class Sampler:
         """Return the batches of an epoch, and of the following epochs if `repeat` exceeds 1.
 
         The units after `consumed` are divided from scratch, so `batch_size` and `world_size` may
-        have changed. With `own`, the source has its own reader.
+        have changed. With `own`, the source does not share its reader.
         """
         reader = self._make_reader() if own else self._reader
         number = integer("epoch", epoch, 0, MOST_SEED)
@@ -217,7 +217,7 @@ class Sampler:
         return self.data.token_sums(self.order, self.seed)
 
     def tokens(self, epoch: int, start: int, stop: int) -> dict[str, int]:
-        """Return the tokens from each source in units [start, stop) of an epoch."""
+        """Count the tokens from each source in units [start, stop) of an epoch."""
         counts: Counter[str] = Counter()
         for first in range(start, stop, COUNTED):
             counts.update(self._sums(epoch, np.arange(first, min(first + COUNTED, stop))))
@@ -236,7 +236,7 @@ class Sampler:
     def end(self, consumed: int = 0) -> int:
         """Return how many units all ranks have consumed at the end of an epoch.
 
-        With `drop_last`, this depends on `consumed`, where the epoch started.
+        With `drop_last`, this depends on `consumed`, the position at which the epoch was started.
         """
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
@@ -272,7 +272,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 def _holds_numbers(indices: object) -> bool:
     """Return True for an array of numbers rather than a data set.
 
-    numpy would read all samples of a data set, and never finish without an IndexError.
+    numpy would read all samples of a data set, endlessly if no index raises IndexError.
     """
     if isinstance(indices, (list, tuple)):
         return (
@@ -293,5 +293,5 @@ class RankSampler:
         self.set_epoch = set_epoch
 
     def __len__(self) -> int:
-        """Return the units per epoch on this rank (samples, rows or batches)."""
+        """Return the number of units (samples, rows or batches) per epoch on this rank."""
         return self._count()

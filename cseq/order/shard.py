@@ -80,7 +80,7 @@ class Shard(NamedTuple):
         return f"rank {self.rank} of {self.world_size} ({self.source or 'the default'})"
 
     def check_drawn(self, order: Order) -> None:
-        """Raise ValueError if the order depends on the seed, which each rank has drawn itself."""
+        """Raise ValueError if ranks that draw their own seeds would use different orders."""
         if self.world_size > 1 and order.is_seeded:
             raise ValueError(
                 f"{self} needs a seed, because ranks that draw their own seeds would use different "
@@ -162,12 +162,12 @@ def find_shard() -> Shard:
 def model_parallel() -> list[tuple[str, int]]:
     """Return the mesh dimensions and sizes if ranks seem to share a model.
 
-    They do if the name of a dimension has no word from `DATA`, or if the only data dimension does
-    not include all ranks.
+    They seem to if the name of a dimension contains no word from `DATA`, or if the only data
+    dimension does not include all ranks.
 
-    torch keeps no list of meshes. Since torch 2.6, their process groups have descriptions. Earlier
-    versions keep track of sliced meshes. A one-dimensional mesh of all ranks is not found, because
-    it uses the default group.
+    torch has no list of meshes. Since torch 2.6, the process groups of meshes have descriptions.
+    Earlier versions keep track of sliced meshes. A one-dimensional mesh of all ranks is not found,
+    because it uses the default group.
     """
     torch = _torch()
     if torch is None:
@@ -211,7 +211,7 @@ def agree(earlier: Shard | None) -> Shard:
 
 @functools.cache
 def warn_alone() -> None:
-    """Log once per process that there is only one rank."""
+    """Log once per process that no other ranks were found."""
     log.warning(
         "shard='auto' found neither a process group nor a launcher's environment variables, so "
         "this process gets all samples"
@@ -247,7 +247,7 @@ def _torch_group() -> Shard | None:
 def _jax() -> Shard | None:
     """Query JAX if its processes are connected or a backend exists.
 
-    Otherwise, the query would create a backend.
+    In any other state, the query would create a backend.
     """
     state: Any = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     if getattr(state, "client", None) is not None:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Shares:
-    """Computes the units from each source before any block, with constant weights.
+    """Computes the number of units from each source before any block, with constant weights.
 
     Sources with less than one unit per block are the leaves of a Huffman tree. At each node, the
     left child gets its rounded share of the units, and the right child the rest. The tree and the
-    other sources form a list, and for every k, its first k entries together get their rounded share
-    of all units. See docs/inside/orders.md for the error bounds.
+    other sources form a list. For every k, the first k entries together get their rounded share of
+    all units. See docs/inside/orders.md for the error bounds.
 
     Attributes
     ----------
@@ -70,7 +70,7 @@ class Shares:
         self._factors = np.array(factors, np.uint64).reshape(-1, 2)
 
     def before(self, block: int) -> NDArray[np.uint64]:
-        """Return the units from each source before a block, modulo 2**64."""
+        """Return the number of units from each source before a block, modulo 2**64."""
         units, sources = block * self.block, len(self.whole)
         counts = np.zeros(sources + len(self._nodes), np.uint64)
         if units <= WORD:

@@ -68,8 +68,8 @@ class Shuffled(Samples):
     samples : int, optional
         The number of samples. Defaults to the size of the data.
     algorithm : 'feistel-v1' or 'fisher-yates-v1'
-        'feistel-v1' needs no memory and starts anywhere without delay. 'fisher-yates-v1', which
-        ``shuffle=True`` uses, needs 4 bytes per sample, and is faster for up to about 10**5
+        'feistel-v1' needs no memory, and reads from any position without delay. 'fisher-yates-v1',
+        which ``shuffle=True`` uses, needs 4 bytes per sample, and is faster for up to about 10**5
         samples. See docs/inside/shuffle.md.
 
     Examples

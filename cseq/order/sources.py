@@ -75,7 +75,7 @@ class Composed(Order):
 
 
 def check_sources(sources: Mapping[str, Order]) -> dict[str, Order]:
-    """Return `sources` as a dict. All must have the same type of units."""
+    """Check that the sources have the same type of units, and return them as a dict."""
     if not hasattr(sources, "keys") or not sources:
         raise TypeError(f"sources={sources!r} is not a dict of orders; pass at least one order")
     orders = dict(sources)
@@ -106,7 +106,7 @@ def by_source(unit_sources: NDArray[np.uint16], draws: NDArray[np.uint64]) -> Dr
 
 
 def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, int, Ints]]:
-    """Split units at the epochs of their sources. Yield (source, epoch, units)."""
+    """Split units by source and by the source's epoch. Yield (source, epoch, units)."""
     sizes = [order.units for order in sources.values()]
     for s, start, stop in drawn[2]:
         epochs, units = np.divmod(drawn[1][start:stop], np.uint64(sizes[s]))
@@ -115,7 +115,7 @@ def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, in
 
 
 def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
-    """Restore the original order of units of at most `room` samples."""
+    """Restore the original order of units, which have at most `room` samples each."""
     if isinstance(order, slice):
         return values, None if room == 1 else sizes
     if room == 1:

@@ -112,7 +112,7 @@ class Mapped(NamedTuple):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Mapped | None:
-        """Return the location of an array, or None unless it is a read-only memory map."""
+        """Return the location of an array, or None if it is not in a read-only memory map."""
         whole: Any = array
         while isinstance(whole.base, np.ndarray):
             whole = whole.base
@@ -127,7 +127,7 @@ class Mapped(NamedTuple):
 class CachedOrder(Order):
     """An order that is computed from lengths and can store tables in a folder.
 
-    With a folder, pickles contain no data per document.
+    With a folder, a pickle refers to the file of lengths, and contains no data per document.
     """
 
     _folder: str | None = None

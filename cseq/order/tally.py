@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 class Tally(NamedTuple):
-    """The tokens that all ranks have consumed from each source.
+    """The number of tokens that all ranks have consumed from each source.
 
-    Only `counted` counts them.
+    Only `counted` updates the counts.
 
     Attributes
     ----------
@@ -21,7 +21,7 @@ class Tally(NamedTuple):
     due : tuple of (Sampler, epoch, start, stop)
         Ranges of units from earlier places that are still to be counted.
     mark : (epoch, position) or None
-        The position up to which the current place has been counted, if at all.
+        The position up to which the current place has been counted, or None.
     """
 
     counts: Counter[str] = Counter()  # noqa: RUF012 - never changed

@@ -139,7 +139,7 @@ class Weighted(Order):
 class Guide:
     """A lookup table for the first sample in each range of 2**shift numbers.
 
-    `numpy.searchsorted` would take three times as long, because it waits for memory.
+    `numpy.searchsorted` would take three times as long, because of memory latency.
     """
 
     def __init__(self, sums: NDArray[np.uint64]) -> None:
@@ -189,8 +189,8 @@ def integers_of(
 ) -> NDArray[np.uint64]:
     """Convert weights to integers, in a new array with the layout that `arrange` creates.
 
-    Each is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0. The
-    exponent k is as large as possible with a total below 2**62.
+    Each integer is ``weight * 2**k``, rounded half to even, and at least 1 unless the weight is 0.
+    The exponent k is the largest for which the total is below 2**62.
     """
     most = 0.0
     pieces = [(start, weights[start : start + CHUNK]) for start in range(0, len(weights), CHUNK)]
