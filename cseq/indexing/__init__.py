@@ -4,7 +4,7 @@
 ``producer``  the worker's side of a stream: makes the items that are requested
 ``dataset``   `from_dataset`: turns a map-style data set into a worker
 ``packing``   `packed`: a list of objects that all processes share in memory
-``leaving``   ``on_error='skip'``: leaves out samples and batches that raise
+``leaving``   ``on_error='skip'``: leaves out samples and batches that fail
 ``context``   functions for use in an indexer: `rng`, `empty`, `worker_info`
 ``seeding``   seeds `random`, ``numpy.random`` and torch for each batch
 """

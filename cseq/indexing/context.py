@@ -27,9 +27,9 @@ PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """The numbers of a batch that has no ticket in a local ring.
+    """The seed, epoch and position of a batch that has no ticket in a local ring.
 
-    `start` is the position of the first sample in the epoch. `units` is the result of `parts`.
+    `start` is the position of the first unit in the epoch. `units` is the result of `parts`.
     """
 
     seed: int
@@ -83,7 +83,7 @@ class BatchContext(BatchState):
         self.left: Sequence[tuple[int, Any, str]] = ()
 
     def rng(self) -> np.random.Generator:
-        """Return the batch's generator, always the same object."""
+        """Return the batch's generator. All calls for a batch return the same object."""
         if self.drawn is None:
             if self.ticket is None:
                 raise RuntimeError(
@@ -94,7 +94,7 @@ class BatchContext(BatchState):
         return self.drawn
 
     def set_ticket(self, ticket: Ticket) -> None:
-        """Set the current ticket and reset `rng`, even for the same batch."""
+        """Set the current ticket and reset `rng`, even if the same batch is made again."""
         self.ticket = ticket
         self.drawn = None
 
@@ -135,9 +135,9 @@ def generator(seed: int, epoch: int, start: int) -> np.random.Generator:
 def rng() -> np.random.Generator:
     """Return the random generator of the current batch.
 
-    The generator depends only on the seed, the epoch and the position of the batch. The number of
-    workers, test mode, restarts and resumes do not matter. Each rank draws different numbers. All
-    calls for a batch return the same generator.
+    The generator depends only on the seed, the epoch and the position of the batch. It does not
+    depend on the number of workers, test mode, restarts or resumes. Each rank draws different
+    numbers. All calls for a batch return the same generator.
 
     Raises
     ------
@@ -173,8 +173,8 @@ def parts() -> NDArray[np.int64]:
     -------
     numpy.ndarray
         An int64 array with one element per unit of the order, such as a row of `Packed`. The sum is
-        the number of indices, without samples that ``on_error='skip'`` has left out in
-        `from_dataset`.
+        the number of indices, not counting samples that `from_dataset` has left out because of
+        ``on_error='skip'``.
 
     Raises
     ------
@@ -221,7 +221,7 @@ def empty(shape: int | Sequence[int], dtype: DTypeLike = float) -> NDArray[Any]:
     shape : int or sequence of int
         The shape of the array.
     dtype : data type, optional
-        The type of the array, without Python objects.
+        The data type of the array, which must not contain Python objects.
 
     Returns
     -------

@@ -38,7 +38,7 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# Minimum size of a stack in the slot, and of arrays that are copied immediately, in bytes.
+# Minimum size in bytes of a stack in the slot, and of arrays that are copied to it immediately.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -46,20 +46,20 @@ LARGE = 65536
 def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None) -> DatasetIndexer:
     """Create a worker from a map-style data set.
 
-    The worker has a length, so `dset_size` is not needed. Worker processes get a pickled copy of
-    the data set. Worker threads share it without a lock.
+    The worker has a length, so `dset_size` is not needed. Each worker process receives a pickled
+    copy of the data set. Worker threads share the data set without a lock.
 
     Parameters
     ----------
     dataset : object
         An object with ``__len__()`` and ``__getitem__(index)``, such as a torch ``Dataset`` or a
-        Hugging Face ``datasets.Dataset``. If there is a method ``__getitems__(indices)`` that
-        returns a list of samples, it is used instead. The length is read only once.
+        Hugging Face ``datasets.Dataset``. If it also has a method ``__getitems__(indices)``, which
+        returns a list of samples, this is used instead. The length is read only once.
     collate : callable, optional
-        A function that makes a batch from a list of samples. By default, samples are collated as by
-        torch's ``default_collate``, except that arrays and numbers become an array. Tensors, arrays
-        and numbers are stacked. Dicts, lists, tuples and named tuples are collated value by value
-        (a tuple becomes a list). Strings and bytes are returned as a list.
+        A function that makes a batch from a list of samples. By default, samples are collated as in
+        torch's ``default_collate``, but arrays and numbers become arrays, not tensors. Tensors,
+        arrays and numbers are stacked. Dicts, lists, tuples and named tuples are collated value by
+        value (a tuple becomes a list). Strings and bytes are returned as a list.
 
     Returns
     -------
@@ -118,7 +118,7 @@ def is_torchs(candidate: object, kind: str = "Dataset") -> bool:
 
 
 def unasked(dataset: Any) -> DatasetIndexer:
-    """Apply `from_dataset` to a torch data set."""
+    """Apply `from_dataset` to a torch data set that was passed as a worker."""
     made = from_dataset(dataset)
     made.is_unasked = True
     return made
@@ -137,7 +137,7 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 class DatasetIndexer:
     """The worker that `from_dataset` creates.
 
-    `is_unasked` is True if a torch data set was passed as a worker. It may accept an array itself.
+    `is_unasked` is True if a torch data set, which may accept an array, was passed as a worker.
     """
 
     is_unasked = False
@@ -166,7 +166,7 @@ class DatasetIndexer:
         return self.make_batch(indices, Leaving(self.dataset, skips=False, refuses_none=is_plain))
 
     def make_batch(self, indices: NDArray[np.int64], leaving: Leaving) -> Any:
-        """Return the batch, without samples that `leaving` leaves out."""
+        """Return the batch for an array of indices, fetching the samples with `leaving`."""
         numbers: list[int] = indices.tolist()
         fetched = leaving.fetch(numbers)
         if self.collate is default_collate and not hasattr(self.dataset, "__getitems__"):
@@ -191,7 +191,7 @@ class DatasetIndexer:
 
 
 class LeavingIndexer(DatasetIndexer):
-    """A `DatasetIndexer` that leaves out samples that raise."""
+    """A `DatasetIndexer` that leaves out samples that fail."""
 
     def __init__(self, indexer: DatasetIndexer, batch_context: BatchContext) -> None:
         super().__init__(indexer.dataset, indexer.collate)
@@ -255,7 +255,7 @@ def _collate_mappings(samples: Samples) -> Any:
 
 
 def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
-    """Return a mapping of the same type, or a dict if that is not possible."""
+    """Convert the batch to the type of a mapping, if possible."""
     try:
         return type(mapping)(batch)
     except TypeError:
@@ -274,7 +274,7 @@ def _collate_sequences(samples: Samples) -> Any:
 
 
 def _stack_arrays(arrays: Samples) -> NDArray[Any]:
-    """Stack arrays. If they are large, they are stacked in the slot of the batch."""
+    """Stack arrays, in the slot of the batch if they are large."""
     first = arrays[0]
     _check_shapes(arrays)
     plain = first.dtype.hasobject is False and all(array.dtype == first.dtype for array in arrays)
@@ -324,7 +324,7 @@ class _Stack:
         self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
-        """Copy an array to a row and return the row. Return other arrays unchanged."""
+        """Copy an array to a row and return the row. Return an unsuitable array unchanged."""
         if type(array) is not self._kind or (array.shape, array.dtype) != (
             self._shape,
             self._dtype,
@@ -341,7 +341,7 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """A row that replaces an array in a sample."""
+    """A row of a stack, which replaces an array in a sample."""
 
     stack: _Stack
     number: int

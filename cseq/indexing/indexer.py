@@ -74,7 +74,7 @@ class Indexer(Protocol[B_co]):
 
 
 def is_indexer(worker: object) -> bool:
-    """Return False for a class or a function that creates an indexer."""
+    """Return True for an indexer, and False for a class or function that creates one."""
     return not inspect.isclass(worker) and hasattr(type(worker), "__getitem__")
 
 
@@ -131,7 +131,7 @@ def _refuse_table(worker: object, subject: str) -> None:
 
 
 def length_of(worker: object) -> int | None:
-    """Return the length of an indexer, or None."""
+    """Return the length of an indexer, or None if it has no length."""
     if is_indexer(worker) and hasattr(type(worker), "__len__"):
         return len(worker)  # type: ignore[arg-type]
     return None
@@ -144,9 +144,9 @@ def is_likely_dataset(indexer: object) -> bool:
 
 
 def advised(indexer: object, error: BaseException) -> BaseException:
-    """Add a hint to the first exception if the indexer may be a data set.
+    """Add a hint to an exception if the indexer may be a data set.
 
-    `isinstance` on the exception could run the user's code.
+    `isinstance` is avoided, because it could run code in the user's exception class.
     """
     cls = type(error)
     if isinstance(indexer, DatasetIndexer):
@@ -188,7 +188,7 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Seed the generators and create an indexer. Do so again if it imports another generator."""
+    """Seed the generators and create an indexer. Repeat both if this imports another generator."""
     if seeds is None:
         return build(worker)
     seeds.seed_present()
@@ -201,17 +201,17 @@ def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexe
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
-    """Return an indexer that leaves out samples that raise, if possible."""
+    """Return an indexer that leaves out samples that fail, if requested and possible."""
     if on_error == "skip" and isinstance(indexer, DatasetIndexer):
         return LeavingIndexer(indexer, batch_context)
     return indexer
 
 
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
-    """Call ``close()`` of an indexer, if it exists, when its runner exits.
+    """Call the indexer's ``close()``, if any, when its runner exits.
 
-    The user's own object is closed only if it is a copy in a worker process. An exception ends a
-    worker process, but is logged in the trainer.
+    The user's own object is closed only if it is a copy in a worker process. There, exceptions are
+    raised. In the trainer, they are logged.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):
@@ -254,7 +254,7 @@ class Indexing(BatchMaker):
 
     @staticmethod
     def forgotten(indexer: object) -> TypeError:
-        """Return the error for an indexer that has returned None."""
+        """Return the error for an indexer that returned None."""
         name = type(indexer).__name__
         return TypeError(f"`__getitem__` of {name} returned None; is a `return` missing?")
 
@@ -284,7 +284,7 @@ class BatchTask(NamedTuple):
     def make(
         self, read: Callable[[], object], batch_context: BatchContext, *, copied: bool
     ) -> tuple[Any, Indexer[Any]]:
-        """Return the user's object and its indexer."""
+        """Return the user's worker and the indexer made from it."""
         if self.seed_globals:
             batch_context.seeds = Seeds(batch_context)
             batch_context.seeds.seed_present()

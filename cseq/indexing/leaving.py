@@ -1,4 +1,4 @@
-"""``on_error='skip'``: leaves out samples that raise, or whole batches.
+"""``on_error='skip'``: leaves out samples or whole batches that fail.
 
 The worker sends a `Partial` if samples are missing. The trainer logs and records them.
 """
@@ -39,7 +39,7 @@ class Skipped(NamedTuple):
     error : str
         The type and text of the exception.
     indices : list
-        The indices that the loop does not get.
+        The indices of the samples that the loop does not receive.
     """
 
     epoch: int | None
@@ -80,9 +80,9 @@ def none_text(index: object, dataset: object) -> str:
 
 
 class Leaving:
-    """Fetches the samples of batches and leaves out samples that raise.
+    """Fetches the samples of batches and leaves out samples that fail.
 
-    Random numbers that a failed sample has drawn are not drawn again. A batch still depends only on
+    The random numbers drawn for a failed sample are not drawn again. A batch still depends only on
     its indices and seeds.
 
     Parameters
@@ -90,9 +90,9 @@ class Leaving:
     dataset : object
         An object with ``__getitem__(index)``, ``__getitems__(indices)``, or both.
     skips : bool
-        Whether to leave out samples that raise. Otherwise, the exception is raised.
+        Whether to leave out samples that fail, instead of raising their exceptions.
     refuses_none : bool
-        Whether a sample that is None is an error.
+        Whether to treat None as a failed sample.
 
     Attributes
     ----------
@@ -107,12 +107,12 @@ class Leaving:
         self.left: list[tuple[int, Any, str]] = []
 
     def fetch(self, indices: Sequence[object]) -> Iterator[object]:
-        """Return the samples, from ``__getitems__`` if possible.
+        """Return the samples, using ``__getitems__`` if possible.
 
         Raises
         ------
         Exception
-            The first exception of a sample, if all samples raise or if none may be left out.
+            The first exception, if all samples fail or if none may be left out.
         """
         self.left.clear()
         first = None
@@ -134,7 +134,7 @@ class Leaving:
             raise TypeError(none_text(index, self.dataset))
 
     def _one_by_one(self, indices: Sequence[object], first: Exception | None) -> Iterator[object]:
-        """Yield samples one by one. If all were left out, raise `first`.
+        """Yield samples one by one. If all fail, raise `first` or the first sample's exception.
 
         `first` is deleted afterwards, because its traceback refers to this frame.
         """
@@ -160,7 +160,7 @@ class Leaving:
                 del first
 
     def _may_leave(self) -> bool:
-        """Return False in processes that the data set forks."""
+        """Return True if samples may be left out, and False in a child forked by the data set."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:

@@ -100,7 +100,7 @@ class PackedItems(Sequence[T]):
         return pickle.loads(self._data[self._ends[number] : self._ends[number + 1]])
 
     def __reduce__(self) -> Any:
-        """Pickle the file descriptor if a child process can open it, or the bytes otherwise."""
+        """Pickle the file descriptor if a child process can receive it, otherwise the bytes."""
         rest = self._numbers, len(self._ends), self._named
         if self._file and os.name != "nt" and context.get_spawning_popen() is not None:
             with contextlib.suppress(RuntimeError):

@@ -1,8 +1,8 @@
 """The worker's side of a stream: makes the items that tickets request.
 
 Each worker has its own ring. A ticket requests item `start` of an epoch, the item for a key, a
-method call, or the reply of `begin`. A replacement starts the epoch with the assignment in the
-ticket, and advances to `start`.
+method call, or the result of `begin`. A replacement process begins the epoch with the assignment in
+the ticket, and continues with item `start`.
 
 ::
 
@@ -39,27 +39,27 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 class Producer(Protocol):
     """Makes the items of a worker, in the main thread of the worker process.
 
-    `Streams.ask` may call other methods. If there is a method ``close``, it is called on exit.
+    Other methods can be called with `Streams.ask`. A method ``close``, if any, is called on exit.
     """
 
     def begin(self, assignment: Any, /) -> object:
-        """Start an epoch, even if the last is unfinished. `Streams.begin` returns the result."""
+        """Start an epoch, even if one is unfinished. `Streams.begin` returns the result."""
 
     def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the items of the epoch, starting with item `start`.
 
-        `start` is 0 unless a dead process was replaced. The new process must make the same items.
+        `start` is 0 unless a process has died. Its replacement must make the same items.
         """
 
 
 class KeyProducer(Protocol):
-    """Makes items for keys, otherwise like `Producer`."""
+    """Makes items for keys. Otherwise, it is like a `Producer`."""
 
     def begin(self, assignment: Any, /) -> object:
         """Start an epoch; see `Producer`."""
 
     def make(self, key: Any, /) -> object:
-        """Return the item for a key. An exception is raised in the loop.
+        """Return the item for a key. Exceptions are raised in the training loop.
 
         Arrays may be created with `cseq.empty`. If a process dies, some items are made again.
         """
@@ -136,7 +136,7 @@ class Making(Work):
         self._epoch, self._ended_epoch = epoch, 0
 
     def _read(self, runner: Runner, which: slice) -> Any:
-        """Copy and decode a request, because its slot will be reused."""
+        """Copy a request, because its slot will be reused, and decode it."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
         assert self._room is not None
         memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))
@@ -177,7 +177,7 @@ class Making(Work):
 
 
 class Serving(Making):
-    """Calls the producer in a thread. The ring holds the objects."""
+    """Calls the producer in a thread. The ring holds requests as Python objects."""
 
     def _read(self, runner: Runner, which: slice) -> object:
         assignment, key, _ = self._ring.kept[runner.cell]

@@ -5,7 +5,7 @@ The seeds depend only on the seed, the epoch and the position of the batch, as f
 
 Only generators of imported modules are seeded. A batch that imports such a module is made again.
 
-Threads of the trainer share the generators with the training loop, so they do not seed them.
+Worker threads do not seed the generators, because they share them with the training loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PURPOSE_MAKING = 5
 
 
 class Generator(NamedTuple):
-    """The methods of a generator, and the index of its seed.
+    """The methods of a global generator, and the index of the random word that seeds it.
 
     `lend` is called after `keep`, and may replace the generator.
     """
@@ -51,8 +51,8 @@ def from_python(generator: Any) -> Generator:
 def from_numpy(random: Any) -> Generator:
     """Describe the generator of numpy.random, whose seeds have 32 bits.
 
-    `lend` installs another bit generator, because restoring a state would be slow. `restore` only
-    sets the state if it holds a second Gaussian number.
+    `lend` installs another bit generator, because restoring a state would be slow. `restore` sets
+    the state only if it contains a second Gaussian number.
     """
     own: list[Any] = []
 
@@ -154,7 +154,7 @@ class Seeds:
         return bool(new)
 
     def lend(self) -> None:
-        """From now on, save a generator's state before seeding it."""
+        """Save generator states before seeding, until `restore` is called."""
         self._is_lent = True
 
     def restore(self) -> None:
