@@ -49,12 +49,12 @@ class CacheStats(NamedTuple):
     nbytes, limit : int
         The current size and the maximum size of the cache in bytes.
     hits : int
-        How many times a sample was found in the cache.
+        The number of times a sample was found in the cache.
     made : int
-        How many times a sample was created and stored in the cache.
+        The number of times a sample was created and stored in the cache.
     others : int
-        How many times a sample was created but not stored, because the cache was full or another
-        worker stored the sample.
+        The number of times a sample was created but not stored, because the cache was full or
+        another worker stored the sample.
     """
 
     samples: int
@@ -79,7 +79,7 @@ def cached(
     ----------
     make : data set
         ``make[index]`` returns a sample of arrays, CPU tensors, numbers, strings and containers.
-        ``len(make)`` is the number of samples. Workers get a pickled copy.
+        ``len(make)`` is the number of samples. Each worker process receives a pickled copy.
     limit : int or str
         The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. When the cache
         is full, other samples are created on every access.
@@ -270,7 +270,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
 
 
 def _source_of(name: str) -> str | None:
-    """Return the source of a module, or None if it is installed or has none."""
+    """Return the path of a module's source, or None if it is installed or has no source."""
     path: str = getattr(sys.modules.get(name), "__file__", None) or ""
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))
     is_source = path.endswith(".py") and os.path.exists(path)

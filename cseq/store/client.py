@@ -19,7 +19,7 @@ from cseq.store.folder import Folder, address
 
 __all__ = ["Client"]
 
-# How many fetchers may exit before a request fails.
+# Number of fetchers that may exit before a request fails.
 STARTS = 5
 # Time limit for a fetcher to start, in seconds.
 SECONDS = 60.0
@@ -70,7 +70,7 @@ class Client(Folder):
         Parameters
         ----------
         start : bytes
-            The pickled class and state of the reader, to start a fetcher.
+            The pickled class and state of the reader, with which a fetcher is started.
 
         Raises
         ------

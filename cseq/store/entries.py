@@ -113,7 +113,7 @@ class Entries(Folder):
         CACHES.add(self)
 
     def find(self, number: int) -> memoryview | None:
-        """Return a view that starts at an entry, or None."""
+        """Return a view that starts at the entry, or None if there is no entry."""
         start = int(self._starts[number]) - 1
         if start < 0:
             return None

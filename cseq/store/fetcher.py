@@ -72,7 +72,7 @@ class Fetcher:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.errors: dict[int, Exception] = {}
         self.plan: Plan | None = None
-        # For each connection, the shards that it is waiting for and those that it has yet to map.
+        # For each connection, the shards that it waits for, and the shards that it has yet to map.
         self._needed: dict[asyncio.StreamWriter, list[int]] = {}
         self._given: dict[asyncio.StreamWriter, list[int]] = {}
         self._users = 0
@@ -215,8 +215,8 @@ class Fetcher:
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
         """Remove shards until there is room for the given shard. Return False if it has to wait.
 
-        The shard whose next use is furthest away is removed first. Without a plan, this is
-        the most recently used one. All workers that waited for it must have mapped it.
+        The shard with the most distant next use is removed first or, without a plan, the most
+        recently used shard. Shards that workers have yet to map are not removed.
         """
         nbytes = self.reader.nbytes
         # `put` raises an error that explains the limit.
@@ -316,7 +316,7 @@ def _line(answer: object) -> bytes:
 def begin_process(start: Start) -> NoReturn:
     """Run the fetcher in a child of this process, and exit.
 
-    Otherwise, the process that needs the fetcher could not wait for its own children.
+    If the fetcher were a child of the client, the client could not wait for all of its children.
     """
     first = prepare(start)
     gc.enable()

@@ -1,6 +1,6 @@
 """A folder that is shared by processes, and removed by the last one.
 
-``users``    an empty file with a shared lock of each process that uses the folder
+``users``    an empty file, on which each process that uses the folder holds a shared lock
 ``opening``  an empty file that a process locks while it opens the folder
 ``about``    a description of the contents as JSON
 """
@@ -80,7 +80,7 @@ class Folder:
             return folder
 
     def reset(self) -> None:
-        """Initialize the state of a new object, or after a fork."""
+        """Initialize the state, for a new object or after a fork."""
         raise NotImplementedError
 
     def begin(self) -> None:
@@ -166,7 +166,7 @@ def remove_unused(path: str, users: int | None = None) -> None:
 def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
     """Close a folder. Remove it, unless it is kept or in use.
 
-    A forked process shares the lock on ``users`` with its parent, so it must not change it.
+    A forked process shares the lock on ``users`` with its parent, so it must not release the lock.
     """
     if os.getpid() == pid:
         if not is_kept:
@@ -176,7 +176,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all data. A full disk raises OSError here, but SIGBUS in a mapping."""
+    """Write all data. A full disk raises OSError, whereas a mapping would cause SIGBUS."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)

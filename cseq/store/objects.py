@@ -34,7 +34,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A folder, and names or a pattern."""
+    """A folder in a store, and the names of objects in it or a pattern."""
 
     root: str
     names: list[str]
@@ -93,7 +93,7 @@ class Remote:
     store : bytes or None
         The user's pickled store, or None to create one from the URL.
     timeout : float
-        How many seconds obstore waits for data before it retries a request.
+        The time in seconds that obstore waits for data before it retries a request.
     """
 
     def __init__(self, place: Place, store: bytes | None, timeout: float) -> None:
@@ -122,12 +122,12 @@ class Remote:
         return stores.from_url(root.rstrip("/"), client_options=options)
 
     def describe(self, shard: Object) -> str:
-        """Describe an object in error messages."""
+        """Describe an object for error messages."""
         inside = "" if "://" in self.place.root else f" of {self._store!r}"
         return f"{self.place.root}{shard.name}{inside}"
 
     async def list(self) -> list[Object]:
-        """Return the objects, by name or in the user's order."""
+        """Return the objects, in the user's order or sorted by name."""
 
         async def look(name: str) -> Object:
             async with self._gate:
@@ -162,7 +162,7 @@ class Remote:
     async def read(
         self, shard: Object, start: int = 0, stop: int | None = None
     ) -> AsyncIterator[Any]:
-        """Yield a byte range of an object in buffers.
+        """Read a byte range of an object, and yield it in chunks.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Shards in row groups of Parquet files."""
+"""Shards that are row groups of Parquet files."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ GAP = 1 << 16
 class Parquet(Shards):
     """A reader of Parquet files. Each row group is a shard, and is decoded once per machine.
 
-    ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns: arrays of numbers,
-    dates and fixed-size lists, and lists for other types. `limit` applies to decoded data.
+    ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns, as arrays for
+    numbers, dates and fixed-size lists, and as lists for other types. `limit` is for decoded data.
 
     Parameters
     ----------

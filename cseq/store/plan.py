@@ -46,7 +46,7 @@ class Plan:
         self.front = int(self._turns(epoch)[shard])
 
     def _turns_of(self, epoch: int) -> Ints:
-        """Return the number of each shard's window in an epoch."""
+        """Return the window number of each shard in an epoch."""
         windows = UnequalWindows(self._sizes, self.window, self.seed, epoch)
         first = int(windows.starts.searchsorted(windows.epoch_start, "right")) - 1
         numbers = np.repeat(np.arange(self.count), np.diff(windows.cuts))
@@ -61,7 +61,7 @@ class Plan:
         return bool(-BACK <= self._turns(epoch)[shard] - self.front <= FORTH)
 
     def advance(self, shards: list[int]) -> None:
-        """Advance to the shards of a batch, if they are from this order."""
+        """Advance to the window of a batch's shards, if they come from this order."""
         epoch = self.front // self.count
         for turns in (self._turns(epoch)[shards], self._turns(epoch + 1)[shards]):
             low, span = int(turns.min()), int(np.ptp(turns))
@@ -70,7 +70,7 @@ class Plan:
                 return
 
     def uses(self) -> Ints:
-        """Return the next window of each shard.
+        """Return the next window that uses each shard.
 
         The window before the current one counts as current, because slower ranks still use it.
         """

@@ -44,7 +44,7 @@ class ShardStats(NamedTuple):
     nbytes, limit : int
         The current and the maximum size of the cached shards in bytes.
     fetched, fetched_nbytes : int
-        How many shards and bytes were fetched since the fetcher started.
+        The number of shards and bytes fetched since the fetcher started.
     """
 
     shards: int
@@ -56,7 +56,7 @@ class ShardStats(NamedTuple):
 
 
 class Shards(Reader):
-    """The base class of readers. Samples in shards are read by index.
+    """The base class of readers, which read samples from shards by index.
 
     Parameters
     ----------
@@ -67,18 +67,18 @@ class Shards(Reader):
         listed: pass the URL of each shard.
     cache : str or path, optional
         A folder on a local disk that keeps shards between runs. By default, shards are in shared
-        memory (or in a temporary folder if it is smaller than `limit`) until the last process
-        exits.
+        memory (or in a temporary folder if ``/dev/shm`` is smaller than `limit`) until the last
+        process exits.
     limit : int or str, optional
         The maximum size of the cached shards in bytes, such as ``"64 GB"``. Defaults to half of
         the free space.
     ahead : int
-        How many shards to fetch ahead at the same time. Larger values help if shards are small or
-        the store's latency is high.
+        The number of shards to fetch in advance, concurrently. Larger values help if shards are
+        small or the store's latency is high.
     store : optional
-        An obstore store with credentials and options. `urls` are paths in this store.
+        An obstore store with credentials and options. `urls` are then paths in this store.
     timeout : float
-        How many seconds to wait for data before a request is retried.
+        The time in seconds to wait for data before a request is retried.
 
     Attributes
     ----------
@@ -88,8 +88,8 @@ class Shards(Reader):
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid, if shards do not match each other or have changed since the index
-        was created, or if the cache belongs to different shards.
+        If an argument is invalid, if shards are inconsistent or have changed since the index was
+        created, or if the cache belongs to different shards.
     OSError
         If the store cannot be read. Errors in later fetches are raised in the training loop.
     ImportError
@@ -148,7 +148,7 @@ class Shards(Reader):
     # -- reader methods that run in workers
 
     def mapped(self, number: int, view: mmap.mmap) -> Any:
-        """Return a shard as `gather` expects it."""
+        """Return a mapped shard in the form that `gather` expects."""
         raise NotImplementedError
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> Any:
@@ -278,7 +278,7 @@ class Windows(Blocks):
         return ArrayReader(self, seed, read)
 
     def batches(self, *args: Any, **options: Any) -> list[list[int]]:
-        """Return the batches, without fetching shards for them."""
+        """Return the batches without fetching shards."""
         return Blocks(self._shards.sizes, self.window).batches(*args, **options)
 
 

@@ -21,7 +21,7 @@ __all__ = ["Tar"]
 
 # The key of a sample, and the offset and size of each member by extension.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# Size in bytes of the field at the end of a shard: the length of its list of members.
+# Size in bytes of a shard's last field, which contains the length of its list of members.
 LENGTH = 8
 
 
@@ -29,7 +29,7 @@ class Tar(Shards):
     """A reader of tar files, where several members form a sample.
 
     Consecutive members belong to the same sample if their names are equal up to the first dot.
-    ``[index]`` returns a dict with ``"__key__"`` and the bytes of each member by its lowercase
+    ``[index]`` returns a dict with ``"__key__"`` and the bytes of each member under its lowercase
     extension. ``[indices]`` returns a list of dicts. The first run reads all shards to count their
     samples. See `Shards` for parameters.
 
@@ -45,7 +45,7 @@ class Tar(Shards):
     async def survey(
         self, _remote: Remote, objects: list[Object], put: Callable[[int], Awaitable[None]]
     ) -> dict[str, Any]:
-        """Fetch all shards to count their samples. Keep those that fit into the cache."""
+        """Fetch all shards to count their samples. Keep the shards that fit into the cache."""
         gate = asyncio.Semaphore(self.ahead)
 
         async def look(number: int) -> int:
