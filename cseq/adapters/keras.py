@@ -1,4 +1,4 @@
-"""Keras support (torch and JAX backends): a data adapter for `fit`, checkpoints."""
+"""Keras support (torch and JAX backends): a data adapter and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        # With None, Keras ends epochs after `steps_per_epoch` and keeps the iterator.
+        # If this is None, Keras ends each epoch after `steps_per_epoch` and keeps the iterator.
         return len(self._manager) if self._manager._sampler.repeat == 1 else None
 
     def get_numpy_iterator(self) -> MSequence[Any]:
@@ -65,7 +65,7 @@ class SaveState(Callback):  # type: ignore[misc]
     def __init__(self, manager: MSequence[Any], folder: str, every: int) -> None:
         super().__init__()
         self._manager, self._folder, self._every = manager, folder, integer("every", every)
-        # The weights that the saved state refers to.
+        # The name of the weights file in the latest checkpoint.
         self._weights: str | None = None
 
     def on_train_begin(self, logs: object = None) -> None:
@@ -80,7 +80,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self.model._initial_epoch = self._manager.epoch
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        # Keras consumes a batch to build the model. This restores that batch as well.
+        # Keras consumes a batch to build the model. Setting the epoch also restores that batch.
         self._manager.set_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:

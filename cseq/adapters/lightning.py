@@ -63,12 +63,12 @@ State = dict[str, Any]
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc]
-    """A data module that starts managers when Lightning needs them, and finishes them on teardown.
+    """A data module that starts managers on demand and finishes them on teardown.
 
     Parameters
     ----------
     train : callable
-        Returns a manager that has not been started, with ``shard="auto"``. It is called in every
+        A function that returns an unstarted manager with ``shard="auto"``. It is called in every
         process when training starts.
     val, test, predict : callable, optional
         The same for validation, test and prediction.
@@ -108,7 +108,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Finish a running manager and start a new one. Return [] if there is no function."""
+        """Finish the previous manager and start a new one. Return [] if no function was passed."""
         make = self._makers[name]
         if make is None:
             return []
@@ -126,8 +126,8 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 class SaveState(Callback):  # type: ignore[misc]
     """A callback for exact resumes of a cseq DataLoader.
 
-    Validation loaders are seeded from the number of training batches so far and a seed in the
-    checkpoint. A checkpoint of the last batch of an epoch resumes with the next epoch.
+    Validation loaders are seeded with the number of training batches so far and a seed from the
+    checkpoint. A run that resumes from the last batch of an epoch starts the next epoch.
 
     Examples
     --------
@@ -168,7 +168,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed_validation(trainer)
 
     def _seed_validation(self, trainer: Trainer) -> None:
-        """Seed the next validation, because Lightning draws numbers before it calls hooks."""
+        """Seed the validation loaders early: Lightning draws random numbers before its hooks."""
         for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
             if loader.generator is None:
                 loader.generator = torch.Generator()
@@ -186,7 +186,7 @@ class Monitor(Callback):  # type: ignore[misc]
     """A callback that sends the metrics of a manager to the trainer's loggers.
 
     The metrics come from `Stats.as_dict` and cover the batches since the previous log entry.
-    Lightning's loggers write only those on rank 0.
+    Lightning's loggers write only the metrics of rank 0.
 
     Parameters
     ----------

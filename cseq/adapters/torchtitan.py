@@ -44,7 +44,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
     Attributes
     ----------
     manager : MPSequence
-        The manager that makes the batches, for `stats` and `advice`.
+        The manager that makes the batches. Use it to call `stats` and `advice`.
 
     Examples
     --------
@@ -60,8 +60,8 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
         Attributes
         ----------
         rows : callable
-            A function of the row length (torchtitan's ``seq_len`` or ``max_context_length``) that
-            returns a `cseq.tokens.Rows`.
+            A function that takes the row length (torchtitan's ``seq_len`` or
+            ``max_context_length``) and returns a `cseq.tokens.Rows`.
         seed : int
             The seed for the order of rows.
         num_workers : int
@@ -137,8 +137,8 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Start new workers and iterate from the current position.
 
-        StopIteration ends the data. The validator handles no other exception, and the trainer
-        converts it to a DataloaderExhaustedError.
+        The iterator ends with StopIteration, because the validator handles no other exception. The
+        trainer converts it to a DataloaderExhaustedError.
         """
         manager, state = self.manager, self.state_dict()
         if state["epoch"] and not self._is_endless:

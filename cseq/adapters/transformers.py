@@ -1,4 +1,4 @@
-"""Hugging Face Trainer support: data sets, exact resumes, a monitor."""
+"""Hugging Face Trainer support: data sets, exact resumes, and a monitor."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class BatchTrainer(Trainer):  # type: ignore[misc]
 
 
 class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """A callback that saves the training loader in every checkpoint.
+    """A callback that saves the state of the training loader in every checkpoint.
 
     ``trainer.train(resume_from_checkpoint=…)`` then continues with the next batch. The state is
     stored in `trainer_state.json`.
@@ -105,9 +105,9 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
 class SeedEpochs(TrainerCallback):  # type: ignore[misc]
     """A callback for exact resumes within an epoch with any sampler.
 
-    A resumed Trainer draws the keys of the epoch again, but the same ones only for its default
-    sampler. This callback seeds the generators of the loader and the sampler in each epoch, from
-    the epoch number and the `data_seed` or `seed` of the run.
+    A resumed Trainer draws the epoch's keys again, but only its default sampler draws the same
+    keys. This callback seeds the generators of the loader and the sampler at the start of each
+    epoch, with the epoch number and the run's `data_seed` or `seed`.
     """
 
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:

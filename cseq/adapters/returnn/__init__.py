@@ -178,7 +178,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # The largest `complete_frac` and the frames per data key so far.
+        # The largest `complete_frac` and the number of frames per data key so far.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -186,12 +186,12 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @property
     def _meta_info_cache(self) -> dict[str, Any] | None:
-        """Copies of this object reuse the answers."""
+        """The cached answers, which copies of this object reuse."""
         return dict(self._meta) if self.num_outputs else None
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy gets all arguments of `Dataset`, and must not pass them to the wrapped dataset.
+        # The copy's `__init__` adds all arguments of `Dataset` to `dataset`, so restore it.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
@@ -226,7 +226,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return str(self._answer("data_dtypes")[key])
 
     def get_total_num_seqs(self, *, fast: bool = False) -> int:
-        """Return the total number of sequences in all parts of the epoch.
+        """Return the total number of sequences, regardless of ``partition_epoch``.
 
         Raises NotImplementedError if it is unknown. With `fast`, no worker is started.
         """
@@ -236,7 +236,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return answer
 
     def get_all_tags(self) -> list[str]:
-        """Return the tags of all sequences in all parts of the epoch."""
+        """Return the tags of all sequences, regardless of ``partition_epoch``."""
         return list(self._answer("get_all_tags"))
 
     def supports_sharding(self) -> bool:
@@ -303,7 +303,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
             streams.close()
 
     def stats(self) -> Stats | None:
-        """Return statistics since the workers started, if there are any."""
+        """Return statistics since the workers started, or None if there are no workers."""
         return self._streams.stats() if self._streams is not None else None
 
     @property
@@ -323,7 +323,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         Parameters
         ----------
         epoch : int or None
-            The epoch number, from 1. With None and no order, no epoch is started.
+            The epoch number, starting at 1. If all arguments are None, no epoch is started.
         seq_list : list of str, optional
             The tags of the sequences to load, in order.
         seq_order : sequence of int, optional
@@ -387,7 +387,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
     # -- sequences ------------------------------------------------------------------------------
 
     def is_less_than_num_seqs(self, n: int) -> bool:
-        """Return True if sequence `n` exists. This may load sequences up to it."""
+        """Return True if sequence `n` exists. This may load the sequences up to `n`."""
         if n < self.expected_load_seq_start:
             return True
         if self.epoch is None:
@@ -440,6 +440,6 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._num_seqs = self._taken
 
     def get_num_timesteps(self) -> Any:
-        """Return the frames per data key. Call this after the last sequence."""
+        """Return the number of frames per data key. Call this after the last sequence."""
         assert self.reached_final_seq
         return NumbersDict(self._frames)

@@ -58,7 +58,7 @@ class SequenceSeeds:
         self.passed: list[RandomState] = []
 
     def hook(self) -> None:
-        """Record the generators that `PostprocessingDataset` creates in an epoch."""
+        """Patch RETURNN to record the generators that `PostprocessingDataset` creates."""
         module: Any = sys.modules.get("returnn.datasets.postprocessing")
         if module is not None:
             module.RandomState = self._made

@@ -69,7 +69,7 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """A worker's producer."""
+    """A worker's producer of sequences; see `cseq.stream.Producer`."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class SequenceProducer:
         self._shards = self._shards_of(plan["_num_shards"], plan["_shard_index"])
 
     def _shards_of(self, num_shards: int, shard_index: int) -> tuple[int, int]:
-        """Return the number of shards and this worker's index."""
+        """Return the number of shards and the index of this worker's shard."""
         if not self._dedicated:
             return num_shards, shard_index
         return num_shards * self._num_workers, shard_index * self._num_workers + self._number
@@ -132,7 +132,7 @@ class SequenceProducer:
     # -- requests from the trainer --------------------------------------------------------------
 
     def answer(self, question: str) -> object:
-        """Return a dataset property, or a NotImplementedError."""
+        """Return a property of the dataset, or the NotImplementedError that it raised."""
         dataset = self._made()
         try:
             if question == "data_dtypes":
@@ -169,21 +169,21 @@ class SequenceProducer:
     # -- an epoch -------------------------------------------------------------------------------
 
     def begin(self, request: OrderRequest) -> int | float | None:
-        """Start an epoch. Return this worker's number of sequences, if known."""
+        """Start an epoch. Return the number of sequences in this worker, or None if unknown."""
         return self._length(self._prepare(request))
 
     @staticmethod
     def _length(dataset: Dataset) -> int | float | None:
-        """Return the number of sequences in the epoch, if known in advance."""
+        """Return the number of sequences in the epoch, or None if unknown."""
         try:
             return dataset.num_seqs
         except NotImplementedError:
             return None
 
     def items(self, start: int) -> Iterator[Loaded]:
-        """Yield the sequences of this worker from number `start`.
+        """Yield this worker's sequences, starting with number `start`.
 
-        A dataset of unknown length and a `PostprocessingDataset` load the earlier ones, too.
+        A dataset of unknown length or a `PostprocessingDataset` must also load earlier sequences.
         """
         length = self._length(self._dataset)
         number = 0 if length is None or self._seeds.passed else start
@@ -203,7 +203,7 @@ class SequenceProducer:
         return True
 
     def _reaches(self, number: int) -> bool:
-        """Check if a sequence exists in a dataset of unknown length."""
+        """Return True if a sequence exists in a dataset of unknown length."""
         dataset: Dataset = self._dataset
         if number == 0 and isinstance(self._dataset, CachedDataset2):
             # `is_less_than_num_seqs` would fail with "Not a single seq was loaded?".
@@ -214,7 +214,7 @@ class SequenceProducer:
     def _position(self, number: int, *, known: bool) -> int:
         """Return a number that identifies a sequence in the epoch, regardless of the worker.
 
-        This is the corpus index if the position depends on the number of workers.
+        With 'dedicated', positions depend on the number of workers, so prefer the corpus index.
         """
         num_shards, shard_index = self._shards
         if not self._dedicated:

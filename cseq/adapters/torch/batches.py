@@ -105,7 +105,7 @@ class BatchSampler:
 
     @property
     def batch_size(self) -> int | None:
-        """The samples per batch, or None if it varies. Frameworks read this."""
+        """The number of samples per batch, or None if it varies. Frameworks read this."""
         order = self._sampler.order
         return None if order.is_batch or order.room > 1 else self._sampler.batch_size
 
@@ -148,7 +148,7 @@ class BatchSampler:
         return self._shard
 
     def _agree(self) -> None:
-        """Use the seed that rank 0 draws, or check a given seed."""
+        """Use the seed that rank 0 draws, or check that a given seed is the same as on rank 0."""
         divider = ranks.divider(self)
         is_drawn, is_divided = self._is_drawn is None, divider not in (None, self)
         if self._is_agreed or not (is_drawn or is_divided):
@@ -200,7 +200,7 @@ class BatchSampler:
 
 
 def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Wrap an order given to a DataLoader. Return all arguments by name."""
+    """Return the arguments of a DataLoader by name, with its order in a `BatchSampler`."""
     positions = inspect.signature(DataLoader).parameters
     given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
     name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))

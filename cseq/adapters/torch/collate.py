@@ -32,7 +32,7 @@ WATCHED, EVERY = 1 << 20, 32
 
 
 def stack_in_slots(*, tensors: bool = True) -> None:
-    """Make default_collate stack into the slot, except for types that the user handles."""
+    """Make default_collate stack into the slot, except for types with a user's function."""
     entries = names.collate_map
     if tensors and entries.get(torch.Tensor) is names.tensor_entry:
         entries[torch.Tensor] = collate_tensors
@@ -72,15 +72,15 @@ def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> 
 
 
 def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Make the results of `torch.stack` and `torch.cat` use the slot."""
+    """Wrap a collate function so that `torch.stack` and `torch.cat` write to the slot."""
     return function if function in (default_collate, default_convert) else _Collating(function)
 
 
 class _Collating:
     """A wrapper that intercepts a collate function's calls to torch.
 
-    torch's allocator cannot be replaced. A call costs a few microseconds, so only one in `EVERY`
-    batches is intercepted as long as no tensors end up in the slot.
+    torch's allocator cannot be replaced. Interception costs a few microseconds per call, so only
+    one in `EVERY` batches is intercepted while no tensors end up in the slot.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:

@@ -81,7 +81,7 @@ def method_of(loader: data.DataLoader[Any], default: str) -> str:
 
 
 def reason_against(loader: data.DataLoader[Any], worker_method: str = "") -> str | None:
-    """Return why a loader cannot use cseq's iterator, or None if it can."""
+    """Return the reason a loader cannot use cseq's iterator, or None if it can."""
     if names.REASON is not None:
         return names.REASON
     for name, default in names.UNKNOWN.items():
@@ -140,8 +140,8 @@ def make_iterator(
 ) -> object:
     """Create cseq's iterator, or call `otherwise` to create torch's own.
 
-    The reason for torch's own is logged once per loader, and a loaded state raises ValueError,
-    because torch cannot resume from it.
+    The reason for a fallback is logged once per loader. With a loaded state, a fallback raises
+    ValueError instead, because torch's iterator cannot resume.
     """
     iterator: Any = None
     options = options._replace(worker_method=method_of(loader, options.worker_method))

@@ -16,9 +16,9 @@ warn = functools.cache(log.warning)
 def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     """Check a finished epoch for likely mistakes.
 
-    `counts` contains the batches per worker of an IterableDataset, or else their total.
+    `counts` contains the number of batches from each worker for an IterableDataset, and only the
+    total for other data sets.
     """
-    # The samplers of cseq orders warn about this.
     size = getattr(sampler, "batch_size", None)
     drops = bool(getattr(sampler, "drop_last", False))
     name = type(dataset).__name__

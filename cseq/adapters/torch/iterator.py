@@ -41,7 +41,7 @@ INTERRUPTED = (
     "this iterator has ended: its workers were closed, or they belong to the process that forked "
     "this one; call iter() on the DataLoader again"
 )
-# Marks the exception of a skipped batch.
+# A placeholder for the exception of a skipped batch.
 LEFT_OUT = Exception()
 
 
@@ -55,8 +55,8 @@ class LoaderTimeout(WorkerTimeout, RuntimeError):
 class LoaderIterator(names.Workers):
     """An iterator over the batches of a DataLoader.
 
-    It has the attributes and methods of torch's multiprocessing iterator that libraries use. With
-    persistent workers, all epochs share `progress`.
+    It has the attributes and methods of torch's multiprocessing iterator that other libraries use.
+    With persistent workers, all epochs share `progress`.
     """
 
     _num_yielded: int
@@ -97,8 +97,8 @@ class LoaderIterator(names.Workers):
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
         # Resuming a map-style data set does not remake batches, so save every state.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        # The worker of the latest batch (if it matters), the state after it, and the exception to
-        # raise instead.
+        # The worker that made the latest batch (if needed), the data set's state after the batch,
+        # and the exception that replaces the batch.
         self._maker = 0
         self._after: bytes | None = None
         self._error: BaseException | None = None
@@ -263,7 +263,7 @@ class LoaderIterator(names.Workers):
     # -- the next batch
 
     def __next__(self) -> Any:
-        """Return the next batch, or raise the exception that arrived instead.
+        """Return the next batch, or raise the exception that replaces it.
 
         The batch is counted at the very end, where no signal handler can run. If a handler raises
         earlier (Ctrl-C), the iterator may lose the batch, as in torch, but saved states do not
@@ -376,7 +376,7 @@ class LoaderIterator(names.Workers):
     def _pin_next(self) -> None:
         """Start pinning the next batch in the background if it is ready.
 
-        It stays in the engine, and the next call fetches it as usual.
+        The batch stays in the engine, and the next call to `__next__` fetches it as usual.
         """
         following = self._streams.glance()
         batch = following.batch if type(following) is worker.Item else following
@@ -400,7 +400,7 @@ class LoaderIterator(names.Workers):
 
     @property
     def _workers(self) -> list[_WorkerHandle]:  # type: ignore[override]
-        """The current worker processes, but not threads."""
+        """The current worker processes. Threads are not included."""
         processes = self._streams.processes(wait=True) if self._num_workers else {}
         return [_WorkerHandle(processes[number]) for number in sorted(processes)]
 

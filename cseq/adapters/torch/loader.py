@@ -46,7 +46,7 @@ log = logging.getLogger("cseq")
 
 NOT_SHARED = dict.fromkeys(Shares._fields)
 SHUFFLE = {data.RandomSampler: True, data.SequentialSampler: False}
-# Arguments that have a different name in a DataLoader, or none.
+# Hints for arguments that a DataLoader names differently or lacks.
 ELSEWHERE = {
     "buffer": "use prefetch_factor=, the number of batches per worker",
     "collate": "use collate_fn=",
@@ -91,12 +91,12 @@ class DataLoader(Torchs[T_co]):
         returns None, but `cseq.worker_info` and `cseq.rng` work. Defaults to
         `defaults.worker_method`, which is initially 'multiprocessing'.
     on_error : {None, 'raise', 'skip'}
-        Whether to raise exceptions of the data set or `collate_fn` in the loop, or to log them and
-        skip the sample (or the batch if no single sample raised). See `skipped`. Defaults to
-        `defaults.on_error`, which is initially 'raise'.
+        Whether to raise exceptions from the data set or `collate_fn` in the loop, or to log them
+        and skip the sample (or the whole batch if no single sample raised). See `skipped`. Defaults
+        to `defaults.on_error`, which is initially 'raise'.
     snapshot_every_n_steps : int, optional
-        How many batches of a worker to make between saves of an IterableDataset's state. A
-        map-style data set is saved after every batch. None and 0 disable saving.
+        The number of batches that a worker makes between saves of an IterableDataset's state. The
+        state of a map-style data set is saved after every batch. None and 0 disable saving.
         `StatefulDataLoader` defaults to 1.
     max_restarts : int
         The maximum number of workers to replace per epoch. The next death raises `WorkerDied`.
@@ -121,7 +121,7 @@ class DataLoader(Torchs[T_co]):
     worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    # The epoch and progress of the latest `iter`, and the reason for torch's iterator.
+    # The epoch and progress of the latest `iter`, and the reason for a fallback, if any.
     _begun: int | None = None
     _progress: LoaderProgress | None = None
     _reason: str | None = None
@@ -223,8 +223,8 @@ class DataLoader(Torchs[T_co]):
     def epoch(self) -> int:
         """The number of the current epoch, or of the next one if it is over.
 
-        Epochs are numbered from 0. States contain the number, so loops can start with ``for epoch
-        in range(loader.epoch, epochs)``.
+        Epochs are numbered from 0. States contain this number, so a training loop can resume with
+        ``for epoch in range(loader.epoch, epochs)``.
         """
         number, is_over = self._begun or 0, False
         if self._loaded and self._loaded.get("epoch") is not None:
@@ -283,7 +283,7 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The items that ``on_error='skip'`` skipped in the latest epoch, at most 1000."""
+        """Up to 1000 samples and batches skipped by ``on_error='skip'`` in the latest epoch."""
         return [] if self._progress is None else list(self._progress.skipped)
 
     @property
@@ -348,14 +348,14 @@ class DataLoader(Torchs[T_co]):
         Parameters
         ----------
         next_epoch : bool
-            If True, return the start of the next epoch, for loops that leave an epoch early. A
-            loaded state is returned unchanged until ``iter()`` has resumed from it.
+            If True, return the start of the next epoch. Use this in loops that end an epoch early.
 
         Returns
         -------
         dict
             The state. Its keys may change in future versions. It is empty if torch's own iterator
-            is used.
+            is used. After `load_state_dict`, the loaded state is returned until the next ``iter()``
+            has resumed from it.
         """
         if self._loaded:
             return copy.deepcopy(self._loaded)
@@ -392,7 +392,7 @@ class DataLoader(Torchs[T_co]):
         return {**state, "epoch": self._begun or 0, **progress.batching}
 
     def _warn(self, text: str, *values: object) -> None:
-        """Warn once that the states of this loader omit something."""
+        """Warn about incomplete states, once per loader."""
         if not self._has_warned:
             self._has_warned = True
             log.warning(text, *values)
@@ -402,7 +402,7 @@ class DataLoader(Torchs[T_co]):
 
         If the state is empty or its epoch is over, a new epoch starts. With ``rng='batch'``, the
         data set draws the same random numbers as in an uninterrupted run. With ``rng='worker'``,
-        workers start from their seeds again.
+        the generators of the workers restart from their seeds.
 
         Parameters
         ----------
@@ -412,8 +412,8 @@ class DataLoader(Torchs[T_co]):
             them), the batch size and the number of ranks may differ, and all ranks can load the
             state of one rank.
         strict : bool
-            If False, the data and the sampler may have changed, so samples may be repeated or
-            missed.
+            If False, accept a state even if the data or the sampler has changed. Samples may then
+            be repeated or missed.
 
         Raises
         ------

@@ -1,6 +1,6 @@
 """Private torch functions and classes that the loader uses.
 
-`_use` uses each of them once. If this version of torch lacks one, `REASON` says so, and all loaders
+`_use` tries each of them once. If this version of torch lacks one, `REASON` is set, and all loaders
 fall back to torch's own iterator.
 
 Other modules also use private attributes of torch's loader and iterators. test_torch_names.py
@@ -20,7 +20,7 @@ from torch.utils import data
 # Other modules use these aliases.
 __all__ = ["Base", "Inline", "Workers"]
 
-# Datapipes are deprecated, and may be gone in a future version of torch.
+# Datapipes are deprecated, and may be removed from a future version of torch.
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def settle_pinning(device: str | None) -> Any:
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Look this up here, because the pinning thread would get the first device.
+    # Look this up here, because the current device of the pinning thread is the first one.
     index = module.current_device()
 
     def settle() -> None:
@@ -73,7 +73,7 @@ _KNOWN = {
     "pin_memory_device", "in_order", "worker_method",
 }  # fmt: skip
 
-# Arguments of newer DataLoaders, with their defaults.
+# Arguments added by newer versions of torch, with their defaults.
 UNKNOWN: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(data.DataLoader.__init__).parameters.items()
@@ -106,9 +106,9 @@ _OF_ITERATORS = attrgetter(
 
 
 def _use() -> None:
-    """Use each name once, without processes or the caller's random generators.
+    """Try each name once, without starting processes or using the global generators.
 
-    The caller sets the default device to the CPU, where the generator is.
+    The caller must set the default device to the CPU, because the generator is on the CPU.
     """
     samples: Any = [0]
     loader: Any = data.DataLoader(samples, generator=torch.Generator())

@@ -1,6 +1,6 @@
 """Options that torch's DataLoader does not have, and their process-wide defaults.
 
-Frameworks pass only torch's own arguments when they recreate a loader, hence the defaults.
+Frameworks recreate loaders with only torch's own arguments, so the other options need defaults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VALUES = {
 
 
 class Options(NamedTuple):
-    """The options besides torch's arguments; see `DataLoader`."""
+    """The options that torch's DataLoader does not have; see `DataLoader`."""
 
     rng: str
     on_error: str

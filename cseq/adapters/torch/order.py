@@ -1,15 +1,15 @@
 """Reproduces the order of an epoch: a sequence of keys.
 
-Keys come from the batch sampler, or from the sampler without batches. To resume an epoch, its keys
-are drawn again, and the consumed ones are dropped (`Keys`). For torch's own samplers, iteration can
-start anywhere (`drawn_keys`).
+Keys come from the batch sampler or, with ``batch_size=None``, from the sampler. To resume an epoch,
+its keys are drawn again, and the consumed ones are dropped (`Keys`). For torch's own samplers,
+iteration can start anywhere (`drawn_keys`).
 
-After an epoch, states contain the state of the sampler or its generator. The global generators
-belong to the trainer.
+Between epochs, states contain the state of the sampler or its generator, but not of the global
+generators, which belong to the trainer.
 
-With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, all
-ranks have consumed the first k * step samples. So the state of one rank is enough, and the rest can
-be divided with another number of ranks or batch size.
+With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, the
+ranks together have consumed the first k * step samples. The state of one rank is therefore enough,
+and a resumed run may have a different batch size or number of ranks.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class Layers:
     Attributes
     ----------
     outer : iterable
-        The index sampler, inside accelerate's SkipBatchSampler, if any.
+        The index sampler, unwrapped from accelerate's SkipBatchSampler.
     omitted : int
-        The keys that SkipBatchSampler skips.
+        The number of keys that SkipBatchSampler skips.
     shard : BatchSamplerShard or None
         `outer` if it is accelerate's batch sampler for one rank.
     batches : iterable
@@ -111,8 +111,8 @@ class Layers:
     def leaves_no_trace(self) -> bool:
         """Whether drawing keys before workers are forked does not affect the workers.
 
-        torch forks first. Its samplers change only the global generator, reseeded by every worker,
-        and a generator passed to them, which the data set may share.
+        torch forks before it draws keys. Its samplers change only the global generator, which every
+        worker reseeds, and a generator passed to them, which the data set may share.
         """
         return type(self.inner) in OWN and self.generator is None
 
@@ -152,7 +152,7 @@ def seed_from(*numbers: int) -> int:
 
 
 def _as_lists(value: object) -> object:
-    """Convert arrays in a numpy state to lists, as `set_state` accepts both."""
+    """Convert arrays in a NumPy state to lists, which `set_state` also accepts."""
     if isinstance(value, dict):
         return {name: _as_lists(part) for name, part in value.items()}
     if isinstance(value, tuple):
@@ -161,7 +161,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Encode the state of a torch generator without zero words (half of all)."""
+    """Encode the state of a torch generator as text, without zero words (half of the words)."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -256,9 +256,9 @@ PERMUTED = {
 def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
     """Yield all keys after the first `skip`, drawing the sampler's random numbers.
 
-    Key 0 comes after the first `start` samples, over all ranks. For a DistributedSampler, the rest
-    is padded with the first samples of the epoch. torch would convert all samples to a list and
-    pass each key through two iterators.
+    Key 0 follows the first `start` samples of all ranks. For a DistributedSampler, the remaining
+    samples are padded with the first samples of the epoch. This is faster than torch's code, which
+    converts all samples to a list and passes each key through two iterators.
     """
     outer, inner, size = layers.outer, layers.inner, layers.size
     order = order_of(inner, start) if start or layers.is_sliced else None
@@ -291,7 +291,7 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
 def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
     """Draw this rank's samples as the sampler would, from sample `start` of the epoch.
 
-    Return None, without drawing, if they are not a permutation or a prefix.
+    Return None, without drawing, if they are not a permutation or a prefix of one.
     """
     if type(inner) not in PERMUTED:
         return None
@@ -302,7 +302,7 @@ def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
     if type(inner) is DistributedSampler:
         total, ranks, first = inner.total_size, inner.num_replicas, start + inner.rank
         if total != n and inner.drop_last != (total < n):
-            # The data set has changed its length. Let torch raise an error.
+            # The length of the data set has changed. Let torch raise an error.
             return None
         order = torch.arange(n, dtype=kind)
         if inner.shuffle:
@@ -342,9 +342,9 @@ class Ahead(int):
 class Epochs:
     """Corrects the epoch numbers that a framework sets in a resumed run.
 
-    Some frameworks restart at 0, such as accelerate unless the loop calls its `set_epoch`.
-    `ahead` is added to their numbers, unless the next epoch shows that they continue from the
-    saved one.
+    Some frameworks restart at 0. For example, accelerate does so unless the loop calls its
+    `set_epoch`. `ahead` is added to their numbers, unless the number of the next epoch shows that
+    the framework continues from the saved epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], sampler: Any, resume: State | None) -> None:
@@ -369,7 +369,7 @@ class Epochs:
             sampler.set_epoch(self._number)
 
     def after(self) -> State:
-        """Return the next epoch's number if the sampler incremented it."""
+        """Return the number of the next epoch if the sampler has already advanced to it."""
         number: int = self._sampler.epoch
         return {"epoch": int(number)} if number == self._number + 1 else {}
 
@@ -377,16 +377,16 @@ class Epochs:
 class Keys:
     """The keys of an epoch, and the states needed to redraw them.
 
-    Most samplers draw their order in `iter` or with the first key, so generators are saved before
-    both, and a stateful sampler before and after the first key. A resumed run restores them,
-    redraws the keys, and then restores the trainer's global generators. Later draws from these
-    cannot be reproduced.
+    Most samplers draw their order in `iter` or with the first key. The states of generators are
+    saved before both, and a sampler's own state before and after the first key. A resumed run
+    restores these states, redraws the keys, and then restores the trainer's global generators.
+    Draws from global generators after the first key cannot be reproduced.
 
     The epoch number in a state takes precedence, because Lightning sets the epoch of a resumed
     loader only after the first keys.
 
-    Create this before the seed is drawn and the index sampler's `iter` is called. `start` contains
-    the samples and batches before the batch size or the number of ranks changed.
+    Create this before the seed is drawn and `iter` is called on the index sampler. `start` is the
+    position (samples, batches) at which the batch size or the number of ranks changed.
     """
 
     def __init__(
@@ -421,7 +421,7 @@ class Keys:
     def look_again(self, resume: State | None = None) -> None:
         """Save the generators' states before the sampler's next `iter`.
 
-        `resume` is for persistent workers. Their later epochs draw no seed.
+        Pass `resume` only with persistent workers, because their later epochs draw no seed.
         """
         if resume is not None and resume["_iterator_finished"]:
             self._set_generators(resume)
@@ -445,7 +445,7 @@ class Keys:
         return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
-        """Return the state of the loader's generator, either now or before the epoch."""
+        """Return the current state of the loader's generator, or its state before the epoch."""
         if now:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
@@ -453,7 +453,7 @@ class Keys:
     def draw(self, iterator: Iterator[object], yielded: int, state: State) -> Iterator[object]:
         """Return an iterator over the keys after the first `yielded`.
 
-        `iterator` is ``iter(index_sampler)``, and `state` the state to resume from.
+        `iterator` is ``iter(index_sampler)``, and `state` is the state to resume from.
         """
         layers = self.layers
         if "generators" in state and self._keeps_state:
@@ -511,7 +511,7 @@ class Keys:
         return {} if sampler is None else {"sampler": copy.deepcopy(sampler.state_dict())}
 
     def _again(self, skip: int, state: State) -> Iterator[Iterable[object]]:
-        """Draw the keys of a resumed epoch. Yield iterables, from key `skip`."""
+        """Redraw the keys of a resumed epoch. Yield iterables of keys, starting with key `skip`."""
         trainers, generators = read_sources(), state["generators"]
         layers, start, is_sliced = self.layers, self.start[0], self.layers.is_sliced
         try:
@@ -537,7 +537,7 @@ class Keys:
         yield iterator
 
     def _compare(self, before: State) -> None:
-        """Warn if later keys have changed a global generator, so that resumes are not exact."""
+        """Warn if later keys changed a global generator, because resumes are then not exact."""
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
@@ -551,7 +551,7 @@ class Keys:
     def state(self, yielded: int, *, finished: bool = False) -> State:
         """Return the sampler's part of the state after `yielded` batches.
 
-        `finished` is True at the end of the epoch.
+        `finished` is True between epochs.
         """
         if finished:
             if self._keeps_state and self._sampler is not None:

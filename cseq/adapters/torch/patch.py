@@ -24,7 +24,7 @@ _class: Any = DataLoader.__mro__[1]
 def _get_iterator(self: data.DataLoader[Any]) -> object:
     """Return cseq's iterator for a torch loader, or torch's own if cseq's would change nothing.
 
-    A `cseq.DataLoader` calls this only to get torch's own.
+    A `cseq.DataLoader` calls this only to create torch's own iterator.
     """
     own, reason = _original, None
     assert own is not None
@@ -47,12 +47,12 @@ def install() -> None:
     """Make all torch DataLoaders use cseq's worker processes from their next `iter`.
 
     This includes loaders created by frameworks, and subclasses that do not override
-    `_get_iterator`. Loaders also get the method `stats`. Calling this again has no effect.
+    `_get_iterator`. It also adds a `stats` method to loaders. Calling it again has no effect.
 
     Raises
     ------
     RuntimeError
-        If something else has patched torch's class.
+        If another library has already patched torch's class.
     """
     global _original
     if is_installed():
@@ -91,7 +91,7 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Make all torch DataLoaders use cseq's workers in a `with` statement."""
+    """Make all torch DataLoaders use cseq's workers within a `with` block."""
     before = is_installed()
     install()
     try:

@@ -15,7 +15,7 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-# Maximum seconds that an exit or a fork waits for a batch that is being pinned.
+# The maximum time that an exit or a fork waits for a batch being pinned, in seconds.
 EXIT_SECONDS = 15.0
 
 
@@ -36,7 +36,7 @@ class Pinner:
         _pinners.add(self)
 
     def in_threads(self) -> tuple[Any, str | None]:
-        """Return what worker threads need to pin their own batches."""
+        """Return a setup function and the device, for worker threads that pin their batches."""
         return names.settle_pinning(self._device), self._device
 
     def pin(self, item: Any, batch: Any) -> Any:
@@ -67,7 +67,7 @@ class Pinner:
         self._job = None
 
     def wait(self, seconds: float = -1.0) -> bool:
-        """Wait until no batch is being pinned. Return False on timeout or in a fork."""
+        """Wait until no batch is being pinned. Return False on timeout or in a forked process."""
         done = self._done
         return done is None or (self._pid == os.getpid() and done.wait(seconds))
 
@@ -88,7 +88,7 @@ class PinJob:
 
 
 def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
-    """Pin batches until None arrives. Hold no batch while waiting."""
+    """Pin batches until the queue returns None. Keep no batch alive while waiting."""
     settle()
     while (job := jobs.get()) is not None:
         # The trainer tries again and raises the exception.

@@ -32,20 +32,20 @@ _made: Counter[tuple[str, int | None]] = Counter()
 
 
 def number_of(order: Order) -> int:
-    """Number an order. Ranks that create the same orders get the same numbers."""
+    """Assign a number to an order. Ranks that create the same orders assign the same numbers."""
     _made[order.name, order.samples] += 1
     return _made[order.name, order.samples]
 
 
 def group() -> Any:
-    """Return torch.distributed if there is a group of several ranks."""
+    """Return `torch.distributed`, or None if there is no group of several ranks."""
     distributed = torch.distributed
     is_there = distributed.is_available() and distributed.is_initialized()
     return distributed if is_there and distributed.get_world_size() > 1 else None
 
 
 def agreed(seed: int, order: Order, *numbers: int) -> int:
-    """Get an order's seed from rank 0 through the process group's store.
+    """Return rank 0's seed for an order, sent through the process group's store.
 
     Unlike a collective, this sends no tensors, and rank 0 does not wait for other ranks. `numbers`
     identify the request on all ranks. Raises RuntimeError if the group has no store, or if rank 0
@@ -95,7 +95,7 @@ def divider(sampler: Any) -> Any:
 
 
 def divisions(sampler: Any) -> list[tuple[int, int]]:
-    """Return (rank, world size) for each sampler that divides data, outermost first."""
+    """Return (rank, world size) for each sampler that divides data among ranks, outermost first."""
     parts: list[tuple[int, int]] = []
     for _ in range(MOST):
         # A wrapper may forward attributes, so look in `__dict__`. cseq's BatchSampler has `_shard`.
@@ -126,8 +126,8 @@ def warn_twice(*ranks: int) -> None:
 def rank_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
     """Return this rank and the world size, counting ranks that read different batches.
 
-    `parts` comes from `divisions`. Without any, ranks are assumed to read different data, unless
-    they seem to share a model.
+    `parts` is the result of `divisions`. If it is empty, ranks are assumed to read different data,
+    unless they seem to share a model.
     """
     rank, ranks = 0, 1
     for one, of in parts:

@@ -35,7 +35,7 @@ VERSION = 4
 # State keys whose values accelerate decrements.
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
-# Facts about epochs in states: their order, their batches, and `Shares`.
+# The keys that describe an epoch in a state: its order, its batches, and `Shares`.
 ORDER, BATCHES = ("sampler_type", "shuffle", "seed", "samples"), ("batch_size", "batches")
 SHARES = ("step", "world_size", "rank")
 
@@ -45,7 +45,7 @@ State = dict[str, Any]
 class LoaderProgress:
     """The progress of a loader up to the latest delivered batch.
 
-    A copied or pickled loader starts a new epoch.
+    It is not copied or pickled with the loader, so a copy of the loader starts a new epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], keys: Keys, *, rng: str) -> None:
@@ -92,8 +92,8 @@ class LoaderProgress:
     def as_dict(self, *, next_epoch: bool) -> State:
         """Return a new dict for `state_dict`.
 
-        All states have the same keys, and tuples for the parts that vary. torch's distributed
-        checkpoints descend into dicts and lists, and restore only the keys of the new loader.
+        All states have the same keys, and tuples for the parts that vary, because torch's
+        distributed checkpoints descend into dicts and lists and restore only the new loader's keys.
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
         is_between = is_over or self.base_seed is None
@@ -124,7 +124,7 @@ def _none() -> None:
 
 
 def _from_3(state: State) -> State:
-    """Convert version 3, with generator states as tensors."""
+    """Convert a state of version 3, which has generator states as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):
@@ -145,8 +145,8 @@ def resumed(
 ) -> State | None:
     """Return the state to resume from, or None for a new epoch.
 
-    Between epochs, its ``base_seed`` is None. `keeps` is True if all epochs share a data set
-    object. Raises ValueError if the state does not fit.
+    Between epochs, the ``base_seed`` of the state is None. `keeps` is True if all epochs use the
+    same data set object. Raises ValueError if the state does not fit the loader.
     """
     state = _lifted(state)
     if state["kind"] != kind:
@@ -274,7 +274,7 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
     """Return `start` for the current batch size and ranks, and the next batch's number.
 
-    Raises ValueError if the samples have another order, or if the batches differ and it is unknown
+    Raises ValueError if the order of samples differs, or if the batches differ and it is unknown
     how ranks share an epoch.
     """
     steps = [(side.get("step"), side.get("world_size")) for side in (state, batching)]

@@ -44,11 +44,11 @@ END = object()
 
 
 class Item(NamedTuple):
-    """A batch with additional data, or the error instead of a batch.
+    """A batch with additional data, or an error.
 
-    `state` is the data set's state after the batch, and `left` lists skipped samples. `is_over`
-    means that the worker is exhausted. `error` is packed if it comes from a worker. `name` and
-    `key` identify the batch. After an `is_setup` error, all later batches raise as well.
+    `state` is the pickled state of the data set after the batch, and `left` lists skipped samples.
+    `is_over` is True if the worker is exhausted. `error` is packed if it comes from a worker.
+    `name` and `key` identify the batch. After an error with `is_setup`, all later batches fail too.
     """
 
     batch: object = None
@@ -107,15 +107,15 @@ MODES = tuple(_modes())
 
 
 def modes_here() -> list[Any]:
-    """Return this thread's modes, for workers forked by another thread."""
+    """Return the torch modes of this thread, for workers forked by another thread."""
     return [ask() for ask, _ in MODES]
 
 
 class Fetching(NamedTuple):
-    """What workers need from a loader.
+    """The settings of a loader that its workers need.
 
-    With `skips`, samples that raise are skipped. `modes` are the trainer's, for forked workers.
-    `pins` is a setup function and the device, for threads that pin their batches.
+    If `skips` is True, samples that raise are skipped. `modes` contains the trainer's torch modes
+    for forked workers. `pins` contains a setup function and a device for threads that pin batches.
     """
 
     kind: int
@@ -139,10 +139,10 @@ class Fetching(NamedTuple):
 class FetcherEpoch(NamedTuple):
     """A worker's parameters for an epoch.
 
-    `first` is the number of delivered batches. For an IterableDataset, it counts only this worker's
-    batches, `is_over` means that the worker is exhausted, and `index` is the key. A new process
-    restores the data set from `state`. Workers send a state every `snapshot_every` batches, or
-    never if this is 0. Seeds depend on `rank`.
+    `first` is the number of batches already delivered. For an IterableDataset, `first` counts only
+    this worker's batches, `is_over` is True if the worker is exhausted, and `index` is the key of
+    every batch. A new process restores the data set from `state`. Workers send a state every
+    `snapshot_every` batches (0 for never). Seeds depend on `rank`, a (rank, world size) pair.
     """
 
     base_seed: int
@@ -177,9 +177,9 @@ class Fetcher:
         self._depth = fork_depth()
 
     def close(self) -> None:
-        """Drop the data set if this version of torch does.
+        """Drop the references to the data set if this version of torch does so.
 
-        In a forked process, it belongs to the parent.
+        In a forked worker, the data set belongs to the parent process and is not deleted.
         """
         if names.GIVES_BACK and not self._setup.is_thread:
             names.forget_worker_info()
@@ -211,13 +211,13 @@ class Fetcher:
             yield self._stated(is_over=True)
 
     def _drop(self, count: int) -> bool:
-        """Skip batches of an IterableDataset. Return False if there are too few."""
+        """Skip the first `count` batches of an IterableDataset. Return False if there are fewer."""
         return all(self._next_item() is not END for _ in range(self._made, count))
 
     # -- setup
 
     def get_ready(self) -> None:
-        """Create the fetcher for this epoch, and set up a new worker first."""
+        """Set up the worker if it is new, and create the fetcher for this epoch."""
         if self._is_open:
             return
         self._is_open = True
@@ -241,8 +241,8 @@ class Fetcher:
         base_seed = self._epoch.base_seed
         seed = base_seed + self._number
         random.seed(seed)
-        # torch records a stack trace for each unused device, and reads source files without a
-        # limit.
+        # torch records a stack trace for each unused device. With the default limit, this reads
+        # source files.
         limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
         try:
             torch.manual_seed(seed)
@@ -319,7 +319,7 @@ class Fetcher:
     def _next(self, key: object, number: int) -> object:
         """Return a batch, an `Item`, or END.
 
-        `number` identifies the batch for seeds.
+        Seeds are derived from `number`.
         """
         if self._broken is not None:
             return self._raised()
@@ -362,8 +362,8 @@ class Fetcher:
 class ThreadFetcher(Fetcher):
     """The producer of a worker thread. All threads share the data set.
 
-    Threads leave the global generators alone. `cseq.rng` is seeded for each batch with
-    ``rng="batch"``, or else once per thread, like numpy in torch's workers.
+    Threads do not seed the global generators. `cseq.rng` is seeded for each batch with
+    ``rng="batch"``, and otherwise once per thread, like NumPy's generator in torch's workers.
     """
 
     def _set_up(self) -> None:
@@ -425,16 +425,16 @@ class FetcherHere(Fetcher):
         return item
 
     def _call(self, function: Callable[..., object], *args: object) -> object:
-        """Call a function, and restore the trainer's generators if batches are seeded."""
+        """Call a function. If batches are seeded, restore the trainer's generators afterwards."""
         if self._seeds is None:
             return function(*args)
         return call_here(partial(function, *args), self._context, self._seeds)
 
 
 def _packed(error: BaseException) -> bytes:
-    """Pack an exception, or torch's RuntimeError for SystemExit and KeyboardInterrupt.
+    """Pack an exception. Replace SystemExit and KeyboardInterrupt with torch's RuntimeError.
 
-    They would end the program silently or look like Ctrl-C in the trainer.
+    In the trainer, they would end the program silently or look like Ctrl-C.
     """
     if isinstance(error, Exception):
         return failure.pack(error)

@@ -8,8 +8,8 @@ The graph of datapipes is split into up to three parts::
     only with                      all replicable datapipes       0, 1, …, N-1   all other
     sharding_round_robin_dispatch                                 in turn        datapipes
 
-The worker processes and the dispatching process are two `Streams` objects. Workers get the items of
-the dispatching process from the main process (`Relay`).
+The worker processes and the dispatching process are two `Streams` objects. The main process passes
+items from the dispatching process to the workers (`Relay`).
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         ``worker_reset_fn(datapipe, WorkerInfo, SeedGenerator) -> datapipe``, called in each worker
         at the start of every epoch.
     max_restarts : int
-        The maximum number of dead processes to replace per epoch. A new process skips the items
-        that were already delivered, so the graph must yield the same items for the same seeds,
-        without a dispatching process. The next death raises `cseq.WorkerDied`.
+        The maximum number of dead processes to replace per epoch. The next death raises
+        `cseq.WorkerDied`. A new process skips the items that were already delivered, so the graph
+        must yield the same items for the same seeds. Must be 0 with a dispatching process.
     timeout : float, optional
         How many seconds to wait for an item before raising `cseq.WorkerTimeout`.
     repeat_epochs : bool
@@ -139,7 +139,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
         # The user's last datapipe in this process.
         self._end_datapipe: DataPipe = None
-        # The epoch, and its state without the position.
+        # The number of the current epoch, and its state without the position.
         self._number = 0
         self._epoch: dict[str, Any] = {}
         self._restored: dict[str, Any] | None = None
@@ -166,7 +166,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return self._outlet
 
     def _start(self, datapipe: DataPipe) -> DataPipe:
-        """Start the processes and return the rest of the graph."""
+        """Start the processes and return the main process's part of the graph."""
         options: dict[str, Any] = {
             "start_method": self.multiprocessing_context,
             "max_restarts": self.max_restarts,
@@ -212,7 +212,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         seed_generator : SeedGenerator
             The source of all seeds for the epoch. It is advanced unless `repeat_epochs` is set.
         iter_reset_fn : callable, optional
-            The reset function of another reading service, for each worker's part of the graph.
+            The reset function of another reading service, for workers and the dispatcher.
         """
         if self._outlet is None:
             raise RuntimeError("initialize_iteration() was called before initialize()")
@@ -246,7 +246,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop all processes from a background thread. May be called twice."""
+        """Stop all processes in a background thread. Calling this again has no effect."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -257,7 +257,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- the state of a DataLoader2
 
     def checkpoint(self) -> bytes:
-        """Return the position in the epoch and the seeds."""
+        """Return the position in the epoch and the epoch's seeds, pickled."""
         position = None if self._outlet is None else self._outlet.position
         if self.repeat_epochs or position is None:
             return pickle.dumps({"version": STATE_VERSION, "position": None})
@@ -306,7 +306,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         resume_all(self._end_datapipe)
 
     def _limit(self, num_batches: int | None, limit_fn: object = None) -> None:
-        """Do nothing. DataLoader2 does the counting, but warns if this method is missing."""
+        """Do nothing. DataLoader2 counts the items itself, but warns if this method is missing."""
 
     def _needs_workers(self, verb: str) -> Streams:
         if self._streams is None:
@@ -324,7 +324,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
     @property
     def _run(self) -> Run[Items] | None:
-        """For `cseq.testing`."""
+        """The run of the workers, for `cseq.testing`."""
         return self._streams._run if self._streams is not None else None
 
 
@@ -359,6 +359,6 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
 
 
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
-    """Return the next numbers of a seed generator without advancing it."""
+    """Return the next seeds of a generator without advancing it."""
     copy = clone(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()

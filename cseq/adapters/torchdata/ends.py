@@ -32,7 +32,7 @@ class _Unhooked:
 
 
 class PipeReader(_Unhooked, IterDataPipe):  # type: ignore[misc]
-    """The first datapipe in the main process, with the workers' items."""
+    """The first datapipe in the main process. It yields the workers' items."""
 
     def __init__(self, streams: Streams, relay: Relay | None) -> None:
         self._streams = streams
@@ -59,7 +59,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._running: Iterator[object] | None = None
 
     def begin_epoch(self, skip: int) -> None:
-        """Start an epoch, but skip the items that were already returned."""
+        """Start an epoch that skips the first `skip` items."""
         self.position = self._skip = skip
 
     def _iterate(self) -> Iterator[object]:

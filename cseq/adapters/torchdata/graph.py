@@ -39,7 +39,7 @@ def shard(pipe: DataPipe, info: Any) -> None:
 
 
 def as_pipe(value: Any, origin: str) -> DataPipe:
-    """Check that a user function, `origin`, has returned a datapipe."""
+    """Return `value`, or raise TypeError if the user function `origin` returned no datapipe."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
         raise TypeError(f"{origin} returned {value!r}, not a datapipe; return the datapipe")
     return value
@@ -62,8 +62,8 @@ def pause_all(end: DataPipe) -> None:
 def _hold(pipe: DataPipe) -> None:
     """Pause a datapipe that prefetches.
 
-    Its own `pause` may wait forever near the end of an epoch, when the thread is about to exit.
-    `PinMemory.pause` always does.
+    Its own `pause` may hang near the end of an epoch, when its thread is about to exit.
+    `PinMemory.pause` always hangs.
     """
     thread, shared = pipe.thread, pipe.prefetch_data
     if thread is None or shared is None:

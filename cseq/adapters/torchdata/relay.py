@@ -1,6 +1,6 @@
 """Relays items from the dispatching process to the workers.
 
-The main process outlives the others, so items go through it.
+Items pass through the main process, because it outlives the others.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     # An address, and a secret that authenticates callers.
     Address = tuple[Any, bytes]
 
-# Seconds to wait for the relay's thread.
+# Seconds to wait for the relay's thread to exit.
 ENDING = 10.0
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
-    """The items from the dispatching process in a worker."""
+    """A worker's datapipe for items from the dispatching process."""
 
     def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
@@ -53,7 +53,7 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
                 return
 
     def _ask(self, epoch: int) -> tuple[list[bytes], bool]:
-        """Request the next items. Threads of a cancelled epoch may do this, too."""
+        """Request the next items. Threads of a cancelled epoch may also call this."""
         with Client(self._address, authkey=self._secret) as relay:
             relay.send((self._worker, epoch))
             answer: tuple[list[bytes], bool] = relay.recv()
@@ -61,10 +61,10 @@ class Dispatched(IterDataPipe):  # type: ignore[misc]
 
 
 class Relay:
-    """A server in the main process for items from the dispatching process.
+    """A server in the main process that sends dispatched items to the workers.
 
-    Worker i mod N gets item i. A thread answers one request at a time, and queues items for other
-    workers without limit.
+    Item i goes to worker i mod N. A single thread answers one request at a time. Its queues for
+    the other workers are unbounded.
     """
 
     def __init__(self, streams: Streams, num_workers: int) -> None:
@@ -104,7 +104,7 @@ class Relay:
     def _answer(self, worker: int, epoch: int) -> tuple[list[bytes], bool]:
         """Return the next items for a worker, and whether an exception follows them.
 
-        There are none at the end of the epoch.
+        The list is empty at the end of the epoch.
         """
         with self._lock.hold():
             if epoch != self._epoch:
@@ -147,14 +147,14 @@ class Relay:
             self._streams.ask(verb, function, behind=True)
 
     def stop(self) -> None:
-        """Stop the epoch. Workers get no more items."""
+        """Stop the epoch. Workers receive no more items."""
         self._epoch = 0
         self._streams.interrupt()
 
     def close(self) -> None:
-        """Stop the dispatching process and the thread, after the workers.
+        """Stop the dispatching process and the relay's thread. Close the workers first.
 
-        May be called again if the first call was interrupted.
+        This may be called again if the first call was interrupted.
         """
         self.stop()
         # In a forked process, the dispatching process belongs to the parent.
@@ -173,7 +173,7 @@ class Relay:
 
 
 class DispatchingFailed(Exception):
-    """Raised in a worker if the dispatching process has raised (`Relay.error`)."""
+    """Raised in a worker after an exception in the dispatching process (see `Relay.error`)."""
 
 
 class InDispatching(RemoteTraceback):
@@ -184,7 +184,7 @@ class InDispatching(RemoteTraceback):
 
 @contextlib.contextmanager
 def naming_dispatching() -> Iterator[None]:
-    """Make exceptions from the block name the dispatching process."""
+    """Name the dispatching process in exceptions from the `with` block."""
     try:
         yield
     except (WorkerDied, WorkerTimeout) as error:
@@ -198,7 +198,7 @@ def naming_dispatching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(relay: Relay | None) -> Iterator[None]:
-    """Add the original traceback to the text of exceptions, as torch does."""
+    """Show original tracebacks in exceptions, as torch does, instead of `DispatchingFailed`."""
     try:
         yield
     except DispatchingFailed:

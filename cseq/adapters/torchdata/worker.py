@@ -138,7 +138,7 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The dispatching process. It yields pickled items."""
+    """The part of the graph in the dispatching process. It yields pickled items."""
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
