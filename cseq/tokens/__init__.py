@@ -21,11 +21,11 @@
 `Flat`             a flat array of tokens, split by offsets or an end-of-text token
 `Arrow`            a list column of a table, Parquet files or a Hugging Face data set
 `Rows`             an indexer that builds batches and defines the order
-`split_context`    extracts the part of a batch for a rank, for context parallelism
+`split_context`    extracts a rank's part of a batch, for context parallelism
 =================  =================================================================
 
-The index of a sample is the position of the first token of a piece, in the concatenation of all
-documents. A piece extends to the end of the document or the row, whichever comes first.
+A sample's index is the position of a piece's first token in the concatenation of all documents. A
+piece extends to the end of the document or the row, whichever comes first.
 """
 
 from cseq.tokens.arrow import Arrow

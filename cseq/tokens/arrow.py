@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 class Arrow(Corpus):
     """Documents in a list column, with one document per row.
 
-    Tokens in a table or in the files of a Hugging Face data set are not copied. Each worker process
-    decodes Parquet files.
+    Tokens in a table or in the files of a Hugging Face data set are not copied. Parquet files are
+    decoded in each worker process.
 
     Parameters
     ----------
     data : pyarrow.Table, datasets.Dataset, str, path, or list of these paths
-        A table, a data set, or Parquet files. Worker processes get copies of a table.
+        A table, a data set, or Parquet files. A table is copied to each worker process.
     column : str
         A column of lists of integers.
     mask : str, optional
         A column with a value for each token. The loss ignores tokens with a value of 0.
     name : str, optional
-        Defaults to the name of the first file without its extension, or to the name of the column.
+        The name of the source. Defaults to the first file's name without extension, or to `column`.
 
     Raises
     ------
     ImportError
         If pyarrow is not installed.
     TypeError, ValueError
-        If a column is missing, has nulls or does not contain lists of integers, or if the `mask`
-        has other lengths or only zeros.
+        If a column is missing, has nulls or does not contain lists of integers, or if the lists in
+        `mask` differ in length from the lists of tokens or contain only zeros.
 
     Examples
     --------
@@ -102,7 +102,7 @@ def read_all(paths: list[str], columns: list[str]) -> Any:
 
 
 def read(path: str, columns: list[str]) -> Any:
-    """Read columns from a Parquet file, except those that it lacks."""
+    """Read columns from a Parquet file. Columns that the file lacks are omitted."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

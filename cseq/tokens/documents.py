@@ -21,8 +21,8 @@ PROBES = 64
 class Documents(Protocol):
     """The protocol for sources of `Rows`.
 
-    Worker processes get pickled copies of a source, and worker threads share it. An optional method
-    ``mask(document, start, stop)`` returns 0 for tokens that the loss ignores.
+    Worker processes receive pickled copies of a source, and worker threads share it. An optional
+    method ``mask(document, start, stop)`` returns 0 for tokens that the loss ignores.
 
     Attributes
     ----------
@@ -48,10 +48,10 @@ class Documents(Protocol):
 class Corpus:
     """Documents stored one after another, each within one of the arrays `parts`.
 
-    In subclasses, `__init__` sets `given`, the arguments for `again`, and calls `lay`.
+    The `__init__` of a subclass must set `given`, the arguments for `again`, and call `lay`.
     """
 
-    # For a copy, another process has already checked the files.
+    # If True, the process that pickled this corpus has already checked the files.
     is_copy = False
     given: dict[str, Any]
     name: str
@@ -90,7 +90,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A hash of sampled tokens and of the numbers of tokens and documents."""
+        """A hash of sampled tokens, the token count and the document count."""
         at = np.linspace(0, self.tokens - 1, PROBES).astype(np.int64)
         owners = self.firsts.searchsorted(at, "right") - 1
         places = zip(owners.tolist(), (at - self.firsts[owners]).tolist(), strict=True)
@@ -174,7 +174,7 @@ def corpus_of(source: Any) -> Corpus:
 
 
 def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int | None:
-    """Return the index of the first wrong value. `is_wrong` checks a range."""
+    """Return the index of the first wrong value, or None. ``is_wrong(a, b)`` checks [a, b)."""
     for start in range(0, number, CHUNK):
         wrong = is_wrong(start, min(start + CHUNK, number))
         if wrong.any():
@@ -183,7 +183,7 @@ def first(number: int, is_wrong: Callable[[int, int], NDArray[np.bool_]]) -> int
 
 
 def data_type(dtype: Any) -> np.dtype[Any]:
-    """Convert a `dtype` argument."""
+    """Convert a `dtype` argument to a NumPy type."""
     try:
         kind: np.dtype[Any] = np.dtype(dtype)
     except TypeError:

@@ -33,13 +33,13 @@ class Flat(Corpus):
         The start of each document, followed by the total number of tokens, as an array or an
         ``.npy`` file.
     end : int, optional
-        The last token of every document. The file is searched once, and lengths are stored in a
-        file.
+        The token that ends each document. The file is searched once, and the document lengths are
+        stored in a file.
     cache : str or path, optional
-        The folder for the file of lengths. With `end`, it defaults to the folder of `path`.
-        Otherwise, each process computes the lengths unless this is set.
+        The folder for the file of document lengths. With `end`, it defaults to the folder of
+        `path`. With an `offsets` file, each process computes the lengths unless this is set.
     name : str, optional
-        Defaults to the name of the file without its extension.
+        The name of the source. Defaults to the name of the file without its extension.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
 def kept(
     path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return the lengths of documents from a file. Create it if necessary."""
+    """Return the document lengths stored in a file, which is created if necessary."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 
@@ -153,7 +153,7 @@ def kept(
 
 
 def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
-    """Find the boundaries of documents. The last one may have no end token."""
+    """Find the boundaries of documents. The last document may lack an end token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])

@@ -28,14 +28,14 @@ class Megatron(Corpus):
     Parameters
     ----------
     prefix : str or path
-        The path of both files without the extension.
+        The path of both files without their extensions.
     name : str, optional
-        Defaults to the last component of `prefix`.
+        The name of the source. Defaults to the last component of `prefix`.
 
     Raises
     ------
     ValueError
-        If a file is damaged, or if the index belongs to another file.
+        If a file is damaged, or if the two files do not belong together.
 
     Examples
     --------

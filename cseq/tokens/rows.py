@@ -53,11 +53,11 @@ class Piece(NamedTuple):
 
 
 class Rows:
-    """An indexer that makes rows of tokens and has an order. Pass it to `MPSequence`.
+    """An indexer that makes rows of tokens and defines their order. Pass it to `MPSequence`.
 
     A row is a sequence of *pieces* of documents. Documents are split if they are longer than a row
     or, with 'concatenate', at the end of a row. Without `weights`, every token occurs once per
-    epoch, but 'concatenate' drops a last row that is not full.
+    epoch, but 'concatenate' drops an incomplete last row.
 
     Parameters
     ----------
@@ -66,15 +66,15 @@ class Rows:
     row : int
         The number of tokens in a row (at least 2).
     weights : dict of str to number, or list of (int, dict), optional
-        The share of each source, as in `Mixture`. By default, an epoch contains all sources once.
+        The share of each source, as in `Mixture`. By default, an epoch contains each source once.
     weights_of : 'tokens' or 'units'
-        What the weights measure: tokens, or units, which are rows.
+        Whether the weights are shares of the tokens or of the units (rows).
     packing : 'best-fit' or 'concatenate'
         Whether to use `Packed` or `Concatenated`.
     step : int, optional
         The number of rows in an optimizer step, over all ranks and microbatches. If set, `Balanced`
-        gives all ranks nearly equal work. Do not change it with the number of ranks, because the
-        order depends on it.
+        gives all ranks nearly equal work. The order depends on `step`, so keep it the same if the
+        number of ranks changes.
     balance : 'step', 'window' or 'epoch'
         Whether `Balanced` exchanges rows within a step, among 16 steps, or in the whole epoch.
     cache : str or path, optional
@@ -96,7 +96,7 @@ class Rows:
         - ``position_ids``: positions, which start at 0 in each piece and in padding.
         - ``document_ids``: int32, the index of the piece in the row, or -1 in padding.
         - ``cu_seqlens``: int32, shape (pieces + 1,): the start of each piece or padding in the
-          batch, and the end of the last one. For varlen attention over the batch as one row.
+          batch, and the end of the last one. Used for varlen attention over the batch as one row.
         - ``max_seqlen``: int, the length of the longest piece.
         - ``valid_tokens``: int, the number of labels that are not -100.
         - ``source_tokens``: int64, shape (sources,): the number of tokens from each source.
@@ -175,7 +175,7 @@ class Rows:
 
     @cached_property
     def order(self) -> Order:
-        """The order that ``MPSequence(rows)`` uses. Samples are tokens, units are rows."""
+        """The order for ``MPSequence(rows)``. Its samples are tokens, and its units are rows."""
         over: Callable[[Any], Order] = partial(Concatenated, row=self.row, cache=self._cache)
         if self._packs:
             over = partial(Packed, budget=self.row, too_long="split", cache=self._cache)
@@ -190,7 +190,7 @@ class Rows:
         return order if step is None else Balanced(order, step, over=balance, cache=self._cache)
 
     def _check(self, corpora: list[Corpus]) -> None:
-        """Check that tokens fit the data type, and that one can be predicted."""
+        """Check that the tokens fit the data type, and that there is a token to predict."""
         if self._dtype not in (np.int32, np.int64) or self._pad > np.iinfo(self._dtype).max:
             raise TypeError(
                 f"dtype={self._dtype} does not work with pad={self._pad}; pass dtype='int64' or "
@@ -218,7 +218,7 @@ class Rows:
         return f"<Rows of {self.row} tokens of {', '.join(self.names)}: {self.order!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without cached properties, such as arrays in files."""
+        """Return the state without cached properties, such as memory-mapped arrays."""
         made = ("order", "_ends", "_arrays")
         return {name: value for name, value in vars(self).items() if name not in made}
 
@@ -254,7 +254,7 @@ class Rows:
         return [Piece(self.names[s], k, start, start + n) for s, k, start, n in columns]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that counts the tokens per source in units of an epoch."""
+        """Return a function that counts the tokens from each source in given units of an epoch."""
         known, reader = order.token_sums(seed), order.reader(seed)
 
         def sums(epoch: int, units: Ints) -> dict[str, int]:
@@ -278,7 +278,7 @@ class Rows:
         return rows
 
     def __getitem__(self, indices: Ints) -> dict[str, Any]:
-        """Make a batch of the pieces at these positions; see `cseq.parts`."""
+        """Make a batch of the pieces that start at the positions `indices`; see `cseq.parts`."""
         sizes = parts()
         pieces, cuts = self._locate(indices, sizes)
         shape = (1, len(sizes) * self.row) if self.flat else (len(sizes), self.row)
@@ -321,7 +321,7 @@ class Rows:
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
         """Return the arrays of tokens, the masks, and each piece's array and position.
 
-        For a cut piece of a user's source, the next token is also read as a label.
+        If a piece of a custom source is cut, the next token is also read, as the last label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)
