@@ -1,7 +1,7 @@
 """Stage 2: converts arrays in batches to tensors on the CPU or a CUDA device.
 
-All pools produce the same bits. numpy casts arrays, and torch casts CPU tensors. torch is imported
-when a converter is created.
+All pools produce bit-identical results. numpy casts arrays, and torch casts CPU tensors. torch is
+imported when a converter is created.
 
 ::
 
@@ -10,7 +10,7 @@ when a converter is created.
                                             │ in a thread:   convert ─► Transfer ─► receive
                                             └ in a process:  export  ─► pickle   ─► Imports
 
-``output``      what ``out_type`` and ``dtype`` mean on this machine
+``output``      parses ``out_type`` and ``dtype``, and resolves them on this machine
 ``host``        synchronous conversion
 ``lane``        a CUDA stream for copies
 ``cuda``        asynchronous conversion on a lane

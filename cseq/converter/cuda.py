@@ -35,8 +35,8 @@ def receive(result: Transfer | Batch) -> Batch:
 class CudaConverter:
     """Copies batches to a device on a separate stream, in one thread.
 
-    Memory that is not page-locked is first copied to a page-locked buffer. The output must be
-    resolved.
+    Memory that is not page-locked is first copied to a page-locked buffer. `output` must be the
+    result of `resolve`.
     """
 
     def __init__(self, output: Output) -> None:
@@ -60,7 +60,7 @@ class CudaConverter:
         return Transfer(sent, event, tensors, self._lane)
 
     def export(self, batch: Batch) -> bytes:
-        """Convert and pickle a batch in a converter process. It may be overwritten afterwards."""
+        """Convert and pickle a batch in a converter process. `batch` may then be overwritten."""
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()

@@ -1,7 +1,7 @@
 """Transfers batches from the CUDA memory of converter processes to the trainer.
 
-torch pickles a tensor on a device as a handle, and keeps the memory until the handle has been
-opened and the tensor dropped. So each pickle is read only once, and its tensors are cloned.
+torch pickles a device tensor as a handle, and keeps its memory until the receiver has opened the
+handle and dropped the tensor. So each pickle is read only once, and its tensors are cloned.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Lost(RuntimeError):
 
 
 class Exported:
-    """A tensor whose memory is opened when it is unpickled."""
+    """A wrapper that pickles a tensor so that `opened` rebuilds it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -49,7 +49,7 @@ class Exported:
 
 
 def opened(rebuild: Callable[..., Tensor], arguments: tuple[object, ...]) -> Tensor:
-    """Open another process's memory. Raise `Lost` if this fails."""
+    """Open a tensor in another process's memory. Raise `Lost` if this fails."""
     try:
         return rebuild(*arguments)
     except Exception as error:
@@ -79,7 +79,7 @@ class Imports(SlotReader):
     All tensors are copied to the trainer's memory.
 
     If a converted batch is lost or cannot be fetched, `decode` increments `lost` and converts the
-    indexer's batch. It is still in the slot. The output must be resolved and must use CUDA.
+    indexer's batch, which is still in a slot. `output` must be resolved and must use CUDA.
     """
 
     def __init__(self, arena: Arena, ring: Ring, output: Output, convert: Convert) -> None:
@@ -99,7 +99,7 @@ class Imports(SlotReader):
         return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Fetch a converted batch. If it is lost, convert the batch in this process.
+        """Fetch a converted batch. If it is lost, convert the indexer's batch in this process.
 
         Only the error's text is logged, because the error itself would keep the slot in use.
         """
@@ -145,7 +145,7 @@ class Imports(SlotReader):
         return pickle.loads(packed)
 
     def cancel(self, cell: int) -> None:
-        """Release a cancelled batch in the converter, if it is still running."""
+        """Release a cancelled batch's memory if the converter that made it is still running."""
         stage, status, slot, capacity, _, record = self._ring.left_in(cell)
         if stage == CONVERTER and status == BATCH:
             with self._lane.active():

@@ -31,7 +31,7 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
     """Return the type that an array is cast to, or None if torch does not support it.
 
-    Numbers are cast to `cast`. Other values keep their type, in native byte order.
+    `cast` applies to booleans and real numbers. Otherwise, the type is kept, in native byte order.
     """
     if dtype.kind not in "biufc":
         return None
@@ -110,7 +110,7 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return a function that converts new arrays of this type (or tensors), or None."""
+        """Return the function that converts new arrays of this type (None for tensors), or None."""
         output = self.output
         if output.kind != "cpu":
             return self.convert

@@ -65,7 +65,7 @@ class Lane:
         return event
 
     def join(self, event: Event, tensors: list[Tensor]) -> None:
-        """Make the current stream wait for an event, and mark tensors as used by this stream.
+        """Make the current stream wait for an event, and mark tensors as used by that stream.
 
         Otherwise, a tensor that the user drops could be overwritten while kernels still read it.
         """

@@ -26,7 +26,7 @@ OUT_TYPES = "'cuda', 'cuda:1', 'cpu', 'null', None, a torch.device, or a callabl
 
 
 class Output(NamedTuple):
-    """The output of a conversion.
+    """The parsed arguments ``out_type`` and ``dtype``.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ def parse(out_type: object, dtype: object) -> Output:
     out_type : str, None, torch.device or callable
         ``'cuda'``, ``'cuda:1'``, ``'cpu'``, ``'null'``, None (same as ``'cpu'``), or a callable.
     dtype : str, type, numpy.dtype, torch.dtype or None
-        A numeric type, which may be ``'bfloat16'``.
+        A numeric type, including ``'bfloat16'``, or None to keep types.
 
     Raises
     ------
@@ -148,9 +148,9 @@ def cast_dtype(output: Output) -> Dtype | None:
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Return a warning if labels seem to become floats, or None.
+    """Return a warning if labels seem to be cast to floats, or None.
 
-    Integer arrays next to other arrays are labels, except for images (multidimensional ``uint8``).
+    Integer arrays next to other arrays count as labels, except multidimensional ``uint8`` (images).
     """
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":
@@ -179,8 +179,8 @@ def explain_cast(batch: Batch, output: Output) -> str | None:
 def resolve(output: Output) -> Output:
     """Return the output for this machine, with a device number. This may import torch.
 
-    Without CUDA, ``'cuda'`` becomes ``'cpu'``. Without torch, tensors become arrays. CUDA is not
-    initialized.
+    Without CUDA, ``'cuda'`` becomes ``'cpu'``. Without torch, tensors become arrays. This does not
+    initialize CUDA.
 
     Raises
     ------

@@ -17,8 +17,8 @@ logger = logging.getLogger("cseq")
 class PageLocks:
     """Page-locked mappings of an arena. CUDA copies from them directly.
 
-    Mappings are kept until they are unregistered. Otherwise, CUDA would copy the old pages of an
-    address that is mapped again.
+    Mappings stay alive until they are unregistered. Otherwise, CUDA would copy stale pages if an
+    address were mapped again.
     """
 
     # Page-locked for all CUDA contexts (cudaHostRegisterPortable).
@@ -30,7 +30,7 @@ class PageLocks:
         self._locked: dict[int, Memory] = {}
 
     def register(self, memory: Memory) -> bool:
-        """Page-lock a mapping. If this returns False, copies are slower."""
+        """Page-lock a mapping. Return False if this fails. Copies are then slower."""
         if memory.address in self._locked:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)
