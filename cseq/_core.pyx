@@ -53,7 +53,7 @@ cdef const int64_t* int64s(cnp.ndarray array) except? NULL:
 
 
 def derive(seed, epoch, uint64_t purpose, Py_ssize_t count):
-    """Return the first `count` words of the stream for (seed, epoch, purpose)."""
+    """Return the first `count` random words for (seed, epoch, purpose)."""
     cdef uint64_t words[8]
     cdef Py_ssize_t k
     if not 0 <= count <= 8:
@@ -100,7 +100,7 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
         An integer in [0, 2**64). The epoch and the seed are hashed together, not added.
     algorithm : 'fisher-yates-v1' or 'feistel-v1'
         The algorithm of ``shuffle=True`` or ``shuffle='feistel'``. See docs/inside/shuffle.md. The
-        result of an algorithm never changes.
+        results of an algorithm are the same in all versions of cseq.
 
     Returns
     -------
@@ -153,7 +153,7 @@ cdef class Reader:
         """Write the samples of the units [start, start + count), and return their number.
 
         `out` has space for `count` * `room` samples. The size of each unit is written to `sizes`, unless it
-        is NULL. Long operations release the GIL and run signal handlers. If one raises, call this again.
+        is NULL. Long reads release the GIL and run signal handlers. If one raises, call this again.
         """
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ cdef class Reader:
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
         """Like `read`, for one rank's part of the global batch [first, first + together).
 
-        An order may select different units of the batch, but not a different number of units.
+        An order may select other units of the batch, but the number must be the same.
         """
         return self.read(epoch, start, count, out, sizes)
 
@@ -224,7 +224,7 @@ cdef class FeistelReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class TableReader(Reader):
-    """Reads fisher-yates-v1 and shuffles only as far as needed."""
+    """Reads fisher-yates-v1. Shuffles only up to the last position that is read."""
 
     cdef cseq_order order
     cdef uint32_t* table
@@ -292,7 +292,7 @@ cdef class Turns:
 
     @property
     def holder(self):
-        """The runner whose turn it is (`Ring.first_entry` plus its number), or 0."""
+        """The runner that has the turn (`Ring.first_entry` plus its number), or 0."""
         return self.t.holder
 
     def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
@@ -494,7 +494,7 @@ cdef class Ring:
         return count
 
     def peek(self, uint32_t cell, uint64_t ticket):
-        """Return what was published for a ticket: (status, slot, capacity, record).
+        """Return the published result of a ticket: (status, slot, capacity, record).
 
         Return None if the ticket is not ready, or () if it is no longer in the cell.
         """
@@ -532,7 +532,7 @@ cdef class Ring:
         self.slept(before, awake)
 
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept:
-        """Spin until a ticket is ready. Return False if it is not."""
+        """Spin for a limited time. Return whether a ticket is ready."""
         cdef uint64_t before = cseq_now_ns()
         cdef uint64_t awake
         cdef int ready
@@ -587,7 +587,7 @@ cdef class Ring:
     def slots(self):
         """Return the slots in use by published tickets.
 
-        A slot taken out of the ring concurrently already belongs to the trainer.
+        A slot that leaves the ring during this call already belongs to the trainer.
         """
         cdef uint32_t k, slot
         cdef int state

@@ -36,7 +36,7 @@ cpdef int check_depth() except -1:
 cpdef bint is_deep(int depth=0) except -1:
     """Return True if the stack has at least `depth` frames, by default half of the limit.
 
-    A RecursionError may then be the caller's fault.
+    In this case, a RecursionError may be the fault of the calling program.
     """
     try:
         _getframe(depth or Py_GetRecursionLimit() // 2)
@@ -147,7 +147,7 @@ cdef class Lock:
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def put_off(self, call not None):
-        """Call ``call()`` now if the lock is free. Otherwise, its holder calls it after the release."""
+        """Make a call now if the lock is free. Otherwise, the holder makes it after the release."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
         if self.acquire(0):
@@ -176,7 +176,7 @@ cdef class Lock:
 cdef class Hold:
     """Holds a lock inside a ``with`` statement.
 
-    Before the body, deallocation also releases the lock. `has` is False if a `timeout` has expired.
+    If a handler raises before the body, deallocation releases the lock. `has` is False on timeout.
     """
 
     cdef Lock lock
@@ -226,7 +226,7 @@ cdef class Latch:
 
 @cython.final
 cdef class RunState:
-    """The state of a run that iterators use for every batch.
+    """The state of a run that iterators check for every batch.
 
     Only iterators with the current `generation` receive batches. The `lock` protects the pool.
     """
@@ -256,7 +256,7 @@ cdef extern from *:
     void cseq_exit(int code) noexcept nogil
 
 def exit_on_hangup(intptr_t socket):
-    """Exit without finalizing the interpreter when the peer of `socket` is gone."""
+    """Wait until the peer of `socket` is gone, and exit without finalizing the interpreter."""
     with nogil:
         cseq_await_hangup(socket)
         cseq_exit(1)
@@ -266,13 +266,13 @@ cdef bint ends = False
 
 
 def end_daemons():
-    """Make `rest` block daemon threads from now on."""
+    """From now on, make `rest` block daemon threads."""
     global ends
     ends = True
 
 
 cpdef int rest() except -1:
-    """Block a daemon thread forever if the interpreter is exiting. It must hold no lock.
+    """Block a daemon thread forever if the interpreter is exiting. The thread must not hold a lock.
 
     Up to version 3.13, Python unwinds the stack of a daemon thread that reacquires the GIL. In the destructor
     of a tensor, this aborts the process.

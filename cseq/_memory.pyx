@@ -105,14 +105,14 @@ forks_here, forker_here = &cseq_forks, &cseq_forker
 
 
 def fork_depth():
-    """Return the number of forks since the last exec. It differs in a forked process."""
+    """Return the number of forks since the last exec. A forked process has a higher number."""
     return cseq_forks
 
 
 def fork():
     """Fork like `os.fork`, but without the warning about threads in Python 3.12.
 
-    Python warns after the fork. If warnings are errors, the caller would never get the child's id.
+    Python warns after the fork. If warnings are errors, the caller would not get the child's id.
 
     Raises
     ------
@@ -135,7 +135,7 @@ SMALL = LEAST
 
 
 cdef class Memory:
-    """Memory that stays valid until its last array is gone. A writable buffer."""
+    """A writable buffer that stays valid until the last array in it is gone."""
 
     @property
     def address(self):
@@ -156,7 +156,7 @@ cdef class Memory:
         return 0
 
     def view(self, Py_ssize_t offset, cnp.dtype dtype, tuple shape):
-        """Return an array at `offset` that keeps the memory alive. It must not contain objects."""
+        """Return an array at `offset` that keeps the memory alive. Object types are rejected."""
         cdef cnp.npy_intp dims[MAX_DIMS]
         cdef int nd = <int>len(shape)
         cdef int i
@@ -220,7 +220,7 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
 
 
 cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
-    """Return True if an array is dense and its axes have this order in memory, outermost first."""
+    """Return True if an array is dense, with its axes in this order, outermost first."""
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int k
     for k in range(cnp.PyArray_NDIM(array) - 1, -1, -1):
@@ -263,14 +263,14 @@ cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
 
 
 def axes_of(cnp.ndarray array not None):
-    """Return the order of an array's axes in a slot as bytes, outermost first."""
+    """Return the order in which an array's axes are stored in a slot, as bytes, outermost first."""
     cdef uint8_t axes[MAX_DIMS]
     is_permuted(array, axes)
     return (<char*>axes)[:cnp.PyArray_NDIM(array)]
 
 
 def flat_of(cnp.ndarray array not None):
-    """Return the elements as a one-dimensional array in memory order, or None.
+    """Return the elements as a one-dimensional view in memory order, or None if this needs a copy.
 
     The result is marked as writable for the objects made from it, but callers must not write to it.
     """
@@ -290,7 +290,7 @@ def flat_of(cnp.ndarray array not None):
 @cython.final
 @cython.no_gc
 cdef class Loan(Memory):
-    """The first `nbytes` bytes of another memory, with weak references."""
+    """The first `nbytes` bytes of another memory. Supports weak references."""
 
     cdef Memory whole
     cdef object __weakref__
@@ -305,7 +305,7 @@ cdef class Loan(Memory):
 @cython.final
 @cython.no_gc
 cdef class Mapping(Memory):
-    """Maps part of a file until the last array in it is gone.
+    """A mapping of part of a file, which exists until the last array in it is gone.
 
     `offset` is a multiple of the page size. With `own`, the mapping is private, so writes are not shared.
     """
@@ -331,7 +331,7 @@ cdef class Mapping(Memory):
 cdef class Descriptor:
     """A file descriptor above 2 (on Windows, a handle) that is closed on deallocation.
 
-    The constructor calls ``opener(*args)``, so no signal handler can run before the assignment.
+    The constructor calls ``opener(*args)``, so no signal handler can raise before `fd` is stored.
     """
 
     cdef readonly int fd
@@ -390,7 +390,7 @@ def address_of(cnp.ndarray array not None):
 def keep_freed():
     """Make malloc keep freed blocks of up to 32 MB, because the system must zero new pages.
 
-    Return False if this is not supported (only glibc).
+    Return True on success. Only glibc supports this.
     """
     return bool(cseq_keep_freed())
 
@@ -400,7 +400,7 @@ cdef PyDataMem_Handler slot_handler, reuse_handler
 
 cdef int put_above(object numpys, cseq_allocator* below, PyDataMem_Handler* handler, const char* name,
                    PyDataMemAllocator allocator) except -1:
-    """Wrap NumPy's handler, whose allocator is copied into `below`."""
+    """Copy the allocator of NumPy's handler to `below`, and set up a handler that wraps it."""
     handler[0] = (<PyDataMem_Handler*>PyCapsule_GetPointer(numpys, "mem_handler"))[0]
     memcpy(below, &handler.allocator, sizeof(cseq_allocator))
     strcpy(handler.name, name)
@@ -462,7 +462,7 @@ cdef class SlotAllocator:
         cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
-        """Serve the allocations of these arrays from the slot next time."""
+        """From the next `serve` on, serve the allocations with the same numbers as these arrays."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:
@@ -474,7 +474,7 @@ cdef class SlotAllocator:
         return cseq_slot_stop(&cseq_slot_arrays)
 
     def holds(self, Mapping slot not None):
-        """Return whether arrays exist in a stopped slot."""
+        """Return whether arrays still exist in a slot after `stop`."""
         return bool(cseq_slot_holds(&cseq_slot_arrays, slot.data))
 
 

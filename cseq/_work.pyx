@@ -54,8 +54,8 @@ cdef cnp.ndarray NOTHING = numpy.empty(0, numpy.bool_)
 cdef class Runner:
     """A runner's side of a ring. It claims and publishes the tickets of one stage.
 
-    `stage` is 0 for indexers and 1 for converters. Owners count from 1. The `last` stage publishes to the
-    output.
+    `stage` is 0 for indexers and 1 for converters. Owners are numbered from 1. The `last` stage
+    publishes to the output.
     """
 
     def __cinit__(self, Ring ring not None, uint32_t stage, uint32_t owner, *, bint last):
@@ -187,7 +187,7 @@ cdef class Runner:
     cpdef object indices(self):
         """Return the indices in an array without other references.
 
-        A small array from the last ticket may be reused. A large one can be in the batch's slot.
+        A small array may be reused for later tickets. A large one may be in the slot of the batch.
         """
         cdef cnp.npy_intp n = self.held().count
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
@@ -212,13 +212,13 @@ cdef class Runner:
         Parameters
         ----------
         status : int
-            0 for a batch. Other tickets go directly to the output.
+            0 for a batch. Tickets with any other status go directly to the output.
         record : tuple of int
             Up to `FIELDS` sizes in bytes. Their sum is the size of the batch.
         capacity : int
             The number of committed bytes in the slot.
         slot : int
-            The slot of the batch, or -1. It belongs to the ticket from now on.
+            The slot of the batch, or -1. From now on, the slot belongs to the ticket.
         """
         cdef cseq_cell* c = self.held()
         cdef uint64_t* fields = c.converted if self.stage else c.record
@@ -254,14 +254,14 @@ cdef class BatchWriter:
         return 0
 
     cdef bint publish_batch(self, Runner runner, object batch) except -1:
-        """Write and publish a batch, if C code can do both. Return False otherwise."""
+        """Write and publish a batch in C. Return False if the batch needs Python code."""
         return False
 
     def begin_ticket(self):
         self.open_ticket()
 
     def cast_to(self, dtype):
-        """Convert numbers to this type, unless it is None."""
+        """Convert numeric arrays to `dtype`, unless it is None."""
 
     def write(self, Runner runner not None, batch):
         """Write a batch and return the record for `publish`."""
@@ -281,11 +281,11 @@ cdef class BatchWriter:
 
 
 cdef class Work:
-    """A runner's work: makes and publishes results.
+    """The base class for the work of a runner: make and publish results.
 
-    Subclasses implement three methods. ``answer(runner)`` returns the result or `NO_MORE`. ``fail(runner,
-    error)`` publishes an exception. ``end_copy(error)`` exits a forked process, whose fork
-    count differs from `depth` and which must not use the ring.
+    Subclasses implement three methods. ``answer(runner)`` returns the result or `NO_MORE`.
+    ``fail(runner, error)`` publishes an exception. ``end_copy(error)`` exits a process forked by
+    user code, which must not use the ring. Its fork count differs from `depth`.
     """
 
     cdef readonly BatchWriter batch_writer
@@ -301,8 +301,8 @@ cdef class Work:
     cpdef int work(self, Runner runner) except -1:
         """Make and publish the result for the current ticket, or an exception.
 
-        `publish` checks whether user code has kept arrays in the slot, so there must be no reference to the
-        batch.
+        The reference to the batch is dropped before `publish`, which checks whether user code has
+        kept arrays in the slot.
         """
         try:
             batch = self.make_batch(runner)
@@ -334,7 +334,7 @@ cpdef bint has_imported(dict missing) except -1:
 cdef class BatchMaker(Work):
     """The C part of `indexer.Indexing`.
 
-    `batch_state` is this thread's context. `convert` is applied to every batch. `seeds` seeds the generators.
+    `batch_state` is this thread's context. `convert` is applied to each batch. `seeds` may be None.
     """
 
     cdef public object indexer
@@ -348,7 +348,7 @@ cdef class BatchMaker(Work):
         self.convert, self.seeds = convert, seeds
 
     cdef bint is_to_repeat(self) except -1:
-        """Return True if the batch imported a generator's module."""
+        """Return True if making the batch has imported a module with a random generator."""
         return (forks_here[0] == self.depth and has_imported(self.seeds.missing)
                 and self.seeds.has_new())
 
@@ -361,7 +361,7 @@ cdef class BatchMaker(Work):
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
-        """Call the indexer. If this imports a generator's module, seed it and repeat."""
+        """Call the indexer. If this imports a generator's module, seed the generator and repeat."""
         indexer = self.indexer
         if self.seeds is None: return indexer[runner.indices()]
         if self.seeds.present or has_imported(self.seeds.missing):
