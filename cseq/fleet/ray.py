@@ -65,12 +65,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# Maximum number of agents lost per batch, concurrent Ray calls per agent, and agents to contact
-# at once. The first batch may take `STARTING` times `timeout`.
+# Maximum number of agents to lose for one batch, of concurrent Ray calls per agent, and of agents
+# to contact at once. The first batch may take `STARTING` times `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
 # Seconds to wait for an agent before trying others, and between rounds.
 AGAIN, PAUSE = 0.1, 0.05
-# Seconds until a thread tries its own agent again, and until it logs that none is ready.
+# Seconds until a thread tries its own agent again, and until it logs that no agent is ready.
 AWAY, SHORT = 2.0, 10.0
 # Exceptions that mean that an agent is not ready yet, or is lost.
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
@@ -85,20 +85,20 @@ INSTALL = (
 
 
 class Raised(NamedTuple):
-    """A packed exception. `is_setup` is True if there is no indexer yet."""
+    """A packed exception. `is_setup` is True if it was raised before the indexer was created."""
 
     packed: bytes
     is_setup: bool
 
 
 def versions() -> str:
-    """Return the versions that must match at both ends."""
+    """Return the versions that must be the same in the trainer and the agent."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
 
 def unpickled(payload: list[Payload]) -> Any:
-    """Unpickle the worker."""
+    """Fetch the worker from Ray and unpickle it."""
     data, buffers = ray.get(payload[0])
     return pickle.loads(data, buffers=[memoryview(buffer) for buffer in buffers])[0]
 
@@ -122,7 +122,7 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Set the worker (Ray would drop constructor arguments). Return the PID and the node."""
+        """Set the worker, because Ray drops constructor arguments. Return the PID and the node."""
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "
@@ -177,7 +177,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch. If this imports a module with a new random generator, make it again."""
+        """Make a batch. If this imports a module with a random generator, make the batch again."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
             if self._threads is not None and system.OPENMP not in own:
@@ -199,12 +199,11 @@ class Agent:
 
 
 class RayFleet:
-    """Worker processes on a Ray cluster. They are Ray actors and make batches.
+    """Worker processes on a Ray cluster: Ray actors that make batches.
 
     Pass a fleet to `RaySequence` instead of `worker`. Several ranks and sequences can use a fleet
-    at the same time. A pickled fleet (for a Ray task or a `TorchTrainer`) refers to the same
-    actors. The constructor does not wait for the actors. If Ray is not connected, it calls
-    ``ray.init()`` first.
+    at the same time. A pickled fleet, as for a Ray task or a `TorchTrainer`, refers to the same
+    actors. The constructor calls ``ray.init()`` if necessary, and does not wait for the actors.
 
     Parameters
     ----------
@@ -212,8 +211,9 @@ class RayFleet:
         As in `MSequence`, but built once per actor. Arrays are stored once per node, and are
         read-only.
     nodes, num_workers : int, optional
-        Ray distributes `nodes` times `num_workers` worker processes. By default, these are the
-        number of nodes with enough CPUs at startup, and the maximum number of workers per node.
+        The fleet has `nodes` times `num_workers` processes. If both are omitted, it has as many as
+        all nodes can run at startup. If one is omitted, it defaults to the number of nodes with
+        enough CPUs, or to the number of workers that the largest node can run.
     num_cpus : float
         The number of CPUs per worker process.
     timeout : float, optional
@@ -237,7 +237,7 @@ class RayFleet:
     TypeError
         If the worker cannot be pickled, or if another argument has the wrong type.
     ValueError
-        If an argument is invalid, or if no node has enough CPUs to choose `nodes` or `num_workers`.
+        If an argument is invalid, or if a default is needed and no node has enough CPUs.
     """
 
     is_own = False
@@ -279,13 +279,13 @@ class RayFleet:
 
     @property
     def worker(self) -> Any:
-        """The user's object that makes indexers."""
+        """The user's worker. In an unpickled fleet, it is fetched on first use."""
         if self._worker is None:
             self._worker = unpickled(self._payload)
         return self._worker
 
     def ask(self, handle: ray.Handle) -> ray.ObjectRef[tuple[int, str]]:
-        """Request the PID and node of an actor."""
+        """Call `Agent.about` to set the worker of an actor and request its PID and node."""
         return handle.about.remote(self._payload, versions())
 
     def close(self) -> None:
@@ -316,7 +316,7 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
 
 
 class Caller:
-    """Requests batches from an agent, for one thread."""
+    """The indexer of one thread, which requests batches from an agent."""
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker
@@ -375,7 +375,7 @@ class Caller:
                     self._until = time.monotonic() + AWAY
                 else:
                     crew.closed.wait(PAUSE)
-                # Worker 0 warns for all threads.
+                # Only worker 0 logs a warning, because all threads would log the same.
                 if time.monotonic() > due and not self._worker:
                     due = math.inf
                     why = f"{self._name}: {failure.line_of(error)}"
@@ -432,14 +432,14 @@ class Caller:
         return agent.receive(crew.take_memory)
 
     def close(self) -> None:
-        """Close the connection. Pending calls raise."""
+        """Close the connection. Pending calls raise an exception."""
         self._until = 0.0
         if self._connection is not None:
             self._connection.close()
 
 
 def of_fleet(job: Job) -> Job:
-    """Return a job with one thread per agent. Create the fleet if necessary."""
+    """Return a copy of a job, with one thread per agent. Create a fleet if none was passed."""
     fleet, options = job.fleet, job.options
     if fleet is None:
         own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
@@ -476,21 +476,21 @@ class FleetCrew(ThreadCrew):
         super().__init__(tickets)
 
     def prepare(self, worker: Any, name: str = "worker") -> None:  # noqa: ARG002
-        """Set the factory for indexers."""
+        """Use `_caller` instead of the worker to create indexers."""
         super().prepare(self._caller, name)
 
     def _caller(self) -> Caller:
-        """Create an indexer. Only one thread at a time calls this."""
+        """Create the indexer of a thread. Only one thread at a time calls this."""
         self._callers.append(Caller(self, len(self._callers)))
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Raise the error in the training loop, because it would occur with any agent."""
+        """Make the training loop raise the error, which would occur with every agent. Return it."""
         self._group.fail(error)
         return error
 
     def close(self, *, hurried: bool) -> None:
-        """Stop the threads. Close the fleet if it belongs to this crew."""
+        """Stop the threads. If the fleet was created for this crew, close it."""
         self.closed.set()
         for caller in self._callers:
             caller.close()

@@ -42,7 +42,7 @@ class Buffers:
         self._free: list[Block] = []
 
     def take_memory(self, size: int) -> Memory:
-        """Return `size` bytes of memory, from a new or a free block."""
+        """Return `size` bytes of memory from a free block or a new one."""
         if size < LARGE:
             return Block(size)
         block = None
@@ -100,7 +100,7 @@ class Connection:
         return bool(connection.wait([self._raw], seconds))
 
     def receive(self, allocate: Callable[[int], Memory] = Block) -> Message:
-        """Receive a message. Its buffers come from `allocate`."""
+        """Receive a message. Allocate the memory for its buffers with `allocate`."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size))
         head: tuple[bytes, list[int]] = pickle.loads(self._read(size))
         data, sizes = head
@@ -119,7 +119,7 @@ class Connection:
         return data
 
     def close(self) -> None:
-        """Close the connection. Pending calls in other threads raise."""
+        """Close the connection. Pending calls in other threads raise an exception."""
         with contextlib.suppress(OSError):
             self._raw.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):

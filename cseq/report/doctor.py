@@ -24,14 +24,14 @@ __all__ = ["Finding", "look", "report"]
 THROTTLED = 0.05
 # Maximum percentage of the last 10 s that tasks waited for a core.
 PRESSED = 20.0
-# How often to read the clock, and how long a reading may take, in ns.
+# Number of clock readings to average, and maximum duration of a reading in ns.
 READINGS, SLOW_CLOCK = 1000, 250
-# Minimum number of free processes, in total and per core.
+# Minimum number of processes that can still be started: the first plus the second per core.
 PROCESSES = 32, 4
 
 
 class Finding(NamedTuple):
-    """A finding and its remedy, if there is one."""
+    """A finding, with a remedy if it is a problem."""
 
     text: str
     remedy: str = ""
@@ -41,13 +41,13 @@ class Finding(NamedTuple):
 
 
 def look() -> Iterator[Finding]:
-    """Run all checks."""
+    """Run all checks and yield their findings."""
     for check in (quota, pressure, threads, kills, clock, processes):
         yield from check()
 
 
 def quota() -> Iterator[Finding]:
-    """Check the number of cores, the quota and throttling."""
+    """Check the CPU quota and how often it throttles this container."""
     most = quota_of(ROOT)
     if most is not None and most < cores():
         yield Finding(
@@ -66,7 +66,7 @@ def quota() -> Iterator[Finding]:
 
 
 def pressure() -> Iterator[Finding]:
-    """Check if tasks are waiting for cores."""
+    """Check whether tasks are waiting for cores."""
     for line in lines(join(ROOT, "proc/pressure/cpu")):
         kind, *pairs = line.split()
         share = float(dict(pair.split("=") for pair in pairs).get("avg10", 0))
@@ -79,7 +79,7 @@ def pressure() -> Iterator[Finding]:
 
 
 def threads() -> Iterator[Finding]:
-    """Check the environment variables for library threads."""
+    """Check the environment variables that set the number of library threads."""
     for name in VARIABLES:
         value = os.environ.get(name, "1")
         if value.isdigit() and int(value) > 1:
@@ -100,7 +100,7 @@ def kills() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Measure how long it takes to read the clock."""
+    """Measure the time to read the clock."""
     best = min(_reading() for _ in range(5))
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(ROOT, folder))) or "the system's"
@@ -117,7 +117,7 @@ def _reading() -> float:
 
 
 def processes() -> Iterator[Finding]:
-    """Check how many processes and threads may still be created."""
+    """Check the number of processes and threads that can still be created."""
     left = []
     for group, name in groups(ROOT, "pids", "pids.max", "pids.max"):
         most, now = number(join(group, name)), number(join(group, "pids.current"))

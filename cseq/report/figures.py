@@ -57,7 +57,7 @@ paint-order:stroke;stroke:var(--paper);stroke-width:4px;stroke-linejoin:round}}
 
 
 def number(value: float) -> str:
-    """Format a number with three digits: 0.52, 19.1, 412, 2524, 20.1 k, 1.4 M."""
+    """Format a number with about three digits: 0.52, 19.1, 412, 2524, 20.1 k, 1.4 M."""
     for size, least, unit in ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e3, 1e4, " k")):
         if value >= least * 0.9995:
             return f"{value / size:.3g}{unit}"
@@ -72,7 +72,7 @@ def _at(value: float) -> str:
 class Axis:
     """Maps values from `low` to `high` to coordinates from `start` to `end`.
 
-    If `times` is set, values are in seconds, so 15 and 60 are round.
+    If `times` is set, values are in seconds, and ticks are at values such as 15 and 60.
     """
 
     low: float
@@ -92,7 +92,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """The round values on the axis."""
+        """The round values to label."""
         if self.logarithmic:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             every = max(0, last - first - 2) // MOST_TICKS + 1
@@ -130,7 +130,7 @@ class Drawing:
         )
 
     def file(self) -> str:
-        """Return a complete SVG file, in light or dark colors."""
+        """Return a complete SVG file with light and dark colors."""
         size = f'width="{_at(self.width)}" height="{_at(self.height)}"'
         attributes = f' xmlns="http://www.w3.org/2000/svg" class="cseq" {size}'
         head = f"<title>{escape(self.title)}</title>\n<style>{STYLE}</style>\n"
@@ -138,7 +138,7 @@ class Drawing:
         return self.inline(attributes, head + sheet) + "\n"
 
     def text(self, x: float, y: float, words: str, kind: str = "") -> None:
-        """Draw text with the baseline at `y`. `kind` contains classes ('faint end')."""
+        """Draw text with the baseline at `y`. `kind` contains CSS classes ('faint end')."""
         shown = kind if "faint" in kind else f"ink {kind}".strip()
         corner = f'x="{_at(x)}" y="{_at(y)}"'
         self._parts.append(f'<text {corner} class="{shown}">{escape(words, quote=False)}</text>')
@@ -173,7 +173,7 @@ class Chart(Drawing):
         self.y = Axis(*y, HEIGHT - 28, 24)
 
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
-        """Draw lines at round values, with labels from `x` and `y`."""
+        """Draw horizontal grid lines. `x` and `y` format the labels of the ticks."""
         for value in self.y.ticks if y else ():
             at = self.y.coordinate(value)
             self.rect(self.x.start, at - 0.5, self.x.end - self.x.start, 1, "line")
@@ -189,7 +189,7 @@ class Chart(Drawing):
     def steps(
         self, edges: Sequence[float], values: Iterable[float], kind: str, floor: float = 0.0
     ) -> None:
-        """Draw an area with the given heights between edges."""
+        """Draw an area above `floor` that has one height between consecutive edges."""
         drawn = (
             f"V{_at(self.y.coordinate(floor + value))}H{_at(self.x.coordinate(end))}"
             for value, end in zip(values, edges[1:], strict=True)

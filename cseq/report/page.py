@@ -1,6 +1,6 @@
 """Writes an HTML page about a run.
 
-The page needs no scripts and no network::
+The page contains no scripts and loads nothing from the network::
 
     Part (stats, facts, slowest batches) ──► section: verdict, tiles, figures ──► page
 """
@@ -79,7 +79,7 @@ class Part(NamedTuple):
 def write(path: str | os.PathLike[str], parts: Sequence[Part], title: str | None = None) -> None:
     """Write a page atomically.
 
-    The title defaults to the name of the script. Raises TypeError for a wrong type.
+    The title defaults to the name of the script. Raise TypeError if an argument has the wrong type.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -108,7 +108,7 @@ def page(parts: Sequence[Part], title: str | None = None) -> str:
 
 
 def section(part: Part) -> str:
-    """Return the section about a manager, loader or stream."""
+    """Return the HTML section for a manager, loader or stream."""
     stats = part.stats
     figures = "".join(
         f"<figure><h3>{heading}</h3>{chart.inline()}"
@@ -141,7 +141,7 @@ def in_notebook(stats: Stats, rows: Sequence[tuple[str, str]]) -> str:
 
 
 def verdict(stats: Stats) -> str:
-    """Return the advice in large type."""
+    """Return the advice as HTML, with the cause in large type."""
     advice, waits = stats.advice(), f"waits {stats.loop_waiting:.0%}: " * (stats.elapsed > 0)
     action = f"<p><strong>→ {escape(advice.remedy)}</strong></p>" if advice.action else ""
     start = f"<p>Start: {escape(advice.start)}.</p>" if advice.start else ""
@@ -152,7 +152,7 @@ def verdict(stats: Stats) -> str:
 
 
 def tiles(stats: Stats) -> str:
-    """Return tiles with the most important figures."""
+    """Return the most important numbers as a row of tiles."""
     rates, count = stats.as_dict(""), stats.num_workers
     shown = [
         (number(rates["batches_per_s"]), "batches a second"),
@@ -199,7 +199,7 @@ Drawn = tuple[str, Chart, str]
 
 
 def drawn(stats: Stats) -> Iterator[Drawn]:
-    """Yield the figures for which there is data."""
+    """Yield each figure that has data."""
     over = Over.of(stats.history)
     if over is not None:
         caption = "The fraction of the time that the loop waits."
@@ -218,7 +218,7 @@ def drawn(stats: Stats) -> Iterator[Drawn]:
 
 
 class Over(NamedTuple):
-    """A run in intervals of equal length.
+    """The history of a run, divided into intervals of equal length.
 
     `edges` are in seconds since the start. In each interval, `waiting` and each row of `busy` are
     fractions of the time, and `rate` is in batches per second. `ready` is the number of batches at
@@ -268,7 +268,7 @@ class Over(NamedTuple):
 
 
 def workers(over: Over) -> Drawn:
-    """Draw when each worker was busy."""
+    """Draw the activity of each worker over time."""
     names, about = np.arange(len(over.busy)), ""
     if len(names) > MOST_ROWS:
         means = over.busy.mean(axis=1)
@@ -286,7 +286,7 @@ def workers(over: Over) -> Drawn:
 
 
 def batch_times(stats: Stats) -> Drawn:
-    """Draw a histogram of times per batch."""
+    """Draw a histogram of the time per batch."""
     times, title = stats.index_seconds, "A worker's time for a batch"
     buckets = times.buckets()
     low, high = buckets[0][0], buckets[-1][1]
@@ -302,7 +302,7 @@ def batch_times(stats: Stats) -> Drawn:
 
 
 def enough(stats: Stats) -> Drawn:
-    """Draw the expected rate by number of workers."""
+    """Draw the expected rate against the number of workers."""
     window, title = stats.window(), "How many workers would be enough"
     now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)
