@@ -25,23 +25,23 @@ docs/inside/architecture.md and the starred modules. Each module imports only mo
     ├── runs.py         ★ one run of a manager or loader; all runs of the process
     ├── tracing.py      a trace of every batch, recorded and written as JSON
     ├── report/         a page about a run: SVG figures, HTML, the doctor's findings
-    ├── fleet/          batches from other machines: a crew of threads, each querying one actor
-    ├── engine/         ★ a pool is a crew (processes, threads, the loop's own thread) × tickets;
+    ├── fleet/          batches from other machines: each thread requests batches from one actor
+    ├── engine/         ★ a pool: a crew (processes, threads or the loop's thread) and its tickets;
     │                   _feed posts tickets and retrieves batches and items
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── options.py      worker options for MSequence and Streams
-    ├── store/          store shards and decoded samples, kept for all processes of a machine
-    ├── order/          ★ which samples, in which order, for which rank; the loop's position
+    ├── store/          shards and decoded samples, shared by all processes of a machine
+    ├── order/          ★ the order of the samples and each rank's part; the loop's position
     ├── indexing/       ★ inside a worker: user code turns indices into a batch
     ├── converter/      batch → tensors: on the CPU during decoding, on CUDA in stage 2
     ├── processes/      worker processes: start, replacement after a death, shutdown
-    ├── encoding/       ★ how batches, exceptions and the user's worker reach another process
-    ├── measure/        counts and times of a run; why its loop waits
+    ├── encoding/       ★ batches, exceptions and the user's worker, encoded for another process
+    ├── measure/        counts and times of a run; the cause of waiting
     ├── memory/         ★ the shared memory that holds batches
     ├── stage.py        ★ the loop of every runner: claim, work, publish
     ├── check.py        argument checks
-    ├── files.py        files that are written whole or not at all
-    ├── threads.py      threads that a signal handler cannot break; logging on another thread
+    ├── files.py        atomic text files, and file locks
+    ├── threads.py      threads that are safe with signal handlers; logging in another thread
     ├── system.py       the machine or container: cores, library threads, memory
     ├── _work.pyx       ★ runners and their work: making and publishing batches
     ├── _lock.pyx       locks and latches that survive signal handlers
@@ -170,7 +170,7 @@ _ELSEWHERE = {
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a name on first use, because most programs use few names, or lack torch or Ray."""
+        """Import a public name on first use. Most programs use few, and some lack torch or Ray."""
         if name in _ELSEWHERE:
             from importlib import import_module
 

@@ -31,7 +31,7 @@ DOCS = "documentation: https://cseq-loader.github.io/cseq/stable/how-to/slow.htm
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line.
+    """Run the ``cseq`` command.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def _top(given: argparse.Namespace) -> int | str:
 
 
 def _replace(given: argparse.Namespace) -> None:
-    """Use cseq's workers in every DataLoader, even in processes that the script starts."""
+    """Use cseq's workers in every DataLoader, including those in child processes."""
     if given.rng is not None:
         os.environ["CSEQ_LOADER_RNG"] = given.rng
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         type: str
         index: int
 
-    # 'cuda', 'cuda:1', 'cpu' or 'null', typed as str because the number may be computed.
+    # 'cuda', 'cuda:1', 'cpu' or 'null'. A Literal could not list all device numbers.
     OutType: TypeAlias = str | Device | Callable[[NDArray[Any]], object] | None
 
 __all__ = [
@@ -81,7 +81,7 @@ MOST_BATCH = 2**32 - 1
 
 
 def explained(initialise: F) -> F:
-    """Suggest the right keyword in the error for an unknown one."""
+    """Decorate a constructor to suggest the right keyword if an unknown one is passed."""
     signature = inspect.signature(initialise)
 
     @functools.wraps(initialise)
@@ -167,7 +167,7 @@ class Job(NamedTuple):
     num_converters : int
         The number of converters, or 0 without CUDA.
     start : Size
-        The initial size of a pool.
+        The initial size of the pool.
     auto : (bool, bool)
         Whether `num_workers` and `buffer` are 'auto'.
     compat : bool or None
@@ -226,7 +226,7 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
-    """Validate `worker`. Return it and its fleet, or None."""
+    """Validate `worker`. Return the user's worker, and the fleet if one was passed, else None."""
     if thread_type not in KINDS:
         raise TypeError(f"thread_type={thread_type!r} is unknown; pass one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
@@ -288,7 +288,7 @@ def order_of(worker: object, order: object, shuffle: object) -> Order:
 
 
 def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> int:
-    """Return the number of epochs."""
+    """Validate `repeat`, and return the number of epochs."""
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
@@ -307,8 +307,8 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
 def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
     """Validate or choose the number of converters.
 
-    One thread can copy page-locked slots to a device, but batches of worker threads are first
-    copied to page-locked memory.
+    One converter is enough for worker processes, because their slots are page-locked. Batches of
+    worker threads must first be copied to page-locked memory.
     """
     if converters is None:
         return min(workers, 1 if thread_type == "proc" else max(4, workers // 4))
@@ -332,7 +332,7 @@ def dtype_of(worker: object, dtype: object) -> object:
 
 
 def samples_of(worker: object, order: Order) -> int:
-    """Return the number of samples if `dset_size` is omitted."""
+    """Return the default for `dset_size`: the length of `worker` or the samples in `order`."""
     length = indexer.length_of(worker)
     if length is None:
         length = order.samples

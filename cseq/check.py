@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "use num_workers=",
 }
 
-# The same hints, for functions that collate a dataset's samples.
+# Hints if `worker` is a dataset, which takes a collate function in a different way.
 OF_DATASET = ELSEWHERE | {
     "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
@@ -141,7 +141,7 @@ def choice(name: str, value: T, options: Sequence[object]) -> T:
 
 
 def seconds(name: str, value: object) -> float | None:
-    """Check for a positive number of seconds, or None."""
+    """Check that a value is a positive number of seconds or None, and return it."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -156,7 +156,7 @@ def seconds(name: str, value: object) -> float | None:
 
 
 def dimensions(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Return a shape as a tuple, like NumPy."""
+    """Return a shape as a tuple. As in NumPy, an integer means one dimension."""
     sizes = (shape,) if isinstance(shape, (int, np.integer)) else shape
     dims = tuple(map(operator.index, sizes))
     if min(dims, default=0) < 0:

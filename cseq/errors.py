@@ -4,7 +4,7 @@
 
     CseqError
     ├── WorkerError       (RuntimeError)  an indexer raised an exception that cannot be pickled
-    ├── WorkerDied        (RuntimeError)  worker processes died more often than they may restart
+    ├── WorkerDied        (RuntimeError)  worker processes died too often, in total or at one batch
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
     └── RemoteTraceback                   a traceback from another process, used as ``__cause__``
 
@@ -31,7 +31,7 @@ class WorkerError(CseqError, RuntimeError):
 
 
 class WorkerDied(CseqError, RuntimeError):
-    """A worker process died after the limit on restarts was reached.
+    """Workers died more than `max_restarts` times, or repeatedly at startup or at one batch.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class WorkerTimeout(CseqError, TimeoutError):
 
 
 class RemoteTraceback(CseqError):
-    """The text of another process's traceback, used as the ``__cause__`` of its error.
+    """A traceback from another process as text, used as the ``__cause__`` of an exception.
 
     Attributes
     ----------

@@ -17,9 +17,9 @@ __all__ = ["locked", "whole"]
 
 @contextlib.contextmanager
 def whole(path: str) -> Iterator[IO[str]]:
-    """Write a text file completely or not at all. A name that ends in .gz is compressed.
+    """Write a text file atomically. If the name ends in .gz, the text is compressed.
 
-    An OSError names the final file.
+    The name in an OSError is `path`, even if the temporary file caused the error.
     """
     part = f"{path}.{os.getpid()}.part"
     try:
@@ -44,7 +44,7 @@ def _open(path: str, *, packed: bool) -> IO[str]:
 
 
 def locked(path: str, *, shared: bool = False) -> int | None:
-    """Open and lock a file. Return None if it is renamed or removed before it is locked."""
+    """Open and lock a file. Return its descriptor, or None if it was moved or removed first."""
     import fcntl
 
     fd = lift(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))

@@ -62,7 +62,7 @@ class _Kind(MSequence[B_co]):
 class MPSequence(_Kind[B_co]):
     """A manager that makes whole batches in worker processes, for indexers that run Python code.
 
-    The parameters are those for `MSequence`, without ``thread_type``.
+    The parameters are the same as for `MSequence`, except that there is no ``thread_type``.
 
     Examples
     --------
@@ -78,8 +78,8 @@ class MPSequence(_Kind[B_co]):
 class MTSequence(_Kind[B_co]):
     """A manager that makes whole batches in threads, for indexers that release the GIL.
 
-    Such indexers read files, wait for a network, or compute in native code. The parameters are
-    those for `MSequence`, without ``thread_type``.
+    Such indexers read files, wait for a network, or compute in native code. The parameters are the
+    same as for `MSequence`, except that there is no ``thread_type``.
 
     Examples
     --------
@@ -95,10 +95,10 @@ class MTSequence(_Kind[B_co]):
 class RaySequence(_Kind[B_co]):
     """A manager that makes whole batches in worker processes on the nodes of a Ray cluster.
 
-    The parameters are those for `MSequence`, without ``thread_type``. `worker` may be a `RayFleet`.
-    Otherwise, `start` creates a fleet of `num_workers` processes with one CPU each, and `finish`
-    shuts it down. If Ray is not connected yet, `start` calls ``ray.init()``. `buffer` defaults to
-    'auto', limited by `memory_limit`.
+    The parameters are the same as for `MSequence`, except that there is no ``thread_type``.
+    `worker` may be a `RayFleet`. Otherwise, `start` creates a fleet of `num_workers` processes with
+    one CPU each, and `finish` shuts it down. If Ray is not connected yet, `start` calls
+    ``ray.init()``. `buffer` defaults to 'auto', limited by `memory_limit`.
 
     Examples
     --------

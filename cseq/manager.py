@@ -1,4 +1,4 @@
-"""Starts and finishes runs."""
+"""The base class of managers, which starts and finishes runs."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def pool_of(kind: str, job: Job) -> Pool[Batches]:
 
 
 class Manager:
-    """The base class of managers, with the current run and its lock.
+    """The base class of managers, which holds the current run and a lock.
 
-    Between runs, `_stats` and `_skipped` are from the last run. The causes in `_logged_causes` are
-    not logged again.
+    Between runs, `_stats` and `_skipped` are from the last run. Each cause of waiting is logged
+    once and then kept in `_logged_causes`.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Manager:
         self._logged_causes: set[str] = set()
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled or copied, because two copies cannot share the same workers."""
+        """Raise TypeError, because two copies of a manager cannot share its workers."""
         raise TypeError(
             f"{type(self).__name__} cannot be pickled or copied; make a manager in each process "
             "that needs one, with the same arguments, and call load_state_dict(state_dict()) to "
@@ -85,7 +85,7 @@ class Manager:
         return "in its own 'with'" if self._is_entered else "started"
 
     def _alone(self) -> Hold:
-        """Hold the lock. Raise RuntimeError if another call is in progress."""
+        """Hold the lock. Raise RuntimeError if this thread is in the middle of another call."""
         rest()
         if self._run is not None:
             self._run.lock.refuse_mine()
@@ -93,15 +93,15 @@ class Manager:
         return self._lock.hold()
 
     def _look(self) -> Hold:
-        """Hold the lock to read state, but do not wait for it in the middle of a call.
+        """Hold the lock to read state.
 
-        Its holder may be waiting for that call.
+        If this thread holds the lock of the run, do not wait, to avoid a deadlock.
         """
         within = self._run is not None and self._run.lock.is_mine
         return self._lock.hold(0 if within else -1)
 
     def _put_off(self, call: Callable[[], object]) -> bool:
-        """In the middle of another call of this thread, defer `call` and return True."""
+        """If this thread is in the middle of another call, defer `call` and return True."""
         run = self._run
         for lock in (self._lock,) if run is None else (self._lock, run.lock):
             if lock.is_mine:
@@ -112,7 +112,7 @@ class Manager:
         return False
 
     def _open(self, pool: Pool[Batches]) -> None:
-        """Open a pool. No other pool of this manager may be running."""
+        """Open a pool. The previous run must have ended."""
         pool.logged_causes = self._logged_causes
         # Set before the pool is opened, so that `_end` can close it if a signal handler raises.
         self._run = run = Run(pool)
@@ -124,7 +124,7 @@ class Manager:
             raise
 
     def _started(self) -> Self:
-        """Return the manager. Raise an error if a callback has already finished it."""
+        """Return the manager. Raise InterruptedError if `finish` was called during the start."""
         if self._run is None:
             raise InterruptedError("finish() was called while the manager was being started")
         return self
@@ -143,11 +143,9 @@ class Manager:
     def finish(self) -> None:
         """Stop the workers within a bounded time. A second call has no effect.
 
-        If this is called during another call to the manager, for example by a signal
-        handler, that call ends the run.
-
         Workers have 5 s to finish their current batch, or 0.5 s if an exception is propagating
-        (Ctrl-C).
+        (Ctrl-C). If this method is called during another call to the manager, for example by a
+        signal handler, the run ends after that call.
 
         Raises
         ------
@@ -233,7 +231,7 @@ class Manager:
         return {}
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Return why the loop is waiting, and what would help.
+        """Explain why the loop is waiting, and suggest a change.
 
         Parameters
         ----------
@@ -283,11 +281,11 @@ class Manager:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The samples and whole batches that ``on_error='skip'`` has skipped since the last start.
+        """The samples and batches skipped since the last start because of ``on_error='skip'``.
 
         The list contains the latest 1000 entries, with the attributes ``epoch``, ``batch``,
-        ``sample`` (None for a whole batch), ``error`` and ``indices``. ``stats().skips`` counts all
-        batches.
+        ``sample`` (None for a whole batch), ``error`` and ``indices``. The total number of skipped
+        batches is ``stats().skips``.
         """
         with self._look():
             return list(self._skipped) if self._run is None else self._run.pool.tickets.skipped

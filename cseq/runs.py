@@ -49,9 +49,9 @@ class Run(Generic[K]):
     Attributes
     ----------
     lock : Lock
-        See `RunState`.
+        The lock that protects the pool. See `RunState`.
     about : str
-        The name of the data in reports.
+        A description of the data for reports.
     is_ended : bool
         Whether `close` was called.
     """
@@ -72,7 +72,7 @@ class Run(Generic[K]):
         return os.getpid() == self._pid
 
     def close_with(self, owner: object) -> None:
-        """Close this run when `owner` is garbage collected."""
+        """Close the run when `owner` is garbage-collected."""
         self._finalizer = weakref.finalize(owner, close_elsewhere, self.close, self._pid)
         # `_close_all` does this at interpreter exit.
         self._finalizer.atexit = False
@@ -85,13 +85,13 @@ class Run(Generic[K]):
         return generation
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the iterators and, if this process started it, the pool.
+        """End all iterators. If this process started the run, also close the pool.
 
         The pool does not wait for busy workers if `hurried` is True or an exception is propagating
         (Ctrl-C).
 
-        In the middle of a call, the run is only marked as ended, and that call closes the pool. A
-        call in another thread has `LOCK_SECONDS` to finish before.
+        If this thread is in the middle of another call, the pool is closed after that call. The
+        same applies to a call in another thread that takes longer than `LOCK_SECONDS`.
         """
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
@@ -134,10 +134,10 @@ def present() -> list[Run[Any]]:
 
 
 def close_elsewhere(close: Callable[[], object], pid: int) -> None:
-    """Call `close` in another thread. Interpreter exit waits for it.
+    """Call `close` in another thread. Interpreter exit waits for this thread.
 
-    Garbage collection can happen anywhere, so it must not block. Forks of the process `pid` have
-    nothing to close.
+    Garbage collection can happen anywhere, so a finalizer must not block. In a process other than
+    `pid`, do nothing.
     """
     if os.getpid() != pid:
         return
@@ -193,7 +193,7 @@ def _close_all() -> None:
 
 
 def _interrupt_all() -> None:
-    """Keep a forked process from using its parent's rings."""
+    """End all iterators in a forked process, so that it does not use its parent's rings."""
     # The threads do not exist in the child.
     _closings.clear()
     for run in _runs:

@@ -1,4 +1,4 @@
-"""MSequence, with its arguments, epochs and states."""
+"""MSequence: its arguments, epochs and states."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ MOST_EPOCH = 2**64 - 1
 
 
 class MSequence(Manager, Generic[B_co]):
-    """The base class of managers, whose workers make complete batches for a loop, in order.
+    """The base class of managers, which deliver batches made by workers to a loop in order.
 
-    Each epoch contains every sample once.
+    By default, each epoch contains every sample once.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class MSequence(Manager, Generic[B_co]):
     drop_last : bool
         Whether to drop the last batch if it is smaller than the others.
     ordered : bool
-        Whether to deliver batches in order. If False, each batch is delivered when it is ready.
+        Whether to deliver batches in order. If False, batches are delivered as they become ready.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start processes. Defaults to 'forkserver', or to 'spawn' on macOS and Windows.
     shard : (rank, world_size), process group, DeviceMesh, 'auto' or None
@@ -102,15 +102,15 @@ class MSequence(Manager, Generic[B_co]):
         are repeated at its end. A torch process group or a one-dimensional DeviceMesh determines
         the rank of this process. 'auto' detects the shard at the first `start` or ``len`` from a
         Ray Train worker, an initialized torch process group, JAX, or the environment variables of
-        torchrun, Lightning, Open MPI, MPICH or srun. If a later detection differs, it is an error.
-        It is also an error if several ranks share a model; pass ``mesh["dp"]`` instead.
+        torchrun, Lightning, Open MPI, MPICH or srun. A later detection must give the same result.
+        If several ranks share a model, 'auto' raises an error; pass ``mesh["dp"]`` instead.
     on_error : 'raise' or 'skip'
         With 'raise', the loop raises the indexer's exception. With 'skip', cseq logs the exception
         and skips the batch, or only the sample with `from_dataset`. See `skipped` for a list.
     max_restarts : int
-        The number of worker processes that can die and be replaced per epoch.
+        The maximum number of dead worker processes to replace per epoch.
     timeout : float, optional
-        The number of seconds that a batch can take before `on_timeout` applies. A worker can take
+        The time limit for a batch in seconds, after which `on_timeout` applies. A worker can take
         ten times as long to start.
     on_timeout : 'raise' or 'restart'
         Whether to raise `WorkerTimeout`, or to replace the worker process and retry the batch.
@@ -138,9 +138,9 @@ class MSequence(Manager, Generic[B_co]):
         The number of epochs in one ``iter()``. True means no limit. Workers start the next epoch
         while the loop uses the last batches of the current one. `max_restarts` covers all epochs.
     seed_globals : bool
-        Whether to seed `random`, ``numpy.random`` and torch's CPU generator before each batch from
-        the key of `rng`, in worker processes and in test mode. Only imported modules are seeded.
-        Worker threads share these generators with the training loop and do not seed them.
+        Whether to seed `random`, ``numpy.random`` and torch's CPU generator before each batch, from
+        the same inputs as `rng`. Applies to worker processes and test mode, and only to imported
+        modules. Worker threads do not seed the generators, which the training loop also uses.
 
     Raises
     ------
@@ -267,7 +267,7 @@ class MSequence(Manager, Generic[B_co]):
         return in_notebook(self.stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the arguments and the state."""
+        """Yield the names and values shown in the `repr`."""
         with self._look():
             auto, run, sampler = self._job.auto, self._run, self._sampler
             order = sampler.order
@@ -388,8 +388,8 @@ class MSequence(Manager, Generic[B_co]):
         Parameters
         ----------
         epoch, batch : int
-            The numbers that messages, `skipped` and `worker_info` show. The batches of an epoch
-            before a resume are counted with the current batch size.
+            The numbers in messages, `skipped` and `worker_info`. In a resumed epoch, the batches
+            before the resume are counted with the current batch size.
 
         Returns
         -------
@@ -401,7 +401,7 @@ class MSequence(Manager, Generic[B_co]):
         IndexError
             If `batch` is out of range for the epoch.
         Exception
-            If the indexer raises an exception, as in the loop.
+            If the indexer raises an exception. The loop would raise the same exception.
 
         Examples
         --------
@@ -415,7 +415,7 @@ class MSequence(Manager, Generic[B_co]):
         return remaking.remake(self._job, epoch, batch, consumed)
 
     def _any(self, epoch: int) -> tuple[Sampler, int]:
-        """Return the sampler for an epoch and the position where the epoch started."""
+        """Return the sampler and the position where the epoch started (0 unless it was resumed)."""
         self._settle_shard()
         place = self._place
         return self._sampler, place.consumed if place.first == epoch else 0
@@ -530,7 +530,7 @@ class MSequence(Manager, Generic[B_co]):
             run = self._present()
             self._settle_shard()
             generation = run.interrupt()
-            # No batch can be delivered in the meantime.
+            # While the lock is held, no batch can be delivered.
             with run.lock.hold():
                 self._place = place = self._place.next(self._sampler)
                 run.pool.tickets.begin_epoch(place, place.first, place.consumed, generation)
@@ -555,7 +555,7 @@ class MSequence(Manager, Generic[B_co]):
             If the order is neither a `Mixture` nor a `Balanced` order.
         ValueError
             If the weights do not match the sources, a step or window of `Balanced` is incomplete,
-            or the manager uses `repeat` or ``ordered=False``, which leave no next batch defined.
+            or the manager uses `repeat` or ``ordered=False``, so the next batch is undefined.
 
         Examples
         --------
@@ -607,7 +607,7 @@ class MSequence(Manager, Generic[B_co]):
         -------
         dict
             A few JSON values that are the same on every rank. Batches that are ready but not yet
-            delivered do not count: they are delivered after a resume.
+            delivered are not counted, so a resumed loop receives them.
 
         Raises
         ------
@@ -630,7 +630,7 @@ class MSequence(Manager, Generic[B_co]):
             return checkpoint.make(self._sampler, world_size, epoch, position, tokens)
 
     def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
-        """Make the next ``iter()`` continue at the position that a state contains.
+        """Make the next ``iter()`` continue from a saved position.
 
         The number and kind of workers, `batch_size` and the number of ranks can differ: the current
         ranks share the rest of the epoch. A manager created without a seed uses the state's seed.

@@ -34,8 +34,8 @@ BATCH, RAISED, ENDED = 0, 1, 2
 
 # An idle runner wakes up once a second.
 IDLE_NS = 1_000_000_000
-# About the time of a sleep, and of a sleep with two GIL handovers. LONG_SPIN_NS is for cores that
-# would otherwise be idle.
+# How long to spin: about as long as a sleep takes, alone or with two GIL handovers. LONG_SPIN_NS is
+# for cores that would otherwise be idle.
 SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
@@ -49,7 +49,7 @@ START_SHARE = 10
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of each overdue runner, and a description.
+    """Yield the number of each overdue runner and text for the error message.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def overdue(
 
 
 def spin_ns(runners: int, *, turns: bool = False) -> int:
-    """Return how long to spin, in ns: briefly if cores are scarce, and 0 on one core."""
+    """Return the time to spin in ns, which is short if cores are scarce and 0 on a single core."""
     if cores() == 1:
         return 0
     return GIL_SPIN_NS if turns else SPIN_NS if runners >= cores() else LONG_SPIN_NS
@@ -85,8 +85,8 @@ def run(
 ) -> None:
     """Call `work` for every claimed ticket until the ring is closed.
 
-    `work` publishes the user's exceptions. Its own exceptions are bugs in cseq and end the runner.
-    `idle` is called after each wait of ``runner.park`` nanoseconds without a ticket.
+    `work` must publish exceptions from user code. Any exception that it raises is a bug in cseq and
+    ends the runner. `idle` is called whenever no ticket arrives for ``runner.park`` nanoseconds.
     """
     if idle is None:
         runner.park = IDLE_NS

@@ -11,8 +11,8 @@ processes the tickets of a dead worker again. See docs/inside/streams.md.
               next(iterator)     ◄── slots ───────────── producer.items(start)
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
-In an epoch of *keys*, each item is made from a key. The trainer draws `prefetch` keys per worker
-from an iterator, and then one for each item that it returns.
+In an epoch of *keys*, each item is made from a key. The trainer first draws `prefetch` keys per
+worker from an iterator, and then one more key for each item that the loop receives.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Streams:
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start processes. Defaults to a fork server where available.
     max_restarts : int
-        The number of worker processes that can die and be replaced per epoch.
+        The maximum number of dead worker processes to replace per epoch.
     timeout : float, optional
-        The number of seconds that an item or a call can take before `on_timeout` applies. The time
+        The time limit for an item or a call in seconds, after which `on_timeout` applies. The time
         starts when the worker begins or when the loop starts waiting, whichever is later. A worker
         can take ten times as long to start.
     on_timeout : 'raise' or 'restart'
@@ -75,14 +75,14 @@ class Streams:
         Whether to raise an item's exception, or to return an `ItemFailure` with the ``error`` and
         the number of the ``worker``.
     naming : Naming
-        How messages name an item, and how many samples an item has.
+        The name of an item in messages, and the number of samples in an item.
     lethal : 'raise' or 'return'
         In an epoch of keys, an item that has killed three workers results in `WorkerDied`. With
         'raise', the error ends the streams. With 'return', the error replaces only that item.
     launch : 'now' or 'begin'
         With 'now', the constructor starts the workers. With 'begin', the workers are started by the
         first `ask`, or by the first `begin` after it has posted work. A forked worker then makes
-        its first items while others are forked, and inherits the changes of the key iterator.
+        its first items while others are forked, and inherits the changes made by the key iterator.
     kind : 'processes' or 'threads'
         The kind of workers. With threads, nothing is pickled: workers share `producer`, assignments
         and keys with the trainer, and items with the loop. A thread cannot die or be replaced.
@@ -98,20 +98,20 @@ class Streams:
     that waits raises it. Each item is encoded before the producer makes the next one, so the
     producer can reuse its buffers. An item remains valid while any part of it is referenced.
 
-    An exception replaces its item. The ``__cause__`` of the exception shows the worker's traceback
-    and has the number of the ``worker``. If `Producer.items` raises, the stream of the worker ends
-    until the next `begin`. If `Producer.make` raises, or if an item cannot be pickled or decoded,
-    the epoch continues.
+    If an item cannot be made, an exception is raised at the item's position. Its ``__cause__``
+    contains the worker's traceback, and ``__cause__.worker`` is the number of the worker. An
+    exception in `Producer.items` ends the worker's stream until the next `begin`. If
+    `KeyProducer.make` raises, or an item cannot be pickled or decoded, the epoch continues.
 
     A dead worker is replaced. The new process starts the epoch with the same assignment and
     continues with the first item that was not received (`Producer.items`). Changes that `ask` made
     in the dead worker are lost.
 
     If a signal handler raises (Ctrl-C) during ``next``, no item is consumed, and the next call
-    returns the item. If a handler raises during `begin`, no epoch is active. A handler that
-    consumes items or starts an epoch in the middle of another call gets a RuntimeError.
+    returns the item. If a handler raises during `begin`, no epoch is active. A RuntimeError is
+    raised if a handler consumes items or starts an epoch in the middle of another call.
 
-    Only one thread at a time can call methods. Only `interrupt` and `close` are thread-safe.
+    Only one thread at a time can call methods, except for `interrupt` and `close`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Streams:
         assign: Literal["turn", "free"] = "turn",
         first: int = 0,
     ) -> list[Any]:
-        """Start an epoch in every worker, and request items in advance. This ends the last epoch.
+        """Start an epoch in every worker, and request items in advance. End the previous epoch.
 
         Parameters
         ----------
@@ -194,12 +194,12 @@ class Streams:
             can be any object that can be pickled. This method draws `prefetch` keys per worker.
             Exactly one more key is drawn before each item is returned or raised. The iterator runs
             in the calling thread. If it raises an exception, the epoch ends. The exception is
-            raised here, or once after the items of all earlier keys.
+            raised by this method, or once by the loop after the items of all earlier keys.
         ordered : bool
-            If False, items are returned when they are ready, oldest first.
+            If False, items are returned as they become ready, oldest first.
         assign : 'turn' or 'free'
-            With 'turn', keys are assigned round-robin. With ``ordered=False``, workers that have
-            `prefetch` keys with unconsumed items are skipped. With 'free', each key is assigned to
+            With 'turn', keys are assigned round-robin. With ``ordered=False``, a worker is skipped
+            while it has `prefetch` keys with unconsumed items. With 'free', each key is assigned to
             the worker with the fewest pending keys.
         first : int
             The first worker in the rotation, both for keys and for ``iter``.
@@ -244,7 +244,7 @@ class Streams:
     def ask(self, method: str, *args: Any, worker: int | None = None, behind: bool = False) -> Any:
         """Call a method of the producers and wait for the results.
 
-        A worker executes the call before it starts any more of the requested items.
+        A worker executes the call before it starts the next requested item.
 
         Parameters
         ----------
@@ -254,8 +254,8 @@ class Streams:
         worker : int, optional
             The number of the worker to call. Defaults to all workers.
         behind : bool
-            If True, execute the call after all requested items are made. After the call, a worker
-            makes no items until one is consumed.
+            If True, execute the call after all requested items. The worker then makes no more items
+            until one is consumed.
 
         Returns
         -------
@@ -302,8 +302,8 @@ class Streams:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the items of the epoch: one from each worker in turn, or one for each key.
 
-        Workers that have no more items are skipped. With ``ordered=False``, items are returned when
-        they are ready.
+        Workers that have no more items are skipped. With ``ordered=False``, items are returned as
+        they become ready.
         """
         self._feed.check(self._feed.generation)
         return FeedIterator(self._feed, self._feed.generation, self)
@@ -317,11 +317,11 @@ class Streams:
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times. Each item counts as a batch, and `naming` counts the samples."""
+        """Return counts and times. Items count as batches. `naming` sets the number of samples."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of the workers in order, with None for a process not started."""
+        """Return the workers' process ids in order, with None for a worker that was not started."""
         supervisor = self._run.pool.supervisor
         return [] if supervisor is None else supervisor.pids()
 
@@ -329,7 +329,7 @@ class Streams:
         """Return a dict that maps each worker's number to its latest process.
 
         The dict is updated when a process starts, and stays valid after the streams are gone. If
-        `wait` is True, wait until all have been started or the streams end.
+        `wait` is True, wait until all processes have been started or the streams end.
         """
         supervisor = self._run.pool.supervisor
         if supervisor is None:
@@ -350,7 +350,7 @@ class Streams:
         self.close()
 
     def _ours(self) -> Run[Items]:
-        """Return the run. Raise OSError if this process cannot use it."""
+        """Return the run. Raise OSError if it has ended or belongs to a parent process."""
         rest()
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")

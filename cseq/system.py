@@ -62,9 +62,9 @@ ROOT = "/"
 
 
 def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple[str, str]]:
-    """Yield the control groups of this process and their ancestors, each with a file name.
+    """Yield the folders of this process's control groups and their ancestors, and a file name.
 
-    The file name is `name`, or `old` for cgroups v1. The folder may not exist in a container.
+    The file name is `name`, or `old` for cgroups v1. In a container, a folder may not exist.
     """
     for line in lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -90,13 +90,13 @@ def lines(path: str) -> list[str]:
 
 
 def number(path: str) -> int | None:
-    """Return the number in a file, or None if it is missing or contains text ('max')."""
+    """Return the number in a file, or None if the file is missing or contains text ('max')."""
     text = "".join(lines(path)).strip()
     return int(text) if text.isdigit() else None
 
 
 def fields(path: str) -> dict[str, int]:
-    """Return the numbers in a file by name."""
+    """Return the lines of a file that consist of a name and a number, as a dict."""
     words = [line.split() for line in lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
@@ -125,14 +125,14 @@ def cores() -> int:
 
 
 def share() -> int:
-    """Return the number of cores for this rank."""
+    """Return this rank's share of the cores, at least 1."""
     allowed = quota()
     most = cores() if allowed is None else min(cores(), int(allowed + 0.5))
     return max(1, most // neighbours())
 
 
 def quota(root: Folder = ROOT) -> float | None:
-    """Return the number of cores allowed by cgroups, or None."""
+    """Return the CPU quota of the control groups in cores, or None if there is no quota."""
     limits = []
     for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         words = " ".join(lines(join(group, name))).split()
@@ -161,9 +161,9 @@ def gpu_is_idle() -> bool | None:
 
 
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return unset environment variables, with values that limit libraries to `threads` threads.
+    """Return the variables to add to `environ` so that libraries use at most `threads` threads.
 
-    Libraries that follow OMP_NUM_THREADS keep the user's value. With ``threads=None``, return {}.
+    Omit variables that the user has set, directly or by OMP_NUM_THREADS. For None, return {}.
     """
     if threads is None:
         return {}
@@ -192,11 +192,11 @@ _openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Find the loaded OpenBLAS libraries on Linux. Forked children reuse the result.
+    """Return the thread count and setter of each loaded OpenBLAS (Linux only).
 
-    In a forked child, OpenBLAS takes the number of threads from an internal variable, and each
-    thread spins for 75 ms. The variable must therefore be set first. Builds that hide it, such as
-    NumPy 2.5's, keep their number of threads.
+    Forked children reuse the result. In a forked child, OpenBLAS reads the number of threads to
+    start from an internal variable, and each thread spins for 75 ms. Set this variable before
+    calling the setter. Builds that hide it, such as NumPy 2.5's, keep their number of threads.
     """
     global _openblas
     if _openblas[0] != len(sys.modules):
@@ -280,7 +280,7 @@ def default_memory_limit(root: Folder = ROOT) -> int:
 
 
 def available_memory(root: Folder = ROOT) -> int | None:
-    """Return how many bytes can still be allocated, or None."""
+    """Return the number of bytes that can still be allocated, or None if it is unknown."""
     machine = fields(join(root, "proc/meminfo"))
     if "MemAvailable:" not in machine:
         return None
@@ -289,13 +289,13 @@ def available_memory(root: Folder = ROOT) -> int | None:
 
 
 def private_memory(pid: int | None, root: Folder = ROOT) -> int:
-    """Return a process's private memory in bytes, or 0 if unknown."""
+    """Return a process's private memory in bytes, or 0 if it is unknown."""
     words = "".join(lines(join(root, f"proc/{pid}/statm"))).split()
     return os.sysconf("SC_PAGE_SIZE") * (int(words[1]) - int(words[2])) if len(words) > 2 else 0
 
 
 def oom_kills(root: Folder = ROOT) -> int | None:
-    """Return the number of out-of-memory kills in this control group, or None."""
+    """Return the number of out-of-memory kills in this control group, or None if unknown."""
     # Exhaust the generator, because closing it would lose an exception from a signal handler.
     counts = [fields(join(group, KILLS[name])).get("oom_kill") for group, name in _groups(root)]
     known = [count for count in counts if count is not None]
@@ -305,8 +305,8 @@ def oom_kills(root: Folder = ROOT) -> int | None:
 def check_available(nbytes: int) -> None:
     """Raise MemoryError if fewer than `nbytes` bytes are available.
 
-    Linux would kill a process, and macOS would fill its disk. On macOS, only requests beyond the
-    total memory are rejected.
+    Otherwise, Linux would kill a process, and macOS would fill its disk. On macOS, only requests
+    that exceed the total memory are rejected.
     """
     free = available_memory()
     free = _ram() if free is None else free

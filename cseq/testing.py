@@ -54,8 +54,8 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
     Returns
     -------
     int or None
-        The id of the process that received the signal, or None if the worker is just being started
-        or replaced.
+        The id of the process that received the signal, or None if the worker is being started or
+        replaced.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 
 
 def pids(running: Any) -> list[int | None]:
-    """Return the process ids of the workers, with None for one that has not started yet.
+    """Return the process ids of the workers, with None for a worker that has not started yet.
 
     A dead forked worker is replaced when the loop waits, or by `await_workers`.
     """

@@ -87,7 +87,7 @@ class Threads:
             raise self._error
 
     def _start(self) -> None:
-        """Start the threads from a thread that runs no signal handlers."""
+        """Start the threads. Call this from a thread that runs no signal handlers."""
         try:
             for thread in self._threads:
                 thread.start()
@@ -173,18 +173,18 @@ _guard = Lock()
 
 
 def log_later(level: int, text: str, *args: object) -> None:
-    """Log a message in another thread. Messages are logged in order.
+    """Log a message in another thread, because the user's logging handlers may block or raise.
 
-    The user's handlers may raise or block. Their exceptions are printed.
+    Messages are logged in order. Exceptions from handlers are printed.
     """
     if log.isEnabledFor(level):
         call_later(partial(log.log, level, text, *args))
 
 
 def call_later(call: Callable[[], object]) -> None:
-    """Call a logging function in another thread, in order.
+    """Call a logging function in another thread. Calls are made in order.
 
-    After a failed start or an interruption, the next call tries again.
+    If starting the thread fails or is interrupted, the next call tries again.
     """
     global _writer, _writing
     with _guard.hold():
@@ -203,7 +203,7 @@ def call_later(call: Callable[[], object]) -> None:
 
 
 def _write() -> None:
-    """Log the pending messages. Print exceptions from the user's handlers."""
+    """Make the pending calls. Print exceptions from the user's logging handlers."""
     global _writing
     while True:
         with _guard.hold():

@@ -145,7 +145,7 @@ class Trace:
     def end_recording(self, ended: BaseException | None = None) -> None:
         """Stop recording and write the file.
 
-        If the program `ended` with an exception, an error is only logged.
+        If `ended` is the exception that ended the program, a write error is logged, not raised.
         """
         with _guard:
             if _present is not self:
@@ -170,7 +170,7 @@ class Trace:
 
 
 def full(path: str, rank: int | None = None) -> str:
-    """Return an absolute path. Replace %p by the process id and %r by the rank."""
+    """Return an absolute path, with %p replaced by the process id and %r by the rank."""
     path = path.replace("%p", str(os.getpid()))
     if "%r" in path:
         from cseq.order import shard
@@ -180,7 +180,7 @@ def full(path: str, rank: int | None = None) -> str:
 
 
 class Writing:
-    """Writes the text of a trace.
+    """Generates the text of a trace.
 
     `_names` maps rows to names. `_runners` maps (pool, runner) to rows.
     """
@@ -224,7 +224,7 @@ class Writing:
         yield from self._headings()
 
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
-        """Yield the waits and steps of a loop's thread."""
+        """Yield the waits and training steps of one thread, and the work on its batches."""
         inline = [number for number, pool in self._pools.items() if pool.kind == "inline"]
         is_inline = np.isin(taken["feed"], inline)
         asked = np.where(is_inline, taken["started"], taken["asked"])
@@ -268,7 +268,7 @@ class Writing:
                 yield self._slice(f"index {ticket} (lost)", since, event.ns, row)
 
     def _runner(self, pool: Lanes, runner_number: int) -> int:
-        """Return a runner's row. A replacement has the same row."""
+        """Return the row of a runner. A replacement uses the same row."""
         row = self._runners.setdefault((pool.number, runner_number), RUNNERS + len(self._runners))
         self._names[row] = self._title(pool, runner_number)
         return row
@@ -301,7 +301,7 @@ def _name_of(record: Record) -> str:
 
 
 def _clocks() -> Iterator[tuple[int, int, int]]:
-    """Yield readings of the system clock, each between two readings of cseq's clock."""
+    """Yield readings of the system clock, each taken between two readings of cseq's clock."""
     for _ in range(9):
         yield now_ns(), time.time_ns(), now_ns()
 
@@ -311,7 +311,7 @@ _was_asked = False
 
 
 def record_if_asked() -> None:
-    """Start the trace that CSEQ_TRACE requests, until program exit."""
+    """If CSEQ_TRACE is set, start a trace that ends at program exit."""
     global _was_asked
     path = os.environ.get("CSEQ_TRACE", "")
     if _was_asked or not path:
