@@ -3,7 +3,7 @@
 ``pool``      the feed and its Python callbacks for waiting, errors and statistics
 ``_feed``     posts tickets and fetches batches and items
 ``_streams``  ticket sources for streams
-``crews``     who does the work: processes, threads, or the training thread
+``crews``     run the workers: in processes, in threads, or in the training thread
 ``tickets``   what is requested: batches from an order, or items from streams
 ``worker``    the life cycle of a worker in a process or a thread
 ``tuning``    chooses the number of workers and the buffer size for 'auto'

@@ -31,7 +31,7 @@ cdef struct Ticket:
 
 cdef uint64_t NONE = <uint64_t>-1
 
-# Older entries of `skipped` are dropped.
+# The maximum length of `skipped`. Older entries are dropped.
 MOST_SKIPPED = 1000
 
 cdef enum:
@@ -80,15 +80,16 @@ cdef class Feed:
         One shared ring, or one queue per worker, all in the same memory.
     decoder : Decoder
     pool : Pool
-        ``await_next()`` calls `advance` and `wait`, and returns when the next ticket is ready. It
-        raises errors from workers, and StopIteration if there are no more tickets.
-        ``decode(ring_number, cell, status, slot, capacity, record)`` returns (batch, None), or
-        (None, error) if a worker published an exception. It may also raise. ``describe(ring_number,
-        cell, error)`` returns the exception to raise in the loop, and the entry for `skipped`.
-        ``list_left(ring_number, cell, left)`` returns the entries for samples that are missing from
-        a batch. ``look()`` is called about ten times a second. It may do what a signal handler may
-        do. ``make_next()``, if not None, makes the next batch on this thread. ``on_cancel(cell)``,
-        if not None, is called before the cell of a cancelled ticket is freed.
+        - ``await_next()`` calls `advance` and `wait`, and returns when the next ticket is ready. It
+          raises errors from workers, and StopIteration if there are no more tickets.
+        - ``decode(ring_number, cell, status, slot, capacity, record)`` returns (batch, None), or
+          (None, error) if a worker published an exception. It may also raise.
+        - ``describe(ring_number, cell, error)`` returns the exception to raise in the loop, and the
+          entry for `skipped`.
+        - ``list_left(ring_number, cell, left)`` returns entries for a batch's missing samples.
+        - ``look()`` is called about ten times a second, with the restrictions for signal handlers.
+        - ``make_next()``, if not None, makes the next batch on this thread.
+        - ``on_cancel(cell)``, if not None, is called before a cancelled ticket's cell is freed.
     errors : 'raise', 'skip' or 'return'
         What to do if a worker published an exception instead of a batch: raise it, record it and
         skip the batch, or return an `ItemFailure`.
@@ -360,7 +361,7 @@ cdef class Feed:
         """Start an epoch and cancel the previous one in a single step of C code.
 
         `place` is set to this epoch in the same step. Tickets are delivered in posting order if
-        `ordered`, or else in completion order.
+        `ordered`, and otherwise in completion order.
         """
         if place is not None:
             place.first, place.consumed, place.progress = source.epoch, source.consumed, self
@@ -407,7 +408,7 @@ cdef class Feed:
 
     @property
     def position(self):
-        """The units in the epoch before the next ticket."""
+        """The number of units in the epoch before the next ticket."""
         return self.before + self.done
 
     # -- finding the next ticket
@@ -531,9 +532,9 @@ cdef class Feed:
     # -- peek, decode, commit
 
     cdef Py_ssize_t reach(self, uint64_t generation) except -1:
-        """Wait for the next ticket to be decoded and return its position.
+        """Decode the next ticket, waiting for it if necessary, and return its position.
 
-        Any code may run before the last check, but none after that.
+        Arbitrary code may run before the last check, but none after it.
         """
         cdef Py_ssize_t k
         while True:
@@ -596,8 +597,7 @@ cdef class Feed:
                 batch = self.decoder.divide(batch)
             left = self.decoder.left
         except BaseException as raised:
-            # The next attempt may have more memory. A second MemoryError is probably the batch's
-            # fault.
+            # More memory may be free next time. A second MemoryError is probably due to the batch.
             if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
                     or isinstance(raised, MemoryError) and self.short != t.number):
                 if isinstance(raised, MemoryError):
@@ -704,7 +704,7 @@ cdef class Feed:
             rest()
 
     cpdef int check(self, uint64_t generation) except -1:
-        """Raise InterruptedError if a generation has ended, before any other error."""
+        """Raise InterruptedError if a generation has ended. It replaces any other error."""
         if not self.run.is_at(generation):
             raise InterruptedError(self.interrupted) from None
         return 0
@@ -738,7 +738,7 @@ cdef class Feed:
     def commit_reply(self, uint32_t worker, uint32_t cell, uint64_t ticket, bint ends=False):
         """Commit the reply to a call and free its cell, unless already done.
 
-        If `ends`, the reply ends the worker's items, unless they have keys.
+        If `ends` is set, no more items come from this worker, unless the items have keys.
         """
         cdef Ring ring = self.rings[worker]
         if not ring.peek(cell, ticket):
@@ -760,8 +760,8 @@ cdef class Feed:
 cdef class FeedIterator:
     """An iterator over the batches or items of one generation.
 
-    Threads may share it. `keeper` is kept alive. A Python subclass would slow down every step of
-    the loop.
+    Threads may share it. It keeps `keeper` alive. A subclass in Python would slow down every step
+    of the loop.
     """
 
     cdef readonly uint64_t generation

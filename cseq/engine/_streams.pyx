@@ -40,7 +40,7 @@ cdef int64_t* refer(Ring ring, uint32_t cell, Request key, Request assignment, s
 @cython.final
 @cython.no_gc_clear
 cdef class Request:
-    """Data for a worker: a value for threads, or else the lowest free slot, which it owns."""
+    """Data for a worker: a value for a thread, or a slot for a process. It owns the slot."""
 
     def __cinit__(self, SlotTable slots=None, value=None):
         memset(self.words, 0, sizeof(self.words))
@@ -65,7 +65,7 @@ cdef class Request:
 cdef class StreamSource(Source):
     """The base class for sources with one queue and one assignment per worker.
 
-    `depth` is the maximum number of tickets per ring. Worker `first` gets the first ticket.
+    `depth` is the maximum number of tickets per ring. Worker `first` receives the first ticket.
     """
 
     cdef list rings
@@ -87,7 +87,7 @@ cdef class StreamSource(Source):
 
 @cython.final
 cdef class ItemSource(StreamSource):
-    """Requests the items that workers yield, round robin. Exhausted workers are skipped."""
+    """Requests items from the workers in turn. Exhausted workers are skipped."""
 
     cdef uint64_t* asked
 
@@ -152,10 +152,10 @@ cdef Block ints_of(key, Py_ssize_t most):
 
 @cython.final
 cdef class KeySource(StreamSource):
-    """Requests items for the keys of an iterator.
+    """Requests an item for each key of an iterator.
 
-    A key is drawn for each consumed item, after `prefetch` keys per worker. Each key takes three
-    steps::
+    At first, `prefetch` keys per worker are drawn. Then, a key is drawn for each consumed item.
+    Each key takes three steps::
 
         draw     store the next key of the iterator in `key`, in case the next step is interrupted
         write    add the ints of the key, or a `Request`, to `drawn`
@@ -165,13 +165,13 @@ cdef class KeySource(StreamSource):
     ----------
     keys : iterator
     pickle : callable
-        ``pickle(key, number)`` → `Request`.
+        ``pickle(key, number)`` returns a `Request`.
     prefetch : int
         The number of keys per worker to draw before their items are consumed.
     in_order : bool
         Whether items are delivered in the order of their keys.
     free : bool
-        Whether the worker with the fewest keys gets the next key.
+        Whether the worker with the fewest keys receives the next key.
     samples : callable, optional
         ``samples(key)`` returns the number of samples in an item (at least 1). By default, it is 1.
     """
@@ -206,8 +206,8 @@ cdef class KeySource(StreamSource):
         """Draw a key.
 
         An Exception from the iterator is raised after the items for all earlier keys. Other
-        exceptions, such as KeyboardInterrupt, are raised now. If they end the iterator, later calls
-        raise an error until a new epoch starts.
+        exceptions, such as KeyboardInterrupt, are raised immediately. If they end the iterator,
+        later calls raise an error until a new epoch starts.
         """
         check_depth()
         try:
@@ -227,7 +227,7 @@ cdef class KeySource(StreamSource):
 
     cdef int write_key(self) except -1:
         written = ints_of(self.key, <Py_ssize_t>self.ring(0).r.batch_size - KEY_INTS)
-        # With 0 samples, a ticket would request nothing; see `publish`.
+        # A ticket without samples would not be measured; see `cseq_ring_publish`.
         count = 1 if self.samples is None else max(1, self.samples(self.key))
         if written is None:
             try:

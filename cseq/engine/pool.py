@@ -1,6 +1,6 @@
 """A pool: a crew, its tickets, and the feed that connects them to the loop.
 
-Only one thread at a time may call a pool. Other threads wake it up with `notify_all`.
+Only one thread at a time may call a pool. Other threads wake up that thread with `notify_all`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# Minimum seconds between logs of advice, at the end of an epoch and within one.
+# Minimum seconds between log messages with advice: at the end of an epoch, and within an epoch.
 LONG, OFTEN = 20.0, 600.0
-# Minimum shares of waiting to log advice, and to log it as a warning.
+# Fractions of waiting time from which advice is logged, and from which it is logged as a warning.
 LOGGED, WARNED = 0.05, 0.2
 
 
 class Pool(Generic[K]):
     """A crew, its tickets and its feed.
 
-    The constructor starts nothing, because a signal handler may raise before a `Run` can close it.
+    The constructor starts nothing: a signal handler may raise before a `Run` can close the pool.
 
     Attributes
     ----------
@@ -92,11 +92,11 @@ class Pool(Generic[K]):
         self.tickets.open()
 
     def notify_all(self) -> None:
-        """Wake up a call in another thread to check the generation."""
+        """Wake up a waiting call in another thread, which then checks the generation."""
         self.rings[0].notify_all()
 
     def close(self) -> None:
-        """Stop everything within a limited time. May be called twice."""
+        """Stop the crew within a limited time. Can be called twice."""
         # No other thread could finish an inline crew's tickets.
         if self.crew.is_inline:
             self.lanes.leave_traces()
@@ -105,7 +105,7 @@ class Pool(Generic[K]):
         self.tickets.close()
 
     def _check(self, awaited: Awaited | None) -> None:
-        """Raise an error from a worker, or handle a slow ticket as `on_timeout` says."""
+        """Raise a worker's error, or handle an overdue ticket according to `on_timeout`."""
         crew, options = self.crew, self.tickets.options
         crew.check()
         if options.timeout is not None and crew.timed:
@@ -133,7 +133,7 @@ class Pool(Generic[K]):
         return batch if crew.convert is None else crew.convert(batch), None
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Add the ticket's details to an exception. Return it and the entry for `skipped`."""
+        """Add a ticket's details to an exception. Return it, and an entry for `skipped`."""
         return self.tickets.describe(ring_number, cell, error)
 
     def list_left(
@@ -152,7 +152,7 @@ class Pool(Generic[K]):
             self._gpu_dry += idle
 
     def look(self) -> None:
-        """Record progress, log advice and resize the pool, about ten times a second."""
+        """Record progress, log advice and resize the pool. Called about ten times a second."""
         self._history.note()
         if self.controller is not None:
             self.controller()

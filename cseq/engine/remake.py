@@ -43,9 +43,9 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return the batches of an epoch from `batch` onwards, and the units before them.
+    """Return a source of the batches from `batch` onwards, and the number of units before them.
 
-    The epoch was resumed after `consumed` units.
+    `consumed` is the number of units after which the epoch was resumed.
     """
     cut = sampler.cut_at(consumed)
     number = batch - cut.first

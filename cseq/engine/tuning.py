@@ -30,9 +30,9 @@ SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
 # After `QUICK` changes, windows grow with every change. New workers get `AHEAD` batches each.
 QUICK, AHEAD = 3, 3
-# Changes that multiply the rate by less than these are useless (first) or harmful (second).
+# A change is useless if it multiplies the rate by less than BETTER, and harmful below WORSE.
 BETTER, WORSE = 1.05, 0.95
-# Limits are forgotten if the ratio of batch time to step time changes by this factor.
+# The limits are reset if the ratio of batch time to step time changes by this factor.
 CHANGED = 1.5
 UNLIMITED = 1 << 30
 
@@ -45,11 +45,11 @@ class Decision(NamedTuple):
 
 
 class Tuner:
-    """Chooses sizes, based only on windows of statistics.
+    """Chooses the number of workers and the buffer size from windows of statistics.
 
-    It follows advice immediately, but the buffer only grows. A harmful change is reverted, and a
-    useless one is not repeated until the ratio of batch time to step time changes. So changes stop
-    eventually.
+    Advice is followed immediately, but the buffer never shrinks. A harmful change is reverted. A
+    useless one is not repeated until the ratio of batch time to step time changes. Changes
+    therefore stop eventually.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Tuner:
         self._forget(0.0)
 
     def _forget(self, ratio: float) -> None:
-        """Forget the limits for a new ratio of batch time to step time."""
+        """Reset the limits for a new ratio of batch time to step time."""
         self._ratio = ratio
         self._enough = Size(UNLIMITED, UNLIMITED)
 
@@ -82,7 +82,7 @@ class Tuner:
     def look(self, window: Window, size: Size, most: Size) -> Decision | None:
         """Return a new size of at most `most`, or None.
 
-        `window` must start after the latest change, when all workers are ready.
+        The `window` must start after the latest change, once all workers are ready.
         """
         decision = self._judge(window, size) or self._next(window, size, most)
         if decision is None:

@@ -39,7 +39,7 @@ def main(sock: socket.socket, local: object = None) -> None:
 
     `local` is the user's object if it was inherited by fork.
     """
-    # Threads do not need these.
+    # Worker threads do not need these imports.
     from cseq.processes.worker import NOTED, enter, send_state
 
     entered = enter(sock)

@@ -26,7 +26,7 @@ RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return the file name of the rings in `/proc`, for ``cseq top``."""
+    """Return the name of the file with the rings. ``cseq top`` reads it from `/proc`."""
     facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
@@ -79,13 +79,13 @@ class Crew:
     staff : Staff, optional
         The supervised workers.
     supervisor : Supervisor, optional
-        The same as `staff` for processes.
+        The same object as `staff` if the workers are processes.
     of : str
         The name of the public class, for reports.
     is_inline : bool
         Whether the training thread makes batches on demand.
     timed : int
-        The timeout for tickets applies to runners with numbers up to this one.
+        The highest number of a runner to which the timeout for tickets applies.
     """
 
     rings: list[Ring]
@@ -125,7 +125,7 @@ class Crew:
         """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many workers fit in memory if `present` are running."""
+        """Return how many of `num_workers` workers fit in memory if `present` are running."""
         return num_workers
 
     def check(self) -> None:
@@ -157,5 +157,5 @@ class Crew:
         return Stats.read(self.rings, **counted)
 
     def close(self, *, hurried: bool) -> None:
-        """Stop everything within a limited time. May be called twice."""
+        """Stop all runners within a limited time. Can be called twice."""
         raise NotImplementedError

@@ -94,7 +94,7 @@ class InlineCrew(Crew):
         indexer.FirstBatch(self._indexing, self._task.output, log.warning)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return only the number of batches and the number of skips."""
+        """Return statistics that contain only the number of batches and of skips."""
         batches = Meters.read_rings(self.rings).counts()["batches"]
         return Stats(batches=batches, skips=counted["skips"])
 

@@ -146,7 +146,7 @@ class ProcessCrew(Crew):
     def write(self, value: object, name: str) -> Request:
         """Write a value for a worker into a slot.
 
-        A signal handler may call this during another call, so there is a second encoder.
+        A signal handler may call this during another call, so nested calls use separate encoders.
         """
         pickled = self._pickle(value, name)
         request = Request(self._arena.slots)
@@ -159,7 +159,7 @@ class ProcessCrew(Crew):
         return request
 
     def _pickle(self, value: object, name: str) -> Pickled:
-        """Pickle a value. Forked workers have this process's classes."""
+        """Pickle a value. For forked workers, which have the same classes, do so by reference."""
         if self.supervisor.takes_objects:
             # `dump` raises the same exception with an explanation.
             with contextlib.suppress(Exception):

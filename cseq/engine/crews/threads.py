@@ -51,8 +51,8 @@ class ThreadGroup:
     Attributes
     ----------
     begun : dict
-        By runner number: WAITS, then when the thread started to create its indexer (`now_ns`), then
-        MADE.
+        The state of each runner, by number: WAITS, then the time (`now_ns`) at which it started to
+        create its indexer, then MADE.
     """
 
     def __init__(self, ring: Ring, instead: str = "") -> None:
@@ -152,7 +152,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
 
 def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
-    """Create the rings in one block of memory. Return them and the file, or None."""
+    """Create the rings in one block of memory. Return them, and their file or None."""
     count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
     width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
@@ -184,7 +184,7 @@ def _file_for(size: int, name: str) -> Descriptor | None:
 
 
 class ThreadCrew(Crew):
-    """Worker threads. They pass objects on without copying."""
+    """Worker threads. They pass batches on as objects, without copying."""
 
     of = "MTSequence"
     _worker: object = None

@@ -35,13 +35,13 @@ class Tickets:
     num_workers, num_converters : int
         The maximum number of workers and converters.
     rings, runners, cells, words, limit, calls : int
-        The rings, the runners per ring, and arguments of `Ring`.
+        The number of rings, the number of runners per ring, and arguments of `Ring`.
     ahead : int
-        The slots that workers may fill before the loop consumes anything.
+        The number of slots that workers may fill before the loop consumes anything.
     errors, interrupted : str
         See `Feed`.
     instead : str
-        What to do about a slow thread, for the message of a WorkerTimeout.
+        Text about slow threads for the message of a WorkerTimeout.
     """
 
     pool: Any
@@ -67,11 +67,11 @@ class Tickets:
         return None
 
     def task(self, runner_number: int, *, forks: bool) -> BatchTask | ItemTask:
-        """Return a runner's task. With `forks`, the runner is a process. Thread-safe."""
+        """Return a runner's task. `forks` is False for worker threads. Thread-safe."""
         raise NotImplementedError
 
     def deaths(self) -> Deaths:
-        """Count deaths and decide whether to replace a worker."""
+        """Create the `Deaths` that decides whether a dead worker is replaced."""
         raise NotImplementedError
 
     def held(self, ring_number: int, cell: int, most: int = failure.MOST) -> Held:
@@ -87,7 +87,7 @@ class Tickets:
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """Describe what runners are doing for the awaited tickets, by default the feed's."""
+        """Describe the work in progress for the awaited tickets, by default the feed's."""
         raise NotImplementedError
 
     def note_wait(self) -> None:
@@ -97,4 +97,4 @@ class Tickets:
         """Start the crew. If interrupted, `Pool.close` stops it."""
 
     def close(self) -> None:
-        """Drop the user's object, because the pool is in a reference cycle."""
+        """Drop the reference to the user's object, because the pool is in a reference cycle."""

@@ -38,7 +38,7 @@ def wake_at(buffer: int, num_workers: int) -> int:
 
 
 class Batches(Tickets):
-    """Requests batches through a single ring, in the order of the samples."""
+    """Requests batches through a single ring, in the sampler's order."""
 
     pool: Pool[Batches]
     rings = 1
@@ -84,7 +84,7 @@ class Batches(Tickets):
         )
 
     def deaths(self) -> Deaths:
-        """Count deaths and decide whether to replace a worker."""
+        """Create the `Deaths` that decides whether a dead worker is replaced."""
         job, fails = self._job, self.errors == "skip"
         return Deaths(job.options.max_restarts, job.num_workers, "batch", ADVICE, fails=fails)
 
@@ -100,7 +100,7 @@ class Batches(Tickets):
         crew.launch()
 
     def close(self) -> None:
-        """Drop the user's object, because the pool is in a reference cycle."""
+        """Drop the reference to the user's object, because the pool is in a reference cycle."""
         self._job = self._job.without_worker()
 
     @property
@@ -120,7 +120,7 @@ class Batches(Tickets):
         return self.pool.stats()
 
     def most(self, stats: Stats) -> Size:
-        """Return the maximum number of workers and buffer size that fit in memory."""
+        """Return the largest number of workers and the largest buffer that fit in memory."""
         size, job = self.size, self._job
         nbytes = stats.nbytes / max(stats.batches, 1)
         limit = memory_limit_of(job.options.memory_limit)
@@ -154,8 +154,8 @@ class Batches(Tickets):
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Start an epoch after `consumed` units, for the iterator of the given generation.
 
-        `place` is set to this epoch in the same step of C code. Finished batches are kept if the
-        epoch was already started here and nothing was consumed.
+        `place` is set to this epoch in the same step of C code. If the epoch was already started at
+        this place and no batch was consumed, its finished batches are kept.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place

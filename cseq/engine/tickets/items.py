@@ -44,7 +44,7 @@ class Naming(NamedTuple):
     samples : callable, optional
         ``samples(key)`` returns the number of samples in an item (default 1), for `stats`.
     interrupted : str
-        The message of the InterruptedError if there is no epoch.
+        The message of the InterruptedError if no epoch is in progress.
     """
 
     unit: str = "item"
@@ -80,7 +80,7 @@ class Items(Tickets):
         self._depth = depth = min(prefetch, DEEPEST)
         # The worker may still hold a cancelled ticket.
         besides = 1 + CALLS
-        # If memory permits, a single worker can get all keys.
+        # If memory permits, a single worker may receive all keys.
         self.words = words = KEYS + KEY_ROOM
         cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
@@ -88,7 +88,7 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # 0 means no epoch. `_idle` records since when runners have no ticket.
+        # 0 means no epoch. `_idle` is the time when each runner was first seen without a ticket.
         self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
         self.assignments: list[Request] = []
@@ -98,7 +98,7 @@ class Items(Tickets):
         return ItemTask(self.num_workers)
 
     def deaths(self) -> Deaths:
-        """Count deaths and decide whether to replace a worker."""
+        """Create the `Deaths` that decides whether a dead worker is replaced."""
         most, naming = self.options.max_restarts, self._naming
         advice = "check the code that makes it"
         return Deaths(most, self.num_workers, naming.unit, advice, naming.lost, fails=self._fails)
@@ -106,8 +106,8 @@ class Items(Tickets):
     def feed_of(self, pool: Pool[Items]) -> Feed:
         """Set up the rings and return the feed.
 
-        The pool holds it weakly. Otherwise, the finalizer of the `Streams` would keep the `Streams`
-        alive through the pool, the feed and the iterator of keys.
+        The pool keeps only a weak reference to it. Otherwise, the finalizer of the `Streams` would
+        keep the `Streams` alive through the pool, the feed and the iterator of keys.
         """
         for ring in pool.rings:
             # Waking up a worker costs more than making a small item, so wait until half are
@@ -135,7 +135,7 @@ class Items(Tickets):
             working = self._held_by(worker)
             if working or not self.pool.crew.is_ready(runner_number):
                 self._idle.pop(runner_number, None)
-            # The process of a ready worker without a ticket may be stopped.
+            # If a ready worker has no ticket, its process may be suspended.
             else:
                 since = self._idle.setdefault(runner_number, now_ns())
                 working = [(runner_number, since, self.held(worker, cell).location)]
@@ -262,7 +262,7 @@ class Items(Tickets):
     def ask(
         self, method: str, args: tuple[object, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method of some workers. The next call cancels an interrupted one."""
+        """Call a method in the given workers. The next call cancels an interrupted one."""
         generation = self.pool.run.generation
         try:
             self.pool.crew.check()
