@@ -29,7 +29,7 @@ from cseq.stage import BATCH, ENDED, RAISED
 
 cnp.import_array()
 
-# A batch that Python must decode, and one that is passed on unchanged.
+# Markers for a batch that Python must decode, and for one that is passed on unchanged.
 cdef object UNREAD = object()
 cdef object AS_IT_IS = object()
 PARTIAL = <PyTypeObject*>Partial
@@ -116,13 +116,13 @@ cdef class Encoder:
         return 0
 
     def encode(self, batch):
-        """Write a batch to the room and return a `codec.Record`. Arrays in the room stay there."""
+        """Write a batch to the room, without copying arrays in it. Return a `codec.Record`."""
         cdef uint64_t[4] f
         self.write_batch(batch, f)
         return f[0], f[1], f[2], f[3]
 
     def encode_parts(self, Plan plan not None, list arrays not None, bytes pickled=None):
-        """Write a batch from its arrays, with the buffers of `pickled` at the end."""
+        """Write a batch from its arrays. `arrays` ends with the buffers of `pickled`."""
         cdef uint64_t[4] f
         self.write_parts(plan, arrays, pickled, f)
         return f[0], f[1], f[2], f[3]
@@ -210,13 +210,13 @@ cdef class Encoder:
 
 
 cdef inline void set_word(int64_t* word, int64_t value) noexcept:
-    """Store a word if it has changed, because recent stores delay wider reads."""
+    """Store a word only if it has changed, because a recent store delays wider reads."""
     if word[0] != value:
         word[0] = value
 
 
 cdef int write_array(Memory memory, int64_t* word, Leaf* leaf, cnp.ndarray array) except -1:
-    """Copy an array to its place in the slot, and cast it."""
+    """Copy an array to its place in the slot, casting it if necessary."""
     cdef cnp.npy_intp dims[MAX_DIMS]
     cdef int i, nd = leaf.nd
     if not leaf.casts and (not leaf.rows or cnp.PyArray_IS_C_CONTIGUOUS(array)):
@@ -261,7 +261,7 @@ cdef class ObjectTable:
 
 @cython.final
 cdef class TicketWriter(BatchWriter):
-    """The worker's side of the slots; see `Room`."""
+    """Writes batches and exceptions to slots, in a worker; see `Room`."""
 
     cdef readonly Room room
     cdef readonly Encoder encoder
@@ -277,7 +277,7 @@ cdef class TicketWriter(BatchWriter):
         return self.room.open_slot()
 
     def fetch(self, Runner runner not None):
-        """Decode the batch of a converter's ticket. The next batch is written after it."""
+        """Decode the batch of a converter's ticket. The converted batch is written after it."""
         self.room.select(runner.slot, runner.capacity, sum(runner.record))
         return decode(self.room.loan(), runner.record)
 
@@ -336,7 +336,7 @@ cdef class TicketWriter(BatchWriter):
         return 0
 
     cdef void hand_over(self, Runner runner, cseq_cell* c, uint32_t status) noexcept:
-        """Publish the slot. It no longer belongs to this process."""
+        """Publish the slot, which then no longer belongs to this process."""
         if self.room.slots is not None:
             cseq_store_rel_u32(&c.slot, <uint32_t>self.room.slot)
             self.room.slot = -1
@@ -349,8 +349,8 @@ cdef class TicketWriter(BatchWriter):
 cdef class Objects(BatchWriter):
     """Both ends of a transfer between threads.
 
-    `below` reads batches from a previous stage that writes to slots. Rings may share `objects`,
-    with this ring's entries from `first`.
+    `below` reads batches from a previous stage that writes to slots. Several rings may share
+    `objects`. This ring's entries start at `first`.
     """
 
     cdef readonly ObjectTable objects
@@ -419,7 +419,7 @@ cdef class Decoder:
     lend : callable, optional
         See `decode`.
     convert : callable, optional
-        Applied to each batch. The pool does this if Python decodes the batch.
+        Applied to each batch that is decoded in C. The pool converts all others.
     leaf_for : callable, optional
         The same conversion for single leaves; see `Plan.converters`.
     """
@@ -440,14 +440,14 @@ cdef class Decoder:
         return batch if batch is UNREAD else self.divide(batch)
 
     cdef object divide(self, batch):
-        """Return a decoded batch without its missing samples and set `left`."""
+        """Unwrap a decoded batch if it is a `Partial`, and set `left`."""
         self.left = None
         if (<PyObject*>batch).ob_type is PARTIAL:
             batch, self.left = batch
         return batch
 
     cdef PyObject* take_peeked(self, uint32_t entry, object batch) noexcept:
-        """Return what `peek` returned as an owned reference."""
+        """Return the result of `peek` as an owned reference."""
         if batch is AS_IT_IS:
             return self.objects.take_object(entry)
         Py_INCREF(batch)
@@ -498,7 +498,7 @@ cdef class Decoder:
 
 
 def decode(Memory memory not None, record, lend=None, Py_ssize_t slot=-1, uint64_t capacity=0):
-    """Read a batch from a memory, given its `codec.Record`.
+    """Read a batch from `memory`, given its `codec.Record`.
 
     ``lend(slot, capacity)`` returns the memory for views of large arrays, or None to copy them.
     Small arrays are copied. Without `lend`, all arrays are views of `memory`. Raises IndexError if

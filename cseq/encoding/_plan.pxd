@@ -96,7 +96,7 @@ cdef class Plan:
     cdef int leaf_count, objects
     # The words of the layout.
     cdef Py_ssize_t words
-    # Keeps alive what nodes and leaves point to.
+    # Owns the objects that nodes and leaves point to.
     cdef list kept
     # The latest blocks, and the next one to replace.
     cdef PyObject* blocks[BLOCKS]

@@ -130,7 +130,7 @@ cdef class Plan:
         return 0
 
     cdef int add_tensor(self, Leaf* leaf, str name) except -1:
-        """Set the type of a tensor to a torch type that numpy lacks."""
+        """Import torch, and set the torch type of a tensor if numpy lacks it."""
         if self.torch is None:
             self.torch = torch = import_module("torch")
             self.tensor, self.to_array = torch.Tensor, torch.Tensor.numpy
@@ -275,8 +275,8 @@ cdef class Plan:
     cdef list read_leaves(self, Cursor* cursor, Memory memory, Memory home):
         """Make all leaves: small ones as copies, large ones as views of `home` or copies.
 
-        Call this before any code that may fork, because a child process may read the slot when it
-        contains another batch.
+        Call this before any code that may fork, because a child process may read the slot after it
+        has been reused.
         """
         cdef list arrays = [None] * self.leaf_count
         cdef const char* word = cursor.word
@@ -413,7 +413,7 @@ cdef class Plan:
         return value if convert is None else convert(value)
 
     def converters(self, leaf_for, convert):
-        """Return a function per leaf, and one for pickled leaves.
+        """Return a list of functions: one for each leaf, and one for pickled leaves.
 
         ``leaf_for(dtype)`` returns a function for new arrays of this type, or None.
         ``leaf_for(None)`` returns one for tensors. `convert` converts any batch.

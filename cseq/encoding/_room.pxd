@@ -19,7 +19,7 @@ cdef class Room:
     cdef readonly SlotTable slots
     cdef readonly dict mapped
     cdef public object slot_allocator
-    # Where numpy allocates large arrays, or None if the worker keeps many slots.
+    # The mapping for numpy's large arrays, or None if the worker keeps too many slots.
     cdef Mapping target
     # `older` contains earlier mappings of the growing slot. `kept` contains (slot, mappings, loans)
     # for slots with live arrays. `loans` contains weak references, and `window` is the current

@@ -35,8 +35,8 @@ cdef class Room:
     """The slot that a batch is written to. It can grow.
 
     A worker takes a slot for each ticket and publishes it with the batch. If arrays in the slot are
-    still alive, the worker keeps the slot, and publishes a copy in another one. With several kept
-    slots, it stops making arrays in slots.
+    still alive, the worker keeps the slot, and publishes a copy of the batch in another one. A
+    worker that keeps several slots stops making arrays in slots.
 
     Mappings are kept for later tickets to save system calls.
 
@@ -215,8 +215,8 @@ cdef class Room:
     def end_slot(self):
         """Finish the slot. If it has live arrays, keep it and copy the batch to another slot.
 
-        The caller must have dropped the batch. Raises RuntimeError if there is no slot table to
-        copy with.
+        The caller must have dropped the batch. Without a slot table, this raises RuntimeError
+        instead of copying.
         """
         cdef Memory source = self.memory
         cdef Py_ssize_t used = self.used

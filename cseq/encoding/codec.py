@@ -1,4 +1,4 @@
-"""Writes batches of any structure to slots and reads them.
+"""Writes batches of any structure to slots, and reads them back.
 
 Arrays, CPU tensors and long bytes objects are written and read in C with a `Plan`, if they are in
 tuples, lists, named tuples or dicts with string keys. Everything else is pickled, with the data of
@@ -11,7 +11,7 @@ arrays and tensors outside the pickle.
 
 The *structure* is a pickle of the containers, types and memory orders, parsed only when it changes.
 The *layout* is the offset, size in bytes and shape of each array, as integers. The *objects* are
-the other leaves: a pickle and a table of its buffers. Each batch can be read without other batches.
+the other leaves: a pickle and a table of its buffers. Each batch is self-contained.
 
 If a batch does not match a recent `Plan` of the writer, `survey` creates a new one.
 
@@ -56,7 +56,7 @@ __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
 def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MAX_DEPTH) -> object:
     """Apply a function to all leaves in tuples, lists, dicts, named tuples and dataclasses.
 
-    Return the batch itself if no leaf has changed. Raises ValueError if it contains itself.
+    Return the batch itself if no leaf has changed. Raises ValueError if a batch contains itself.
     """
     cls: type = type(batch)
     kind = opened(cls)
@@ -90,7 +90,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
 
 
 def recast(array: Array, dtype: Dtype, make: Callable[..., Array] = np.empty) -> Array:
-    """Copy and cast an array to the strides that it would have in a slot."""
+    """Return a copy of an array, cast to `dtype`, with the strides that it would have in a slot."""
     axes = axes_of(array)
     made: Array = make(tuple(array.shape[axis] for axis in axes), dtype)
     made = made.transpose(sorted(range(array.ndim), key=axes.__getitem__))

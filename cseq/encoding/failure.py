@@ -1,8 +1,8 @@
 """Exceptions: packed in a worker, raised in the training loop.
 
-They keep their type and attributes, and get a description of the batch and the worker's traceback
-as the cause. The worker pickles *and unpickles* an exception before sending it. If that fails, it
-sends only the type's name and the text, for a `WorkerError`.
+An exception keeps its type and attributes. A note names the batch, and the cause shows the worker's
+traceback. The worker pickles *and unpickles* an exception before sending it. If that fails, it
+sends only the name of the type and the text, for a `WorkerError`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 RAISE = opcode.opmap["RAISE_VARARGS"]
 
-# Raised in the loop, these would end it, the program or a generator.
+# If raised in the loop, these would end the loop, the program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 # Descriptors of attributes that an exception's class may hide.
@@ -74,7 +74,7 @@ def pack(error: BaseException) -> bytes:
 
 
 def pack_text(error: BaseException) -> bytes:
-    """Serialize the type, text and traceback of an exception. Fits into any slot."""
+    """Serialize the type, text and traceback of an exception. The result fits into any slot."""
     name, message = type(error).__qualname__, str_of(error)[:1500]
     return pickle.dumps((b"", name, message, _traceback_of(error)[-1500:]))
 
@@ -100,7 +100,7 @@ def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackTy
 
 
 def shorten(error: BaseException) -> None:
-    """Strip cseq's leading frames from a traceback, or the feed's if all are cseq's."""
+    """Strip cseq's leading frames from a traceback, or only the feed's if all are cseq's."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
@@ -260,9 +260,9 @@ def ordinary(error: BaseException) -> BaseException:
 
 
 def ends_program(error: BaseException) -> bool:
-    """Return True if an exception was raised to end the program, and not by the user's code.
+    """Return True if an exception is meant to end the program.
 
-    This holds for Ctrl-C, and for a SystemExit or KeyboardInterrupt from a signal handler.
+    This applies to Ctrl-C, and to a SystemExit or KeyboardInterrupt from a signal handler.
     """
     cls = type(error)
     if issubclass(cls, KeyboardInterrupt) and not is_stated(error):

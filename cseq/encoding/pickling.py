@@ -1,8 +1,8 @@
 """Serializes objects for new processes and for running workers.
 
-`dump` is for new processes. It pickles nameless classes and functions, and those in ``__main__``,
-by value, with cloudpickle. `dumps` is for the trainer and running workers. They have the same
-classes, so it pickles them by reference.
+`dump` is for new processes. With cloudpickle, it pickles classes and functions by value if they are
+in ``__main__`` or cannot be imported by name. `dumps` is for the trainer and running workers. They
+have the same classes, which are therefore pickled by reference.
 
 Both keep large arrays and tensors outside the pickle, so even a large data set is in memory only
 once for all workers.
@@ -53,10 +53,10 @@ Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 MAIN = ("__main__", "__mp_main__")
 # Smaller buffers are stored in the pickle.
 IN_BAND = 512
-# The file name among the arguments of `types.CodeType`.
+# The index of the file name among the arguments of `types.CodeType`.
 FILENAME = 10
 
-# What pickle raises if it cannot find a class or function by name.
+# The exceptions that pickle raises if it cannot find a class or function by name.
 NAMELESS = (pickle.PicklingError, AttributeError, TypeError)
 
 REMEDY = (
@@ -64,7 +64,7 @@ REMEDY = (
     "are first used, in each worker process and not in the training process"
 )
 
-# Types that only cloudpickle can pickle. It changes files and memoryviews.
+# Types that only cloudpickle can pickle. It turns files and memoryviews into other types.
 EMPTY: tuple[dict[str, object], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
@@ -75,15 +75,15 @@ class UnpicklableError(TypeError):
 
 
 def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
-    """Create an error for an object that cannot be pickled. `name` is for messages."""
+    """Create an error for an object that cannot be pickled. `name` describes it in the message."""
     return UnpicklableError(f"{name}: {str(error) or type(error).__name__}. {remedy}")
 
 
 class Pickled(NamedTuple):
-    """A pickle of a list that starts with the object, and large buffers.
+    """A pickle of a list that starts with the object, and the large buffers outside the pickle.
 
-    The buffers are views, so write them before the object changes. `modules` are the known modules
-    that the pickle refers to.
+    The buffers are views, so write them before the object changes. `modules` are the importable
+    modules that the pickle refers to.
     """
 
     data: bytes
@@ -94,8 +94,8 @@ class Pickled(NamedTuple):
 def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None) -> Pickled:
     """Pickle an object for a new process that can import the same modules.
 
-    `name` is for messages. A `Pickled` is returned unchanged. If pickling fails, a TypeError names
-    the attribute, if possible, and a remedy.
+    `name` describes the object in messages. A `Pickled` is returned unchanged. If pickling fails,
+    the message of the TypeError names the offending attribute, if possible, and a remedy.
     """
     if isinstance(obj, Pickled):
         return obj
@@ -153,12 +153,12 @@ def dumps(
     return file.getvalue()
 
 
-# By function: what its table was merged from, and its reducers merged with copyreg's table.
+# For each function: the sources of its table, and the table (its reducers and copyreg's).
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
 def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
-    """Merge copyreg's table and the reducers, if either has changed."""
+    """Return copyreg's table merged with the reducers, from a cache until either changes."""
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
         own: Reducers = copyreg.dispatch_table.copy()
@@ -220,7 +220,7 @@ def _reduce_array(array: _Array) -> Reduced:
 
 
 def is_usual(dtype: np.dtype[Any]) -> bool:
-    """Return True if `==` compares the whole dtype. It ignores metadata, for example."""
+    """Return True if `==` compares all properties of a dtype. It ignores metadata, for example."""
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
@@ -246,7 +246,7 @@ def _reduce_as_torch(value: object) -> Reduced:
 
 
 def reduce_tensor(tensor: torch.Tensor) -> Reduced:
-    """Reduce a tensor to its storage and a view. torch reduces special tensors."""
+    """Reduce a tensor to its storage and a view. Special tensors are left to torch."""
     if str(tensor.layout).startswith("torch.sparse"):
         return _sparse_tensor, _reduce_as_torch(tensor)[1]
     if (
@@ -276,7 +276,7 @@ def _tensor_on(
 
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
-    """Create a sparse tensor. torch's own function would keep it for `torch.load`."""
+    """Create a sparse tensor. torch's own function would keep a reference for `torch.load`."""
     import torch
 
     if layout is torch.sparse_coo:
@@ -333,7 +333,7 @@ def _dump_by_value(
     reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
 
     def by_name(named: Named) -> bool:
-        """Record the module if a new process may import it. cloudpickle decides."""
+        """Record the module if a new process may import it. Return False: cloudpickle decides."""
         module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
         if module in MAIN:
             if isinstance(named, type):
@@ -353,7 +353,7 @@ def _dump_by_value(
 
 @functools.cache
 def by_value_pickler() -> Callable[..., pickle.Pickler]:
-    """Create the class of picklers by value. This imports cloudpickle."""
+    """Return the class of picklers that pickle by value. This imports cloudpickle."""
     import cloudpickle
 
     base: type = cloudpickle.Pickler
@@ -412,7 +412,7 @@ def publish(named: Iterable[type | types.FunctionType]) -> None:
 
 
 def named_here(obj: Named) -> bool:
-    """Return True if this process knows the name of a class or function."""
+    """Return True if this process can find a class or function by its name."""
     try:
         return operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
     except (AttributeError, KeyError):

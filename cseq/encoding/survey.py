@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """A batch without the samples that raised. `left` has their indices and error texts."""
+    """An incomplete batch. `left` has the indices and error texts of the missing samples."""
 
     batch: object
     left: tuple[tuple[object, str], ...]
@@ -66,8 +66,8 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 def opened(cls: type) -> str | tuple[str, ...] | None:
     """Return the kind of container, the slots of a dataclass, or None for a leaf.
 
-    Types with custom methods for pickling are leaves, because they may be more than their parts.
-    Those that dataclass() adds for slots do not count.
+    Types with custom methods for pickling are leaves, because their fields may not be their whole
+    state. Methods that dataclass() adds for slots do not count as custom.
     """
     if cls in (tuple, list):
         return "sequence"
@@ -170,7 +170,7 @@ class _Survey:
         self.objects.append(value)
 
     def _leaf(self, token: str, array: Array, kind: Dtype | None = None) -> None:
-        """`kind` is the type in the slot."""
+        """Add a leaf. `kind` is its type in the slot."""
         kind = array.dtype if kind is None else kind
         exact = kind if is_usual(kind) else _dumps(kind)
         self.nodes.append((token, exact, axes_of(array)))
@@ -178,7 +178,7 @@ class _Survey:
 
 
 def _is_flat(dtype: Dtype) -> bool:
-    """Return True if bytes fully represent the type. They do not for np.record."""
+    """Return True if bytes fully represent an array of this type, unlike np.record."""
     return not dtype.hasobject and dtype.type is not np.record
 
 
@@ -203,7 +203,7 @@ def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
 
 
 class Plans(Protocol):
-    """The part of an encoder used here."""
+    """The part of `Encoder` that `plan_for` uses."""
 
     @property
     def cast(self) -> Dtype | None:
@@ -211,10 +211,10 @@ class Plans(Protocol):
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans of the latest structures."""
+        """The plans for the most recent structures."""
 
     def remember(self, plan: Plan) -> None:
-        """Keep a plan."""
+        """Add a plan to `plans`."""
 
 
 def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[object]]:
@@ -236,7 +236,7 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
 
 
 def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
-    """Return the type in the slot."""
+    """Return the type that an array has in the slot."""
     # float64 is equal to None.
     if cast is None or not castable(dtype) or dtype == cast:
         return dtype
@@ -244,7 +244,7 @@ def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
 
 
 def _plain_tensor(tensor: torch.Tensor, cast: Dtype | None) -> torch.Tensor:
-    """Cast a tensor and shrink its storage. Special tensors are unchanged."""
+    """Cast a tensor and shrink its storage. Special tensors are returned unchanged."""
     if tensor.device.type != "cpu" or tensor.layout is not import_torch().strided:
         return tensor
     if tensor.is_nested or (tensor.is_quantized and cast is not None):
@@ -272,7 +272,7 @@ def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
 
 
 def _number_reducer(dtype: Dtype) -> Callable[[np.generic], Reduced]:
-    """Reduce numpy scalars. numpy's own reducer imports a module in each call."""
+    """Return a reducer for numpy scalars. numpy's own imports a module in each call."""
     make: object = np.float64().__reduce__()[0]
     return lambda number: (make, (dtype, number.tobytes()))
 
@@ -307,7 +307,7 @@ def _reduce_part(tensor: torch.Tensor) -> Reduced:
 
 
 def _dumps(value: object, *how: Any) -> bytes:
-    """Pickle a part of a batch. Errors list what is supported."""
+    """Pickle a part of a batch. Error messages list the supported types."""
     try:
         return dumps(value, *how)
     except MemoryError:

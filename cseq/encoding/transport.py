@@ -33,7 +33,7 @@ BatchReader: TypeAlias = "Objects | SlotReader"
 
 
 class SlotReader:
-    """The trainer's side of the slots."""
+    """Reads batches and exceptions from slots, in the trainer."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena

@@ -27,8 +27,8 @@
 #define CSEQ_REUSE_BLOCKS 128u
 
 /* `below` is NumPy's own allocator. The words after `lock` belong to the thread that has set it to 1. No
- * blocks are kept if no `threads` make arrays. `blocks` are the `count` free blocks, newest last, of `nbytes`
- * bytes in total. */
+ * blocks are kept if `threads`, the number of threads that make arrays, is 0. `blocks` are the `count` free
+ * blocks, newest last, of `nbytes` bytes in total. */
 typedef struct {
     cseq_allocator below;
 

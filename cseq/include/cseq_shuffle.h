@@ -260,8 +260,7 @@ static inline uint64_t cseq_order_advance(cseq_order *order, uint64_t upto, uint
     return left;
 }
 
-/* Copy the samples at final positions start .. start+count-1. With 32-bit arithmetic, compilers can vectorize
- * it. */
+/* Copy the samples at final positions start .. start+count-1. Compilers can vectorize 32-bit arithmetic. */
 static inline void cseq_order_copy(const cseq_order *order, uint64_t start, uint64_t count,
                                    int64_t *out)
 {

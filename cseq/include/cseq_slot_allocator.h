@@ -4,8 +4,8 @@
  * are numbered. If the allocation with the same number was part of the last batch, the new one is served from
  * the slot of the ticket. All other allocations are passed to NumPy's own allocator.
  *
- * Allocations in a slot are counted until they are freed, so the worker detects that the indexer keeps an
- * array. In this case, it keeps the slot (cseq_slot_stop) and publishes a copy of the batch in
+ * Allocations in a slot are counted until they are freed, so the worker can detect that the indexer has kept
+ * an array. In this case, the worker keeps the slot (cseq_slot_stop) and publishes a copy of the batch in
  * another slot.
  *
  * Only one thread at a time may use the allocator, with the GIL.

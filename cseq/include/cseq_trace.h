@@ -27,7 +27,7 @@ typedef struct {
 typedef char cseq_check_taken[sizeof(cseq_taken) == 72 ? 1 : -1];
 
 /* Record a ticket received after a wait of `waited` ns. `queue` is the number of its queue, or -1.
- * The epochs of queues count from 1. A converter's claim time may be when it published its last ticket. */
+ * The epochs of queues count from 1. A converter's claim time may be the time of its last publication. */
 CSEQ_INLINE void cseq_log_add(cseq_log *l, const cseq_cell *c, uint64_t now, uint64_t waited,
                               uint32_t thread, uint16_t feed, int queue) {
     cseq_taken *r = l->taken + cseq_add_sc_u64(&l->begun, 1) % l->size;

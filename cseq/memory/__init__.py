@@ -1,6 +1,6 @@
 """The shared memory for batches.
 
 ``arena``        the memory that a pool and its workers share: rings, slots and leases
-``_slots``       ★ who owns which slot, and leases
+``_slots``       ★ the owners of slots, and leases
 ``descriptors``  anonymous files and received descriptors
 """

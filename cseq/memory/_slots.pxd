@@ -11,7 +11,7 @@ cdef enum:
     CHUNK = 1024
     PAGE = 4096
 
-# A slot belongs to FREE, a worker's number or TRAINER. The owner writes `nbytes`, the committed
+# A slot's owner is FREE, a worker's number or TRAINER. The owner writes `nbytes`, the committed
 # bytes. The trainer writes `uses` (LEASED and PINNED).
 cdef struct slot_chunk:
     uint32_t owner[CHUNK]
@@ -30,8 +30,8 @@ cdef struct slot_table:
 @cython.no_gc
 cdef class SlotTable:
     # If `depth` differs from the fork depth, this is a forked process's copy and must not change
-    # anything. `held` leases with `held_bytes` are alive. `leases` maps slots to leases of tickets
-    # in the ring.
+    # anything. `held` leases of `held_bytes` in total are alive. `leases` maps slots to leases of
+    # tickets in the ring.
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd

@@ -51,8 +51,8 @@ cdef class SlotTable:
     to leased slots until the next epoch, because the child may read them. The child's copy of this
     object changes nothing.
 
-    The search for the lowest free slot starts at `hint`. A lower free slot lowers it. A long search
-    raises it and checks the skipped slots again. A wrong hint only costs memory.
+    The search for the lowest free slot starts at `hint`. Freeing a lower slot lowers the hint. A
+    long search raises it and checks the skipped slots again. A wrong hint only costs memory.
 
     The file `fd` belongs to the caller. `width` is the distance between slots in bytes. `owner` is
     TRAINER or a worker's number, from 1. The trainer creates the table.
@@ -90,7 +90,7 @@ cdef class SlotTable:
         return 0
 
     def close(self):
-        """Unmap the table, or keep it with this object as long as there are leases."""
+        """Unmap the table. If there are leases, it stays mapped as long as this object exists."""
         if not self.leased:
             self.table = NULL
             self.mapping = None
@@ -195,7 +195,7 @@ cdef class SlotTable:
     def give_back(self, Py_ssize_t slot, uint32_t owner=FREE):
         """Return the memory of a slot to the system and free the slot.
 
-        `owner` is FREE or a worker that is gone. Return False if this fails.
+        `owner` is the expected owner: FREE, or a worker that is gone. Return False if this fails.
         """
         cdef int error
         self.check(slot)
@@ -256,7 +256,7 @@ cdef class SlotTable:
         self.free_from(ring.at(cell))
 
     def peak(self):
-        """Return the largest ticket in bytes and the peak of leases since the last call."""
+        """Return the largest ticket in bytes and the peak number of leases since the last call."""
         peak = cseq_load_rlx_u64(&self.peak_bytes), cseq_load_rlx_u64(&self.peak_held)
         cseq_store_rlx_u64(&self.peak_bytes, 0)
         cseq_store_rlx_u64(&self.peak_held, cseq_load_acq_u64(&self.held))

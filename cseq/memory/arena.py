@@ -1,6 +1,6 @@
 """The memory that a trainer and its workers share: rings, slots and leases.
 
-The memory is two anonymous files. The slot file is sparse. Slot ``s`` starts at byte
+The memory consists of two anonymous files. The slot file is sparse. Slot ``s`` starts at byte
 ``s * width``, and only the committed part of a slot uses memory.
 
 Pages are committed before they are written, so that a lack of memory raises an exception instead of
@@ -64,11 +64,11 @@ class Arena:
     Parameters
     ----------
     memory_limit : int, str or None
-        The maximum number of bytes in leased slots, before large leaves are copied instead.
+        The maximum number of bytes in leased slots. Beyond it, large leaves are copied.
     locks : PageLocks, optional
-        Registers every mapping.
+        Page-locks every mapping, for copies to a CUDA device.
     tickets : int
-        The maximum number of posted tickets. Free slots for these stay committed.
+        The maximum number of posted tickets. As many free slots stay committed.
 
     Attributes
     ----------
@@ -77,11 +77,11 @@ class Arena:
     rings : list of Ring
         The rings.
     owners : int
-        The processes that use the rings, numbered from 1.
+        The number of processes that use the rings. They are numbered from 1.
     memory_limit : int
         The limit in bytes.
     copies : int
-        Batches whose large leaves were copied because too many slots were leased.
+        The number of batches that were copied because too many slots were leased.
     mapped : list of Mapping or None
         The mapping of each slot, or None.
     slots : SlotTable
@@ -147,7 +147,7 @@ class Arena:
         return [file.fd for file in self._files]
 
     def _locate(self, runner_number: int) -> tuple[int, int]:
-        """Return a runner's ring and its number in this ring."""
+        """Return the number of a runner's ring, and the runner's owner number on this ring."""
         above, ring_number = divmod(runner_number - 1, len(self.rings))
         return ring_number, above + 1
 
@@ -181,7 +181,7 @@ class Arena:
         return self.rings[-1].closed == 1
 
     def request(self, slot: int) -> int:
-        """Commit the first pages of a trainer's slot and return its committed bytes."""
+        """Commit the first pages of one of the trainer's slots. Return its committed bytes."""
         nbytes = self.slots.nbytes(slot)
         if nbytes < FIRST:
             commit(self.fd, slot * self.width, FIRST)
@@ -255,10 +255,10 @@ class Arena:
             self._locks.unregister(before)
 
     def tidy(self) -> None:
-        """Free pinned slots and release free slots that the previous epoch did not need.
+        """Free pinned slots, and release the memory of free slots that are not needed.
 
-        It did not need slots larger than twice the largest batch, or more than its tickets and
-        leases.
+        The previous epoch did not need slots larger than twice its largest batch, or more slots
+        than its tickets and leases.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -304,8 +304,8 @@ class Arena:
 def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
     """Create the largest file that the file system supports.
 
-    Return the file, the width and the number of slots. With too many open descriptors, raise
-    OSError at once.
+    Return the file, the width and the number of slots. If too many descriptors are open, raise
+    OSError without trying a smaller file.
     """
     for width, slots in reserved(tickets) if os.name == "nt" else SIZES:
         try:
@@ -320,7 +320,7 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
     """Return the sizes to try on Windows, as (width in bytes, number of slots).
 
-    There are enough slots for the tickets, a cancelled epoch's tickets, and as many leases.
+    There are enough slots for the tickets, the tickets of a cancelled epoch, and as many leases.
     """
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)

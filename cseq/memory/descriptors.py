@@ -120,7 +120,7 @@ def send(sock: socket.socket, data: bytes, fds: Sequence[int], process: int | No
 def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
     """Receive up to `size` bytes with up to `most` descriptors.
 
-    No bytes mean that the other end was closed.
+    If no bytes are returned, the other end was closed.
     """
     # Windows has no recvmsg.
     if not hasattr(sock, "recvmsg"):

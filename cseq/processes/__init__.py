@@ -1,8 +1,8 @@
 """Worker processes: startup, replacement after a death, and shutdown.
 
 ``supervisor``  starts, replaces and stops the worker processes of a pool
-``worker``      a worker process: setup, messages and stack traces, on both sides
-``deaths``      counts worker deaths and decides when there are too many
+``worker``      both sides of a worker process: setup, messages and stack traces
+``deaths``      counts worker deaths and decides whether to replace a worker
 ``launcher``    starts processes with forkserver, spawn or fork
 ``spawning``    pickles multiprocessing objects for new processes
 """

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# Maximum number of workers that a ticket may kill, and of times that a worker may die at startup.
+# Limits on the deaths caused by one ticket, and (per worker) on successive deaths at startup.
 TRIES = 3
 
 
 class Held(NamedTuple):
     """A ticket that a dead worker was working on.
 
-    `location` describes the epoch, batch and indices. If `is_batch` is set, the loop can skip it.
+    `location` describes epoch, batch and indices. With `is_batch`, the loop can skip the ticket.
     """
 
     epoch: int
@@ -39,11 +39,11 @@ class Deaths:
     budget : int
         The maximum number of replacements per epoch.
     unit, advice : str
-        A noun for tickets ('batch'), and advice for tickets that kill workers.
+        A noun for tickets ('batch'), and advice about tickets that kill workers.
     lost : str
         Text for the log message about a replacement.
     fails : bool
-        If True, a batch that kills workers becomes a `WorkerDied`, and the run continues.
+        If True, a batch that kills workers fails with a `WorkerDied`, and the run continues.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Deaths:
         was_ready: bool,
         is_overdue: bool = False,
     ) -> WorkerDied | None:
-        """Count a worker's death. Return an error if there were too many.
+        """Count a worker's death. Return an error if there have been too many.
 
         If `has_failed` is True, the run continues without the batch. `is_overdue` means a timeout.
         """
@@ -123,7 +123,7 @@ class Deaths:
         )
 
     def _oom(self, exitcode: int | None) -> str:
-        """Return text about new out-of-memory kills."""
+        """Describe the out-of-memory kills since the last call, if the worker was killed."""
         before, self._oom_kills = self._oom_kills, oom_kills()
         if exitcode != -9 or before is None or self._oom_kills is None:
             return ""

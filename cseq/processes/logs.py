@@ -1,6 +1,6 @@
 """Forwards log records from worker processes to the trainer.
 
-Workers that have the trainer's handlers or their own do not send records.
+Workers that inherit the trainer's handlers, or install their own, do not send records.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Sender(logging.Handler):
                 logger.setLevel(level)
 
     def settle(self) -> None:
-        """Handle the records of all loggers that propagate."""
+        """Add this handler to the root logger, unless user code has added a handler."""
         if not logging.root.handlers:
             logging.root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a record, unless this is a fork of the worker."""
+        """Send a record, unless this process was forked from the worker."""
         if os.getpid() != self._pid:
             if self._usual is not None and record.levelno >= self._usual.level:
                 self._usual.handle(record)
@@ -95,7 +95,7 @@ def _packed(record: logging.LogRecord, name: str) -> bytes:
 
 
 def levels() -> Levels:
-    """Return the levels of loggers in this process."""
+    """Return the levels that are set on the loggers in this process."""
     loggers = list(logging.root.manager.loggerDict.items())
     set_levels = {
         name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger)
@@ -104,7 +104,7 @@ def levels() -> Levels:
 
 
 class Records:
-    """Handles records in the thread of `cseq.threads.log_later`."""
+    """Handles log records in the thread that `cseq.threads.log_later` uses."""
 
     def __init__(self) -> None:
         # `queue_record` updates the first pair, and the logging thread the second.

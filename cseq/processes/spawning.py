@@ -49,7 +49,7 @@ class Reopened(NamedTuple):
 
 
 class Workers:
-    """A `Popen` that stands for all of a manager's workers."""
+    """A `Popen` that stands in for all of a manager's workers."""
 
     @staticmethod
     def duplicate_for_child(fd: int) -> int:
@@ -72,7 +72,7 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[Reducers]:
-    """Yield `reducers` that pickle multiprocessing objects (none on Windows)."""
+    """Yield the `reducers` of `dump` for multiprocessing objects (none on Windows)."""
     if os.name == "nt":
         yield {}
         return

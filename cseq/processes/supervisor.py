@@ -85,7 +85,7 @@ class Supervisor:
         The maximum number of workers. Processes with higher numbers are converters.
     task, describe : callable
         ``task(runner_number)`` returns `Setup.task`, and ``describe(worker, cell)`` describes a
-        ticket. Both are called in the supervisor thread.
+        ticket. Both must be thread-safe.
 
     Attributes
     ----------
@@ -119,7 +119,7 @@ class Supervisor:
         self._readers, self._task, self._describe = readers, task, describe
         # The number of readers to run, and the thread that called `launch`.
         self._active, self._caller = readers, 0
-        # The runners to fork while the loop's thread waits, and its latches.
+        # The runners to fork while the loop's thread waits, and the latches that it waits for.
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
         self._beside = ""
@@ -162,7 +162,7 @@ class Supervisor:
         preload : bool
             Whether a fork server imports the modules, once for all workers.
         needs : sequence of str
-            The modules that the workers' code imports.
+            Modules that workers import in addition to the modules of the pickled object.
         timeout : float, optional
             The time limit for a batch or item in seconds. Imports may take `START_SHARE` times as
             long.
@@ -185,7 +185,7 @@ class Supervisor:
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            # Its buffers keep the user's object in memory.
+            # The pickle's buffers keep the user's object in memory.
             del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
@@ -204,7 +204,7 @@ class Supervisor:
             self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
-            # While this thread imports a module or holds a lock, a forked child would wait forever.
+            # A child forked while this thread holds a lock, such as an import lock, would deadlock.
             # See `_staff`.
             self._launched.wait()
         # Exceptions from workers are always raised in the loop.
@@ -255,7 +255,7 @@ class Supervisor:
             self._let_go()
 
     def _serve(self) -> None:
-        """Start and watch the workers until `close` was called and they are gone."""
+        """Start and watch the workers until `close` has been called and all are gone."""
         self._launcher.prepare(preload=self._preloads)
         self._prepared.set()
         self._wanted.wait()
@@ -422,7 +422,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise an error from a worker or the supervisor thread.
 
-        The loop's thread calls this before it waits. Dead forked workers are replaced.
+        The loop's thread calls this before it waits. Dead workers are then replaced by forking.
         """
         if self.closed:
             raise InterruptedError(
@@ -433,7 +433,7 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log why the first item takes long. The wait began at `began` (`now_ns`)."""
+        """Log the likely cause of a long wait for the first item, begun at `began` (`now_ns`)."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
@@ -505,7 +505,7 @@ class Supervisor:
             self._launched.wait()
 
     def wanted(self) -> list[int]:
-        """Return the numbers of the runners that should exist."""
+        """Return the runner numbers of the workers to run and of all converters."""
         runner_numbers = range(1, self.shared.owners + 1)
         return [k for k in runner_numbers if not self._active < k <= self._readers]
 
@@ -519,17 +519,17 @@ class Supervisor:
             self._wake()
 
     def is_ready(self, runner_number: int) -> bool:
-        """Return True if a worker has reported READY and not exited."""
+        """Return True if a worker has reported READY and has not exited."""
         worker = self._workers.get(runner_number)
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
-        """Return the process ids of all workers, or None for missing ones."""
+        """Return the process id of each worker, or None for a missing one."""
         workers = [self._workers.get(runner_number) for runner_number in self.wanted()]
         return [None if worker is None else worker.child.pid for worker in workers]
 
     def close(self, *, hurried: bool = False) -> None:
-        """Close the rings and stop all workers. Kill workers that do not exit in `GRACE` seconds.
+        """Close the rings and stop all workers. Kill those that do not exit within `GRACE` seconds.
 
         Workers that are still loading the user's object are killed immediately. If `hurried` is
         set, busy workers are killed after `HURRY` seconds. If a signal handler raises, call this

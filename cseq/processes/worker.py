@@ -1,4 +1,4 @@
-"""A worker process and its messages, on both sides.
+"""Both sides of a worker process: setup, messages and stack traces.
 
 ::
 
@@ -10,8 +10,8 @@
 A worker sends ENTERED before it reads the user's object, LOADED afterwards, and READY or FAILED
 when it has created its indexer. NOTED is a warning, and LOGGED a log record.
 
-On a signal, a worker writes stack traces to a file that it shares with the trainer. The signal may
-interrupt another message on the socket.
+On a signal, a worker writes stack traces to a file that it shares with the trainer. It does not use
+the socket, because the signal may interrupt another message.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# Time limit for stack traces, and the pause after which they are complete, in seconds.
+# Seconds to wait for stack traces, and seconds without new output after which they are complete.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 NO_STACK = "(the stack is not available)\n"
 
@@ -81,9 +81,9 @@ NO_STACK = "(the stack is not available)\n"
 class Setup(NamedTuple):
     """The setup message for a worker process. File descriptors are sent with it.
 
-    The fields are the runner's number and its number in the ring, the offset and size of the ring,
-    the slot width in bytes, the number of slots, the record of the user's object, and the levels of
-    loggers, unless they are inherited.
+    The fields are the runner number minus 1, the owner number on the ring, the offset and size of
+    the ring, the slot width in bytes, the number of slots (0 for a converter), the task, the record
+    of the user's object, and the levels of loggers. The last two are None if they are inherited.
     """
 
     worker: int
@@ -128,7 +128,7 @@ class Entered(NamedTuple):
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Send READY at the end of the context. After an exception, send it and exit."""
+        """Send READY when the context ends. If it raises an exception, send that and exit."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -140,7 +140,7 @@ class Entered(NamedTuple):
 
 
 def enter(sock: socket.socket) -> Entered:
-    """Set up this process as a worker. It exits when the trainer closes `sock`."""
+    """Set up this process as a worker. The process exits when the trainer closes `sock`."""
     keep_freed()
     setup, (ring_fd, arena_fd, *more) = _receive_setup(sock)
     if DEBUG:
@@ -201,7 +201,7 @@ def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
 
 
 class WorkerProcess:
-    """A worker process, in the trainer.
+    """The trainer's side of a worker process.
 
     Attributes
     ----------
@@ -210,7 +210,7 @@ class WorkerProcess:
     state : bytes
         The latest state (ENTERED, LOADED, READY or FAILED), or b"".
     entered : int
-        When the first message was received (`now_ns`).
+        The time (`now_ns`) at which the first message was received.
     is_overdue : bool
         Whether the worker was killed because of a timeout.
     """
@@ -237,7 +237,7 @@ class WorkerProcess:
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:
-        """Return complete messages with a body, or None at end of file."""
+        """Return the complete messages that have a body, or None at end of file."""
         try:
             data = self.child.sock.recv(65536)
         except ConnectionError:

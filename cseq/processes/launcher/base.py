@@ -35,11 +35,11 @@ Identity: TypeAlias = tuple[str, int]
 # A message to or from a fork server: a kind and a number. Each request comes with a socket for the
 # replies, and FORK also with the worker's socket.
 MESSAGE = struct.Struct("=cq")
-# IMPORT has the length of the module name that follows. IMPORTED has the outcome.
+# The number of IMPORT is the length of the module name that follows, and of IMPORTED the outcome.
 IMPORT, IMPORTED = b"i", b"I"
 KEPT, FAILED, THREADS, FILES = range(4)
-# FORK has the number of the worker. The replies are REFUSED with an errno, or BORN with the process
-# id and later ENDED with the exit code.
+# The number of FORK is the worker's number. The replies are REFUSED with an errno, or BORN with the
+# process id and later ENDED with the exit code.
 FORK, REFUSED, BORN, ENDED = b"f", b"R", b"B", b"E"
 
 
@@ -70,7 +70,7 @@ def answer(sock: socket.socket, kind: bytes, number: int) -> None:
 
 
 def answered(sock: socket.socket) -> tuple[bytes, int] | None:
-    """Receive a reply, which is never split. Return None at end of file."""
+    """Receive a reply, which always arrives in one piece. Return None at end of file."""
     with contextlib.suppress(ConnectionError):
         data = sock.recv(MESSAGE.size)
         if data:
@@ -100,7 +100,7 @@ def describe_exit(code: int | None) -> str:
 def zombie_status(pid: int) -> int | None:
     """Return the wait status of a zombie, or None.
 
-    If the status is 0, the real status may be unknown.
+    A status of 0 may also mean that the real status is unknown.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -133,7 +133,7 @@ def exit_code_of(value: object) -> int:
 
 
 def end_copy(error: BaseException | None) -> NoReturn:
-    """Exit from a process that user code has forked from a worker."""
+    """Exit a process that user code has forked from a worker."""
     code = 1
     with contextlib.suppress(Exception):
         if isinstance(error, SystemExit):

@@ -1,4 +1,4 @@
-"""How a worker process starts and exits, in the new process."""
+"""The startup and exit of a worker process, in the process itself."""
 
 from __future__ import annotations
 

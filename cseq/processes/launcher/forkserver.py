@@ -1,11 +1,11 @@
-"""Fork servers and their launcher, in the trainer.
+"""The trainer's side of fork servers, and their launcher.
 
 ::
 
     trainer ── IMPORT, FORK ──► server
             ◄─ replies ── on a socket that is sent with the request
 
-Workers inherit the server's end. End of file means that both processes are gone.
+A worker inherits the server's end of this socket. At end of file, both processes are gone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ in_forked_children(_forget_servers)
 
 
 class ForkServer:
-    """A fork server, in the trainer."""
+    """The trainer's side of a fork server."""
 
     def __init__(self, entry: str, threads: int | None) -> None:
         self.has: set[str] = set()
@@ -77,7 +77,7 @@ class ForkServer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the server can be used."""
+        """Whether the server has users, can fork safely and is running."""
         return self.users > 0 and not self.is_unfit and not self.process.gone
 
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
@@ -191,7 +191,7 @@ class ForkServerLauncher(Launcher):
             self._import(server, lacking[0])
 
     def _import(self, server: ForkServer, name: str) -> None:
-        """Make a server import a module. Stop using it if it can no longer fork safely."""
+        """Make a server import a module. Stop using the server if it cannot fork safely then."""
         global _any_unfit
         self.importing, data = name, name.encode()
         server.importers.append(self)
@@ -268,7 +268,7 @@ class ForkServerLauncher(Launcher):
         return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
-        """Stop a server that no other launcher uses. Return False if this fails."""
+        """Stop using a server, and stop it if no launcher uses it. Return False if this fails."""
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False
         server.users -= 1

@@ -1,4 +1,4 @@
-"""Child processes and launchers, in the trainer."""
+"""The trainer's side of child processes, and the launchers that start them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Child:
     handle : int or None
         The handle of the process on Windows.
     ended, code : Latch, int or None
-        A latch that is set on exit, and the exit code, if known. It is set before the latch.
+        A latch that is set on exit, and the exit code, if known. The code is set first.
     """
 
     handle: int | None = None
@@ -84,7 +84,7 @@ class Child:
         self.send_signal(KILL, tree=True)
 
     def send_signal(self, signum: int, *, tree: bool = False) -> None:
-        """Send a signal to the process, unless it is gone. On Linux, `tree` adds descendants."""
+        """Send a signal to the process, unless it is gone. `tree` includes descendants (Linux)."""
         if os.getpid() != self._parent_pid:
             return
         try:
@@ -131,7 +131,7 @@ class Child:
 
 
 class _WindowsChild(Child):
-    """A child process on Windows. An open handle protects its pid."""
+    """A child process on Windows. An open handle keeps its pid from being reused."""
 
     def __init__(self, sock: socket.socket, popen: subprocess.Popen[bytes]) -> None:
         super().__init__(sock, popen.pid)
@@ -154,7 +154,7 @@ class _WindowsChild(Child):
 
 
 class Launcher:
-    """The base class of all start methods.
+    """The base class of launchers. There is one for each start method.
 
     Use a launcher only in the process that created it, and in threads without signal handlers.
     `cancel` is thread-safe.
@@ -193,7 +193,7 @@ class Launcher:
         """
 
     def cancel(self) -> None:
-        """Interrupt `launch` and do not start more workers."""
+        """Interrupt `launch`, and start no more workers."""
         self._cancelled = True
 
     def launch(self, worker: int) -> Child:
@@ -233,7 +233,7 @@ class Launcher:
         return self._end_servers(deadline) and all(child.gone for child in children)
 
     def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """Return True if the servers that have started workers are gone."""
+        """Stop the servers that have started workers. Return True if they are gone."""
         return True
 
 
@@ -307,7 +307,7 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
 
 
 def trainer_identity() -> Identity:
-    """Return the identity of this process."""
+    """Return the `Identity` of this process."""
     process: Any = sys.modules.get("multiprocessing.process")
     name = "MainProcess" if process is None else process.current_process().name
     return name, os.getpid()
