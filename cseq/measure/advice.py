@@ -56,7 +56,7 @@ class Window:
         The duration of the epochs, and how long the loop waited.
     start, first : float
         The wait for the first batch, and, in a single epoch, for the first batches of the other
-        workers. Not in `elapsed` and `waited`.
+        workers. Not included in `elapsed` and `waited`.
     step, step_p99 : float
         The loop's time per batch: the mean (without the longest 5% if steps are uneven) and the
         99th percentile.
@@ -78,8 +78,8 @@ class Window:
     computed : float
         The number of cores that threads use, if they share the GIL.
     behind, early : float
-        The fractions of the wait while most other batches are ready, and before the first batch of
-        later epochs.
+        The fractions of the waiting time while most other batches were ready, and before the first
+        batches of later epochs.
     converting : float
         The mean fraction of the time that a converter works.
     dry : float or None
@@ -155,7 +155,7 @@ class Window:
 
     @property
     def has_others(self) -> bool:
-        """Whether other programs use cores that this process wants."""
+        """Whether other programs use cores that this process needs."""
         return self.own + min(self.loop_cpu, 1.0) < OTHERS * self.cores
 
     @property
@@ -218,7 +218,7 @@ class Advice:
     change : dict
         The arguments of the manager to change, such as ``{'num_workers': 4}``.
     gain : float
-        How many times faster the loop could become.
+        The largest possible speedup of the loop, as a factor.
     start : str
         What to do about a slow start, or an empty string.
     """
@@ -243,7 +243,7 @@ class Advice:
 
 
 class Said(NamedTuple):
-    """The result of a rule. If `gain` is None, the loop would no longer wait."""
+    """The result of a rule. A `gain` of None means that the loop would no longer wait."""
 
     seen: str
     action: str = ""

@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 
 class Lanes:
-    """The runners of a pool, with their events. A trace may start later.
+    """The runners of a pool, and their events, which are kept for later traces.
 
     Parameters
     ----------

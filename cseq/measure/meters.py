@@ -38,7 +38,7 @@ EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]
 
 
 class Counts(TypedDict):
-    """The counts of the loop since the start, for `Stats`."""
+    """The loop's counts since the start of a run, for `Stats`."""
 
     batches: int
     samples: int
@@ -163,7 +163,7 @@ class Meters:
         return cls([ring.meters() for ring in rings], now_ns())
 
     def counts(self) -> Counts:
-        """Return the counts of the loop since the start, for `Stats`."""
+        """Return the loop's counts since the start of the run, for `Stats`."""
         loop = self.loop
         waited, worked = (total(loop, name, "sum") / 1e9 for name in ("wait", "work"))
         is_begun = total(loop, "first") > 0
@@ -177,7 +177,7 @@ class Meters:
         }
 
     def has(self, at: int) -> bool:
-        """Return True if a system time in ns is in the interval."""
+        """Return True if a time (`now_ns`) is in the interval of these meters."""
         return self._from < at <= self._now
 
     @property
@@ -192,7 +192,7 @@ class Meters:
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
     def since(self, earlier: Meters) -> Meters:
-        """Return the increase since `earlier`: empty meters, or from the same run."""
+        """Return the increase since `earlier`, which must be empty or from the same run."""
         if not len(earlier.runners):
             return self
         added = copy(self)

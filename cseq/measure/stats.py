@@ -65,7 +65,7 @@ class WorkerStats(NamedTuple):
     batches : int
         The number of batches that the worker has made.
     busy : float
-        The fraction of the time that the worker has worked.
+        The fraction of the time that the worker has spent on batches.
     cpu : float or None
         The CPU time as a fraction of `busy`, or None if it is unknown. With several threads, it may
         be larger than 1.
@@ -88,9 +88,9 @@ class SlowBatch(NamedTuple):
     Attributes
     ----------
     epoch, batch : int
-        The epoch, and the number of the batch in the epoch, or of the item for a stream.
+        The epoch, and the number of the batch in the epoch (for a stream, of the item).
     seconds : float
-        How long the batch took.
+        The time to make the batch, in seconds.
     worker : int
         The number of the worker.
     """
@@ -105,8 +105,8 @@ class SlowBatch(NamedTuple):
 class Stats:
     """Statistics about a manager since its start, over all epochs.
 
-    Times start with the first batch of each epoch, so they do not include the start or pauses
-    between epochs.
+    Times count from the first batch of the run, and from the start of each later epoch. They do not
+    include the startup or pauses between epochs.
 
     Attributes
     ----------
@@ -122,9 +122,9 @@ class Stats:
     skips : int
         The number of batches that were left out because the indexer raised (``on_error='skip'``).
     copies : int
-        The number of batches that were copied because the loop held too many.
+        The number of batches that were copied because the loop held too many others.
     depths : (int, int, int)
-        The numbers of tickets that are waiting for an indexer, a converter and the loop.
+        How many tickets are waiting for an indexer, for a converter, and for the loop.
     loop_waited : float
         How many seconds the loop has waited for batches.
     elapsed : float
@@ -138,15 +138,15 @@ class Stats:
         The maximum number of batches ahead of the loop, or 0 for streams.
     gpu_waits, gpu_dry : int
         How often the loop has waited for a batch while it used CUDA, and how often the GPU was idle
-        after that.
+        when the batch arrived.
     cache_hits, cache_misses : int
         How many samples all processes have read from the caches that are open in this process
-        (`cseq.cached`), and how many they have made.
+        (`cseq.cached`), and how many samples they had to make.
     cache_nbytes : int
         The total size of the caches that are open in this process, in bytes.
     source_tokens : dict of str to int
-        With `cseq.tokens.Rows`, the number of tokens per source that all ranks have received. A
-        resumed run continues to count.
+        With `cseq.tokens.Rows`, the number of tokens per source that all ranks have received. The
+        counts continue when a run is resumed.
     """
 
     batches: int = 0
@@ -260,10 +260,10 @@ class Stats:
     def history(self) -> NDArray[np.void]:
         """The history of the run, as a structured array with at most 512 rows.
 
-        Rows are 0.1 s apart at first, and later further. The fields are `seconds` since the first
-        batch, the number of `batches`, the seconds that the loop `waited` and `stepped`, the
-        seconds that each worker was `busy`, with shape (workers,), and the number of `ready`
-        batches.
+        Rows are 0.1 s apart at first, and further apart later. The fields are `seconds` since the
+        loop asked for its first batch, the number of `batches`, the seconds that the loop `waited`
+        and `stepped`, the seconds that each worker was `busy`, with shape (workers,), and the
+        number of `ready` batches.
         """
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
@@ -278,7 +278,7 @@ class Stats:
 
     @property
     def bottleneck(self) -> str:
-        """The cause, such as 'workers' or 'loop'."""
+        """The cause that `advice` names, such as 'workers' or 'loop'."""
         return self.advice().cause
 
     def advice(self) -> Advice:
@@ -419,7 +419,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """The records of indexers. They come before converters."""
+        """The slice with the records of indexers, which come before those for converters."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
@@ -428,7 +428,7 @@ class Stats:
 
     @property
     def _first(self) -> int:
-        """The system time of the first batch, or 0. It identifies the run."""
+        """The time (`now_ns`) of the first batch, or 0. It identifies the run."""
         return total(self.meters.loop, "first")
 
     def _waiting(self, busy: NDArray[np.float64], count: int) -> float:
@@ -444,7 +444,7 @@ class Counting(Protocol):
 
 
 def counting(manager: object) -> Counting:
-    """Check that the manager has a method `stats`, and return it."""
+    """Return the manager. Raise TypeError if it has no method `stats`."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); pass a cseq manager or a cseq.DataLoader"

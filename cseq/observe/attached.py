@@ -1,7 +1,7 @@
 """Reads statistics of runs in other processes.
 
-A run's rings are in an anonymous file. The same user can open it at ``/proc/<pid>/fd``. `Ring`
-reads a copy, so nothing is written.
+A run's rings are in an anonymous file. Processes of the same user can open it at
+``/proc/<pid>/fd``. `Ring` reads a copy, so the file is never modified.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AttachedRun:
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
-        """Return the pid of a worker, or 0 if unknown."""
+        """Return `number`, a worker's pid, or 0 for a thread or a pid of another namespace."""
         return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
     def update(self, now: float) -> None:
@@ -139,7 +139,7 @@ class AttachedRun:
         return self.stats
 
     def window(self) -> Stats:
-        """Return statistics for the last 20 s, or for the whole run if it is short."""
+        """Return statistics for the last 20 s, or for the whole run if these had few batches."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
@@ -195,7 +195,7 @@ def _own_number(pid: int) -> int:
 
 
 class Watcher:
-    """Watches runs. `problems` says why some could not be read."""
+    """Watches runs. `problems` lists why some of them could not be read."""
 
     def __init__(self, pid: int | None) -> None:
         self._pid = pid
@@ -213,7 +213,7 @@ class Watcher:
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run to show in full: the one that has waited longest."""
+        """The run to show in full, chosen because it waited more than the others."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}
@@ -241,7 +241,7 @@ class Watcher:
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
                         self._runs[number] = run
-        # Drop it, because the process may start another.
+        # Drop an ended run of a live process, because the process may start another run.
         for number, run in list(self._runs.items()):
             if run.ended and run.is_alive:
                 del self._runs[number]

@@ -111,7 +111,7 @@ def load(path: str, name: str) -> Callable[[], object]:
 
 
 def loader_of(made: Any) -> Loader:
-    """Return the loader. If ``make()`` returned a data set, create one."""
+    """Return `made` if it is a loader. If it is a data set, create a loader for it."""
     data = sys.modules.get("torch.utils.data")
     is_stream = data is not None and isinstance(made, data.IterableDataset)
     if isinstance(made, MSequence) or (data is not None and isinstance(made, data.DataLoader)):
@@ -186,7 +186,7 @@ def epochs(loader: Iterable[object]) -> Generator[object, None, None]:
 def measure(
     loader: Loader, kind: str, workers: int, step: float, seconds: float
 ) -> Iterator[Figures]:
-    """Yield the figures so far: first the rate, then the waiting time."""
+    """Measure a loader, and yield the figures so far after each measurement."""
     begun = time.perf_counter()
     with row_of(loader, kind, workers) as row, contextlib.closing(epochs(row)) as batches:
         next(batches)

@@ -47,7 +47,7 @@ class Recorder:
         on_close.append(self.note)
 
     def note(self, run: Run[Any]) -> None:
-        """Keep the figures of the longest run of each kind."""
+        """Keep the figures of a run if it is the longest of its kind."""
         if not run.pool.stats().batches:
             return
         part = of_run(run)

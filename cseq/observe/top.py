@@ -17,7 +17,7 @@ CLEAR = "\x1b[H\x1b[J"
 
 
 def top(pid: int | None, *, once: bool) -> int | str:
-    """Show runs every second, or `once`. Return the exit status or an error message."""
+    """Show runs `once`, or every second until Ctrl-C. Return an exit status or an error message."""
     if not sys.platform.startswith("linux"):
         return "cseq top needs Linux: it reads the meters through /proc"
     if pid is not None and not os.path.isdir(f"/proc/{pid}"):

@@ -1,6 +1,6 @@
 """``cseq run --watch``: measures the cost of torch DataLoaders in a script.
 
-Three methods of the DataLoaders are timed. The cost of each kind is printed at the end::
+Three methods of the DataLoaders are timed. The cost of each kind of loader is printed at the end::
 
     __iter__ ──► Turn: an epoch, its workers ──► Watched: a kind of loader ──► Window ──► advise
 """
@@ -44,9 +44,9 @@ class Watched:
     queued : float
         Seconds that the workers waited for a core during this time.
     epochs, batches : int
-        The number of epochs, and of batches without the first of each epoch.
+        The number of epochs, and the number of batches except the first of each epoch.
     started : float
-        Seconds from `iter` to the first batch, over all epochs.
+        Seconds from `iter` to the first batch, summed over all epochs.
     waited, stepped : float
         Seconds that the loop waited for other batches, and worked between batches.
     turns : list of Turn
@@ -66,7 +66,7 @@ class Watched:
     turns: list[Turn] = field(default_factory=list)
 
     def window(self, cores: int) -> Window:
-        """Return the figures for `advise`. Workers count as busy while the loop waits."""
+        """Return the figures for `advise`. Workers are assumed to be always busy."""
         count, workers, elapsed = self.batches, self.num_workers, self.waited + self.stepped
         worked = elapsed * workers if workers else self.waited
         if not worked:
@@ -110,7 +110,7 @@ class Turn:
         self._pids: Sequence[int] = ()
 
     def begin_epoch(self, pids: Sequence[int]) -> None:
-        """Record the workers and the CPU time until now."""
+        """Record the process ids of the workers, and their CPU time so far."""
         self._pids = pids
         self._computed, self._queued = cpu_seconds(pids), queued_seconds(pids)
         self.watched.turns.append(self)
@@ -200,7 +200,7 @@ def _size_of(dataset: Any) -> str:
 
 
 def tell(loaders: dict[Any, Watched], pid: int) -> None:
-    """Print the lines, except in a forked process."""
+    """Print the cost of all loaders, except in a forked process."""
     if os.getpid() != pid or sys.stderr is None:
         return
     rank = os.environ.get("RANK", "")
