@@ -26,7 +26,7 @@ EXAMPLES = """examples:
   cseq run --report loader.html train.py    with cseq's workers, and a page about what they did
   cseq bench data.py:make --step 30ms       loaders of this data, for a loop of 30 ms a batch
   cseq doctor                               what slows this machine or container down
-  cseq top                                  what the loaders of running programs do"""
+  cseq top                                  what the loaders of running programs are doing"""
 DOCS = "documentation: https://cseq-loader.github.io/cseq/stable/how-to/slow.html"
 
 
@@ -60,27 +60,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument(
         "--rng",
         choices=("worker", "batch"),
-        help="seed each worker once, as torch does, or each batch, whatever num_workers is",
+        help="seed each worker once, as torch does, or each batch, regardless of num_workers",
     )
     run.add_argument(
         "--threads",
         action="store_true",
-        help="threads instead of processes, for map-style data sets: no copies, no pickling",
+        help="use threads, not processes, for map-style data sets: no copies, no pickling",
     )
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
-    run.add_argument("-m", dest="is_module", action="store_true", help="the script is a module")
+    run.add_argument("-m", dest="is_module", action="store_true", help="run a module as a script")
     # Parse all of this as one argument, because argparse would drop a `--` of the script.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
-    bench.add_argument("target", metavar="FILE.py:make", help="a function that returns either")
-    bench.add_argument("--step", metavar="30ms", help="how long the loop uses a batch")
     bench.add_argument(
-        "--seconds", type=float, default=5.0, help="how long to measure a row's rate, and its waits"
+        "target", metavar="FILE.py:make", help="a function that returns the data set or loader"
     )
+    bench.add_argument("--step", metavar="30ms", help="how long the loop spends on a batch")
+    bench.add_argument("--seconds", type=float, default=5.0, help="how long each measurement takes")
     command("doctor", "report what slows this machine or container down", _doctor)
     top = command("top", "show the runs of other processes, live (Linux)", _top)
-    top.add_argument("pid", nargs="?", type=int, metavar="PID", help="this process and descendants")
+    top.add_argument("pid", nargs="?", type=int, metavar="PID", help="show only this process tree")
     top.add_argument("--once", action="store_true", help="print once, after a second, and exit")
     given = parser.parse_args(arguments)
     if not hasattr(given, "look"):

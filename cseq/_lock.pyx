@@ -29,7 +29,7 @@ cpdef int check_depth() except -1:
     cdef int limit = Py_GetRecursionLimit()
     if is_deep(max(limit - ROOM, limit // 2)):
         raise RecursionError("the stack is too deep to take a batch, and none was taken; call next() from "
-                             "a less nested function, or raise sys.setrecursionlimit()")
+                             "a less nested function, or raise the limit with sys.setrecursionlimit()")
     return 0
 
 
@@ -102,7 +102,7 @@ cdef class Lock:
                 "this thread is in the middle of another call on the same object. A signal handler, or other "
                 "code that the call runs, cannot take a batch, start or set an epoch, or call start() or "
                 "load_state_dict(). It may raise an exception, or call state_dict(), stats() or finish(); "
-                "finish() ends the run after the first call. Set a flag in the handler, and check the flag "
+                "finish() ends the run after the interrupted call. Set a flag in the handler, and check it "
                 "after the call")
         return 0
 

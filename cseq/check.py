@@ -150,7 +150,7 @@ def seconds(name: str, value: object) -> float | None:
         )
     if not value > 0 or math.isinf(value):
         raise ValueError(
-            f"{name}={value!r} is not positive and finite; pass seconds, or None for no limit"
+            f"{name}={value!r} is not a positive, finite number of seconds; pass None for no limit"
         )
     return float(value)
 

@@ -111,8 +111,8 @@ def supervisor_of(running: Any) -> Supervisor:
         run: Run[Any] | None = running._run
     except AttributeError:
         raise TypeError(
-            f"{type(running).__name__} has no workers; pass an MPSequence, Streams, or the loader, "
-            "dataset or reading service of an adapter"
+            f"{type(running).__name__} has no workers; pass an MPSequence, Streams, or an "
+            "adapter's loader, dataset or reading service"
         ) from None
     if run is None:
         raise RuntimeError(

@@ -115,8 +115,8 @@ class Trace:
         with _guard:
             if _present is not None:
                 raise RuntimeError(
-                    f"this process is already recording a trace to {_present.path}; end it first "
-                    "(or unset CSEQ_TRACE, if that started it)"
+                    f"this process is already recording a trace to {_present.path}; end that "
+                    "trace first (or unset CSEQ_TRACE if the variable started the trace)"
                 )
             self.path = path
             self._pid, self._thread = os.getpid(), threading.get_native_id()

@@ -156,7 +156,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         if self.trainer is None:
             raise ValueError(
-                "Monitor has no Trainer to log with; after you create the Trainer, call "
+                "Monitor has no Trainer, so it cannot log; after you create the Trainer, call "
                 "trainer.add_callback(Monitor(manager, trainer=trainer))"
             )
         loader: object = kwargs["train_dataloader"] if self._manager is None else self._manager

@@ -307,8 +307,8 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
     rooms = [int(cpus // (num_cpus or 1)) for cpus in cpu_counts if cpus >= (num_cpus or 1)]
     if not rooms and None in (nodes, num_workers):
         raise ValueError(
-            f"num_cpus={num_cpus:g}, but no node in the cluster has that many CPUs now; pass "
-            "nodes= and num_workers= to make Ray wait for such nodes"
+            f"num_cpus={num_cpus:g}, but no node in the cluster currently has that many CPUs; "
+            "pass nodes= and num_workers= to make Ray wait for such nodes"
         )
     if nodes is None and num_workers is None:
         return sum(rooms)

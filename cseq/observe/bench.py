@@ -254,7 +254,7 @@ def seconds_of(text: str) -> float:
                 if 0 < value <= 60:
                     return value
             break
-    raise ValueError(f"{text!r} is not a duration of at most a minute; pass 30ms, 0.5s or 800us")
+    raise ValueError(f"{text!r} is not a valid duration; pass at most 60s, such as 30ms or 800us")
 
 
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:

@@ -143,7 +143,7 @@ def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
     """Return at most `height` lines: one per run, and one run in full."""
     shown = watcher.shown
     if shown is None:
-        why = watcher.problems or ["none of the processes that you may read has one"]
+        why = watcher.problems or ["none of the processes that you can read has one"]
         return textwrap.wrap(f"no run of cseq was found: {'; '.join(why)}", width)
     several = [*ranks(watcher, width), ""] if len(watcher.runs) > 1 else []
     top, rows, end = head(shown, width), workers(shown, width), foot(shown, width)

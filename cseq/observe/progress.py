@@ -48,7 +48,7 @@ def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
-        raise ImportError("cseq.progress needs tqdm: pip install tqdm", name="tqdm") from error
+        raise ImportError("cseq.progress needs tqdm; run pip install tqdm", name="tqdm") from error
     options = {"disable": None, "unit": "batch"} | options
     if not hasattr(loader, "stats"):
         bar: Iterable[B] = tqdm(loader, **options)

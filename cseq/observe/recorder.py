@@ -65,6 +65,6 @@ class Recorder:
         line = "no report: cseq's workers made no batches"
         if self._kept:
             write(self._path, [*self._kept.values()])
-            line = f"the report is {self._path}"
+            line = f"wrote the report to {self._path}"
         if sys.stderr is not None:
             print("cseq:", line, file=sys.stderr)  # noqa: T201

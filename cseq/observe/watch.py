@@ -89,14 +89,14 @@ class Watched:
             return [*lines, f"  {advice}"]
         if window.w >= LITTLE:
             lines.append(
-                f"  {FREE} {window.most:.1f} times as fast; a batch comes after "
-                f"{duration(self.waited / self.batches)}, the first one of an epoch after "
+                f"  {FREE} {window.most:.1f} times as fast; a batch arrives after "
+                f"{duration(self.waited / self.batches)}, the first batch of an epoch after "
                 f"{duration(self.started / self.epochs)}"
             )
         lines.append(f"  {advice}")
         starts = self.started / (window.elapsed + self.started)
         if self.num_workers and self.epochs > 1 and starts > LITTLE:
-            kept = "" if self.persistent else "; persistent_workers=True keeps the workers"
+            kept = "" if self.persistent else "; persistent_workers=True keeps the workers running"
             lines.append(f"  {starts:.0%} of the time went to the first batches of epochs{kept}")
         return lines
 

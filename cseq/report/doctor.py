@@ -52,7 +52,7 @@ def quota() -> Iterator[Finding]:
     if most is not None and most < cores():
         yield Finding(
             f"this machine has {cores()} cores, but this container may use only {most:g} at a time",
-            "choose num_workers for that number, as 'auto' does",
+            "base num_workers on that number, as 'auto' does",
         )
     counts = [fields(join(group, "cpu.stat")) for group, _ in groups(ROOT, "cpu", "", "")]
     seen = [(stat.get("nr_throttled", 0), stat.get("nr_periods", 0)) for stat in counts]
@@ -138,5 +138,5 @@ def report() -> int:
         print(finding)  # noqa: T201
         wrong += bool(finding.remedy)
     warnings = "1 warning" if wrong == 1 else f"{wrong} warnings"
-    print(warnings if wrong else "nothing is wrong", file=sys.stdout)  # noqa: T201
+    print(warnings if wrong else "no problems found", file=sys.stdout)  # noqa: T201
     return int(wrong > 0)

@@ -274,7 +274,7 @@ def workers(over: Over) -> Drawn:
         means = over.busy.mean(axis=1)
         names = np.sort(np.argsort(-abs(means - np.median(means)), kind="stable")[:MOST_ROWS])
         about = f" Of {len(over.busy)} workers, these are the {MOST_ROWS} that differ most."
-    chart = over.chart("Part of the time that each worker works", len(names), None)
+    chart = over.chart("Fraction of the time that each worker is busy", len(names), None)
     every = math.ceil(len(names) / 8)
     for k, name in enumerate(names.tolist()):
         floor = len(names) - 1.0 - k

@@ -402,7 +402,7 @@ def test_what_a_window_needs_must_fit(folder, tmp_path):
         ([], {}, TypeError, r"urls=\[\] is not a URL"),
         ("…", {"ahead": 0}, ValueError, r"ahead=0 is below 1"),
         ("…", {"limit": "many"}, ValueError, r"limit='many' is not a size"),
-        ("…", {"timeout": -1}, ValueError, r"timeout=-1 is not positive"),
+        ("…", {"timeout": -1}, ValueError, r"timeout=-1 is not a positive, finite number"),
         ("/none/of/it/", {}, OSError, r"/none/of/it"),
         ("…/*.tar", {}, ValueError, r"matches none of the 8 objects there"),
     ],

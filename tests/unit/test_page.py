@@ -313,7 +313,7 @@ def test_a_script_is_not_changed(run_command, tmp_path):
     done = run_command(tmp_path, "run", *options, "train.py", "3", **RANK)
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines()[:2] == ["60", "60"]
-    assert f"cseq: the report is {tmp_path / 'of-3.html'}" in done.stderr.splitlines()
+    assert f"cseq: wrote the report to {tmp_path / 'of-3.html'}" in done.stderr.splitlines()
     shown = Parsed((tmp_path / "of-3.html").read_text(encoding="utf-8"))
     parts = [words for words in shown.words if words.startswith("samples=")]
     assert parts == [

@@ -231,7 +231,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         Raises NotImplementedError if it is unknown. With `fast`, no worker is started.
         """
         if fast and "get_total_num_seqs" not in self._meta and not self._is_running():
-            raise NotImplementedError(f"{self}: no worker is running to count the sequences")
+            raise NotImplementedError(f"{self}: cannot count sequences without a running worker")
         answer: int = self._answer("get_total_num_seqs")
         return answer
 

@@ -36,6 +36,6 @@ def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     if len(counts) > 1 and whole > 1 and {*counts} == {whole}:
         warn(
             f"each of {len(counts)} workers read all {samples} samples of dataset={name}, so the "
-            f"loop received each sample {len(counts)} times; let its __iter__ yield only the part "
-            "for torch.utils.data.get_worker_info().id"
+            f"loop received each sample {len(counts)} times; its __iter__ should yield only the "
+            "part for worker torch.utils.data.get_worker_info().id"
         )

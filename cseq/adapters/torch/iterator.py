@@ -34,8 +34,8 @@ __all__ = ["LoaderIterator", "LoaderTimeout"]
 
 DRAWN_AGAIN = (
     "; with rng='worker', the replacement's random generators restart from the worker's seed and "
-    "repeat earlier numbers; pass rng='batch' to draw the same numbers as without the death, or "
-    "max_restarts=0 to forbid replacements"
+    "repeat earlier numbers; pass rng='batch' to draw the same numbers as if no worker had "
+    "died, or max_restarts=0 to forbid replacements"
 )
 INTERRUPTED = (
     "this iterator has ended: its workers were closed, or they belong to the process that forked "

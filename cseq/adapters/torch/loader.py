@@ -383,8 +383,8 @@ class DataLoader(Torchs[T_co]):
         is_whole = progress.finished or not progress.yielded or progress.iterable
         if not (is_whole or getattr(self, "in_order", True) or self.num_workers < 2):
             log.warning(
-                "with in_order=False, a state in the middle of an epoch only counts batches: a "
-                "resume repeats batches that overtook others, and loses the overtaken batches"
+                "with in_order=False, a state saved in the middle of an epoch only counts batches: "
+                "a resume repeats batches that overtook others, and loses the overtaken batches"
             )
         if progress.batching is None:
             progress.batching = self._batching()

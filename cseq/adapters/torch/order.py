@@ -541,9 +541,9 @@ class Keys:
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
-                "%s draws from a global generator (%s) even after its first key, so a resume in "
-                "the middle of an epoch cannot draw the same numbers, and may repeat or miss "
-                "samples; draw all numbers at the first key, or from the sampler's own generator",
+                "%s draws from a global generator (%s) even after its first key, so a mid-epoch "
+                "resume cannot draw the same numbers, and may repeat or miss samples; draw all "
+                "numbers before the first key, or from the sampler's own generator",
                 type(self.layers.inner).__name__,
                 ", ".join(late),
             )

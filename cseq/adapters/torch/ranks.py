@@ -64,7 +64,7 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
     if store is None:
         raise RuntimeError(
             f"rank {rank} needs rank 0's seed for order={order!r}, but the process group has no "
-            f"store to send it; {remedy}"
+            f"store through which to send it; {remedy}"
         )
     if rank == 0:
         store.set(key, str(seed))
@@ -117,8 +117,8 @@ def warn_twice(*ranks: int) -> None:
     """Warn once that batches are divided among ranks more than once."""
     log.warning(
         "the batches are divided among ranks twice, by %s, so an epoch misses samples; if a "
-        "framework divides them (as accelerate's prepare does), omit DistributedSampler, or the "
-        "shard= of a BatchSampler",
+        "framework divides them (as accelerate's prepare does), omit DistributedSampler, or "
+        "BatchSampler's shard=",
         " and by ".join(map(str, ranks)),
     )
 
