@@ -521,7 +521,7 @@ class MSequence(Manager, Generic[B_co]):
         with self._alone():
             if self._run is None or self._run.is_ended:
                 warnings.warn(
-                    "iterating over a manager that is not running starts it; call start() first, "
+                    "iterating a manager that was not started starts it; call start() first, "
                     "or write: with manager.start() as m:",
                     UserWarning,
                     stacklevel=2,

@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items):
     """Ignore the frameworks' many warnings; cseq's warnings stay errors."""
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore"))
-        item.add_marker(pytest.mark.filterwarnings("error:iterating over a manager"))
+        item.add_marker(pytest.mark.filterwarnings("error:iterating a manager"))
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,7 @@ def test_the_monitor_logs_beside_the_loss(monkeypatch):
         assert [step for step, _ in figures] == steps
         assert [step for step, metrics in logged if "training_loss" in metrics] == steps
         # The manager has finished.
-        with pytest.raises(UserWarning, match="is not running"):
+        with pytest.raises(UserWarning, match="was not started"):
             next(iter(read.manager))
     assert [found for _, found in figures] == read.figures()
 

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
         cloudpickle.register_pickle_by_value(module)
     for item in items:
         item.add_marker(pytest.mark.filterwarnings("ignore"))
-        item.add_marker(pytest.mark.filterwarnings("error:iterating over a manager"))
+        item.add_marker(pytest.mark.filterwarnings("error:iterating a manager"))
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequen
 
 # An interrupted start may leave a new pair of sockets unclosed.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-@pytest.mark.filterwarnings("ignore:iterating over a manager that is not running")
+@pytest.mark.filterwarnings("ignore:iterating a manager that was not started")
 @in_shares
 @pytest.mark.parametrize("verb", ["start", "finish", "__exit__"])
 @pytest.mark.parametrize(("kind", "method", "step"), START)
@@ -264,7 +264,7 @@ class Epochs:
 
 
 # The handler has finished the manager before.
-@pytest.mark.filterwarnings("ignore:iterating over a manager")
+@pytest.mark.filterwarnings("ignore:iterating a manager")
 @pytest.mark.parametrize("kind", ["thread", "test"])
 @pytest.mark.parametrize("by", ["take", "iterate", "set_epoch", "load", "finish"])
 @pytest.mark.parametrize("verb", ["iterate", "set_epoch", "load"])
