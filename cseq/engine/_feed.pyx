@@ -119,10 +119,10 @@ cdef class Feed:
     cdef readonly uint64_t ticket
     # The value of `taken`; see `cseq_count_u64`.
     cdef uint64_t taken_count
-    # When the current step fetched a ticket and posted the next one (ns).
+    # Time (ns) at which the current step fetched a ticket and posted the next one.
     cdef uint64_t now
     cdef list rings
-    # All rings, then the rings and cells to wait for.
+    # `r` is all rings; `asked` and `cells` are the rings and cells being waited for.
     cdef cseq_ring** r
     cdef cseq_ring** asked
     cdef uint32_t* cells
@@ -130,7 +130,7 @@ cdef class Feed:
     cdef object pool, make_next, on_cancel
     cdef bint queues
     cdef uint64_t runners
-    # A circular buffer. `cancelled` contains cancelled tickets that still occupy cells.
+    # A circular buffer of outstanding tickets. `cancelled` holds tickets that still occupy cells.
     cdef Ticket* buffer
     cdef Py_ssize_t room, first, length
     cdef Ticket* cancelled
@@ -143,7 +143,7 @@ cdef class Feed:
     cdef readonly Py_ssize_t latest
     cdef readonly object skipped
     cdef readonly uint64_t skips
-    # The value of `done`, the units fetched in total, and the units before the first ticket.
+    # `done_count`: see `done`. `units`: units fetched. `before`: units before the first ticket.
     cdef uint64_t done_count, units, before
     cdef object interrupted
     cdef bint due
@@ -152,10 +152,10 @@ cdef class Feed:
     # How long the loop waited for the latest ticket (ns).
     cdef uint64_t waited
     cdef bint spun
-    # The decoded ticket that is still in the line. `batch` is for `Decoder.take_peeked`.
+    # A ticket that is decoded but not yet committed. `batch` is passed to `Decoder.take_peeked`.
     cdef uint64_t decoded
     cdef object batch, error, note
-    # The latest ticket that ran out of memory.
+    # The latest ticket to fail with a MemoryError.
     cdef uint64_t short
 
     def __cinit__(self, RunState run not None, list rings not None, Decoder decoder not None,
@@ -505,7 +505,7 @@ cdef class Feed:
             if ring.unwoken:
                 ring.wake()
         first = {}
-        # All rings share the gate of the first one.
+        # All rings share the first ring's gate.
         self.asked[0] = self.r[0]
         for ring_number, cell in reversed(awaited):
             first[ring_number] = cell
@@ -579,7 +579,7 @@ cdef class Feed:
         cdef cseq_cell* c = self.cell(&t)
         cdef uint64_t* f = c.converted if c.stage else c.record
         before = batch = error = note = left = None
-        # Destructors may run code, so keep another decoded ticket until the return.
+        # Destructors may run code, so keep a previously decoded ticket alive until the return.
         if self.decoded != NONE:
             before = self.batch, self.error
         if c.status == ENDED:
@@ -597,7 +597,7 @@ cdef class Feed:
                 batch = self.decoder.divide(batch)
             left = self.decoder.left
         except BaseException as raised:
-            # More memory may be free next time. A second MemoryError is probably due to the batch.
+            # Memory may be free next time, but a second MemoryError is probably due to the batch.
             if (of_handler(raised) or ends_program(raised) or isinstance(raised, RecursionError) and is_deep()
                     or isinstance(raised, MemoryError) and self.short != t.number):
                 if isinstance(raised, MemoryError):
@@ -621,7 +621,7 @@ cdef class Feed:
         cdef Ticket t = self.at(k)[0]
         cdef uint32_t status = self.cell(&t).status
         cdef Ring ring = <Ring>PyList_GET_ITEM(self.rings, t.ring_number)
-        # Its destructor may run code, so drop it last.
+        # Dropping the ticket's object may run code, so do it last.
         left = self.free(k, ring)
         self.note_step()
         ring.committed(self.cell(&t))
@@ -636,7 +636,7 @@ cdef class Feed:
         if status & ENDED:
             self.cancel_all(t.ring_number)
         self.clear()
-        # Several keys may wait for a free cell.
+        # Several keys may be waiting for a free cell.
         while self.post() and self.source.keyed:
             pass
         return 0
@@ -726,7 +726,7 @@ cdef class Feed:
             if self.error is not None:
                 return ItemFailure(self.error, self.at(0).ring_number)
             return None if self.batch is AS_IT_IS else self.batch
-        # The call that consumes the item decodes it again.
+        # The call that consumes the item will decode it again.
         except MemoryError:
             self.short = NONE
             return None
@@ -752,7 +752,7 @@ cdef class Feed:
             before = self.batch, self.error
             self.cancel_all(worker)
             self.clear()
-        # Nested calls may have cancelled tickets, too.
+        # Nested calls may also have cancelled tickets.
         self.free_cancelled()
 
 

@@ -132,7 +132,7 @@ cdef Block ints_of(key, Py_ssize_t most):
     cdef int64_t* words
     cdef int overflow = 0
     cdef Block block
-    # Another thread may change the list.
+    # A copy of the list, because another thread may change it.
     cdef tuple numbers
     if type(key) is not list:
         return None
@@ -154,7 +154,7 @@ cdef Block ints_of(key, Py_ssize_t most):
 cdef class KeySource(StreamSource):
     """Requests an item for each key of an iterator.
 
-    At first, `prefetch` keys per worker are drawn. Then, a key is drawn for each consumed item.
+    Initially, `prefetch` keys per worker are drawn. After that, each consumed item draws a key.
     Each key takes three steps::
 
         draw     store the next key of the iterator in `key`, in case the next step is interrupted
@@ -177,11 +177,11 @@ cdef class KeySource(StreamSource):
     """
 
     cdef object keys
-    # The key that was drawn but not written, or NOTHING.
+    # A key that has been drawn but not yet written, or NOTHING.
     cdef object key
-    # Each entry is a `Block` or `Request`, and the number of samples.
+    # Each entry is a pair: a `Block` or `Request`, and the number of samples.
     cdef list drawn
-    # Raised after the last item. Later calls raise it again if it is `incomplete`.
+    # `error` is raised after the last item, and again by later calls if it is `incomplete`.
     cdef object samples, error, incomplete, pickle
     cdef bint in_order, free
     cdef uint64_t ahead, per_worker, posted

@@ -33,9 +33,9 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# Minimum seconds between log messages with advice: at the end of an epoch, and within an epoch.
+# Minimum seconds between advice messages: at the end of an epoch, and during an epoch.
 LONG, OFTEN = 20.0, 600.0
-# Fractions of waiting time from which advice is logged, and from which it is logged as a warning.
+# Waiting-time fractions at which advice is logged, and at which it is logged as a warning.
 LOGGED, WARNED = 0.05, 0.2
 
 

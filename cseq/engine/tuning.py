@@ -28,7 +28,7 @@ log = logging.getLogger("cseq")
 # Minimum and maximum window length in seconds. Windows grow while there are no changes.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
-# After `QUICK` changes, windows grow with every change. New workers get `AHEAD` batches each.
+# Each change after the first `QUICK` lengthens the windows. More workers need `AHEAD` batches each.
 QUICK, AHEAD = 3, 3
 # A change is useless if it multiplies the rate by less than BETTER, and harmful below WORSE.
 BETTER, WORSE = 1.05, 0.95
@@ -155,7 +155,7 @@ class Controller:
     def __init__(self, pool: Any, auto: tuple[bool, bool]) -> None:
         self._pool = pool
         self._tuner = Tuner(auto)
-        # The statistics at the start, and the time of the next check (`now_ns`).
+        # Statistics at the start of the window, and the time of the next check (`now_ns`).
         self._window_start: Stats | None = None
         self._due_ns = 0
         self._resizing: Size | None = None

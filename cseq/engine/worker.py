@@ -84,7 +84,7 @@ def serve(
         worker, made = task.make(read_object, batch_context, copied=copied)
     if writer.room is not None:
         writer.room.allocate_in_slots()
-        # In forked children, `cseq.empty` must be `numpy.empty`.
+        # In forked children, `cseq.empty` must fall back to `numpy.empty`.
         in_forked_children(partial(setattr, batch_context, "allocator", None))
     work = task.work(made, runner.ring, batch_context, writer, tell, convert)
     try:

@@ -85,7 +85,7 @@ class Crew:
     is_inline : bool
         Whether the training thread makes batches on demand.
     timed : int
-        The highest number of a runner to which the timeout for tickets applies.
+        The highest runner number to which the ticket timeout applies.
     """
 
     rings: list[Ring]

@@ -44,7 +44,7 @@ class ProcessCrew(Crew):
         options, output = tickets.options, tickets.output
         in_processes = tickets.converts_in_processes
         self._locks: PageLocks | None = None
-        # Converter threads copy batches to the device from the slots.
+        # Converter threads copy batches from the slots to the device.
         if output is not None and output.use_cuda and not in_processes:
             from cseq.converter.page_locks import PageLocks
 
@@ -170,7 +170,7 @@ class ProcessCrew(Crew):
     def requested_key(self, ring_number: int, cell: int) -> object:
         """Return the key of a cell's ticket. Thread-safe."""
         slot, capacity, *record = self.rings[ring_number].indices(cell)[CALLED].tolist()
-        # The training thread may hold the lock of the arena.
+        # The training thread may be holding the arena's lock.
         offset = slot * self._arena.width
         return codec.decode(Mapping(self._arena.fd, offset, capacity, own=True), record)
 
@@ -188,7 +188,7 @@ class ProcessCrew(Crew):
     def close(self, *, hurried: bool) -> None:
         """Stop the workers, then free their memory."""
         self.supervisor.closed = True
-        # Imports may still read memory of converter processes.
+        # Imports may still be reading the memory of converter processes.
         if self._imports is not None:
             self._imports.close()
         self.supervisor.close(hurried=hurried)

@@ -70,7 +70,7 @@ class ThreadGroup:
     def start_threads(self) -> None:
         """Start the threads added since the previous call."""
         threads, self._threads = self._threads, Threads()
-        # `join` must wait for them even if a signal handler raises.
+        # Append first, so that `join` waits for these threads even if a signal handler raises.
         self._started.append(threads)
         threads.start()
 
@@ -249,7 +249,7 @@ class ThreadCrew(Crew):
         ring = self.rings[worker if is_alone else 0]
         while True:
             self._work(worker, ring, 1 if is_alone else runner_number)
-            # With the lock, `launch` either finds this thread still running or adds a new one.
+            # The lock ensures that `launch` either sees this thread as running or adds a new one.
             with self._lock.hold():
                 if self._is_over(ring) or runner_number > self._wanted:
                     del self._group.begun[runner_number]

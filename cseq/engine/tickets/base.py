@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cseq.order.sampler import Sampler
     from cseq.processes.deaths import Deaths, Held
 
-    # Pairs of samples and error texts.
+    # Pairs of a sample and an error text.
     Left = tuple[tuple[object, str], ...]
     # Ring number and cell.
     Awaited = list[tuple[int, int]]

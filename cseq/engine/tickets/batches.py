@@ -207,7 +207,7 @@ class Batches(Tickets):
     def working(self, _: Awaited | None) -> Working:
         """List (runner number, start time in ns, batch) for awaited tickets."""
         held = [(*self._ring.holder(cell), cell) for _, cell in self.pool.feed.awaited()]
-        # `since` is 0 just after a ticket was claimed.
+        # Just after a ticket is claimed, `since` is still 0.
         return [
             (runner_number, since, self.held(0, cell, failure.SHOWN).location)
             for runner_number, since, cell in held

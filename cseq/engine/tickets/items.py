@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "Naming"]
 
-# The maximum number of tickets per worker, and of bytes for cells beyond `prefetch`.
+# Maximum number of tickets per worker. Beyond `prefetch`, cells take at most MOST_BYTES in total.
 DEEPEST, MOST_BYTES = 64, 16 << 20
-# Longer lists of ints are pickled. A call and a cancelled call may be pending at once.
+# Lists of over KEY_ROOM ints are pickled. A call and a cancelled call may be pending at once.
 KEY_ROOM, CALLS = 512, 2
 
 
@@ -78,7 +78,7 @@ class Items(Tickets):
         self.errors, self.interrupted = errors, naming.interrupted
         self._prefetch = prefetch
         self._depth = depth = min(prefetch, DEEPEST)
-        # The worker may still hold a cancelled ticket.
+        # Extra cells: for a cancelled ticket that the worker may still hold, and for calls.
         besides = 1 + CALLS
         # If memory permits, a single worker may receive all keys.
         self.words = words = KEYS + KEY_ROOM
@@ -88,7 +88,7 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # 0 means no epoch. `_idle` is the time when each runner was first seen without a ticket.
+        # `_epoch` is 0 before the first epoch. `_idle`: when each runner was first seen idle.
         self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
         self.assignments: list[Request] = []
