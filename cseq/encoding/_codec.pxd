@@ -14,7 +14,7 @@ cdef PyTypeObject* PARTIAL
 
 
 cdef enum:
-    # One cache line of list items per entry.
+    # Entries are one cache line apart (in list items).
     STRIDE = 8
 
 
@@ -63,7 +63,7 @@ cdef class Decoder:
     cdef object lend, convert, leaf_for
     # Whether objects are passed on unchanged.
     cdef bint passes
-    # Converters by plan, and the latest plan with its converters.
+    # `converters` is keyed by plan. `plan` is the latest plan, and `leaves` lists its converters.
     cdef dict converters
     cdef object plan
     cdef list leaves

@@ -142,7 +142,7 @@ cdef class Encoder:
             elif plan.objects:
                 pickled, buffers = dump(self.objects)
                 arrays = arrays + buffers
-            # Arrays that will be cast should not be made in the slot.
+            # Arrays that will be cast should not be allocated in the slot.
             if self.room.watched:
                 self.room.slot_allocator.learn([
                     array for k, array in enumerate(arrays) if flat_of(array) is not None
@@ -397,8 +397,8 @@ cdef class Objects(BatchWriter):
 
     def error(self, Py_ssize_t entry, slot, capacity, record):
         """Return the exception. It is in the slot if the previous stage raised it."""
+        # Check the entry first, because a converter may raise while its batch is still in the slot.
         error = self.objects[entry]
-        # The thread may have raised before it read the batch from the slot.
         if error is None:
             error = self.below.error(entry, slot, capacity, record)
         return error

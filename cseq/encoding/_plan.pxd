@@ -21,15 +21,15 @@ cdef extern from *:
 cdef enum:
     # `bytes` objects of this size or more are leaves.
     MOST_PICKLED = 4096
-    # Number of plans that a reader caches, and that a writer tries.
+    # Number of plans that a reader caches, and number that a writer tries.
     MOST_PLANS = 64
     RECENT = 4
-    # Maximum depth of containers to search for leaves.
+    # Maximum container depth that is searched for leaves.
     MOST_SEARCHED = 100
-    # Number of memory blocks for copies that a plan keeps for reuse.
+    # Number of memory blocks that a plan keeps for later copies.
     BLOCKS = 8
 
-    # Leaves that are arrays, pickled objects, and kinds of containers.
+    # Kinds of nodes: leaves stored as arrays, pickled objects, and containers.
     ARRAY = 0
     TENSOR = 1
     BYTES = 2
@@ -45,8 +45,8 @@ cdef enum:
 
 # `axes` are in memory order, outermost first, and `rows` is true for C order. `words` is the length
 # of the layout (offset, bytes, shape). `dtype` is the type in the slot, and `source` the type of
-# the array to write (NULL in a reader). If numpy lacks the type of a tensor, `torch_dtype` is this
-# type and `bits` an integer type of the same size.
+# the array to write (NULL in a reader). If numpy lacks a tensor's type, `torch_dtype` is that type,
+# and `bits` is an integer type of the same size.
 cdef struct Leaf:
     int kind, nd
     bint rows
@@ -59,14 +59,14 @@ cdef struct Leaf:
     PyObject* torch_dtype
     PyObject* bits
 
-# The children, the keys of a dict, and a dict from these keys to None.
+# `count` is the number of children. A dict has `keys`, and `blank` maps these keys to None.
 cdef struct Node:
     int kind, count
     PyObject* cls
     PyObject* keys
     PyObject* blank
 
-# The next node, leaf, layout and object, and the end of the leaves in the slot.
+# Positions of the next node, leaf, layout and object. The leaves in the slot end at `end`.
 cdef struct Cursor:
     int node, leaf
     const char* word
@@ -94,11 +94,11 @@ cdef class Plan:
     cdef Leaf* leaf
     cdef Node* node
     cdef int leaf_count, objects
-    # The words of the layout.
+    # The length of the layout in words.
     cdef Py_ssize_t words
     # Owns the objects that nodes and leaves point to.
     cdef list kept
-    # The latest blocks, and the next one to replace.
+    # The latest blocks, and the index of the next one to replace.
     cdef PyObject* blocks[BLOCKS]
     cdef int turn
     cdef bint is_of(self, Memory memory, const uint64_t* record) noexcept

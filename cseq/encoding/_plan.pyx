@@ -38,7 +38,7 @@ cdef extern from "numpy/arrayobject.h":
 ALIGNMENT, LONG, MAX_DEPTH = LINE, MOST_PICKLED, MOST_SEARCHED
 cdef object MEMMAP = numpy.memmap, UINT8 = numpy.uint8, frombuffer = numpy.frombuffer
 cdef dict KINDS = {"array": ARRAY, "tensor": TENSOR, "bytes": BYTES}
-# Plans by structure.
+# Plans for reading, keyed by structure.
 cdef dict reader_plans = {}
 
 
@@ -160,7 +160,7 @@ cdef class Plan:
             return False
         if not lies_in(array, leaf.axes) and (not leaf.rows or is_permuted(array, axes)):
             return False
-        # numpy ignores metadata and treats some types as equal, such as long long.
+        # numpy ignores metadata and considers some types equal, such as long and long long.
         if <PyObject*>cnp.PyArray_DESCR(array) is not leaf.source and (
                 not cnp.PyArray_TYPE(array) == (<cnp.dtype>leaf.source).type_num != cnp.NPY_VOID
                 or PyDataType_METADATA(array.descr) or PyDataType_METADATA(<cnp.dtype>leaf.source)
@@ -211,7 +211,7 @@ cdef class Plan:
         if n.kind == TUPLE:
             if PyTuple_GET_SIZE(value) != n.count:
                 return False
-            # A named tuple may have more attributes than its fields.
+            # A named tuple may have attributes besides its fields.
             if <object>n.cls is not tuple and getattr(value, "__dict__", None):
                 return False
             for k in range(n.count):
@@ -290,8 +290,8 @@ cdef class Plan:
             if nbytes <= MOST_COPIED and self.leaf[k].kind != BYTES:
                 small = aligned(small) + nbytes
             word += 8 * self.leaf[k].words
-        # Many copies are slower than a lease, but a loop that keeps leaves would need too many
-        # leases.
+        # Copying many leaves is slower than taking a lease, but a loop that keeps leaves would need
+        # too many leases.
         apart = small <= MOST_COPIED or not getattr(home, "early", False)
         for k in range(self.leaf_count):
             nbytes = self.look(k, cursor.word, cursor.end, &offset)
@@ -377,7 +377,7 @@ cdef class Plan:
                 return value
             return (<object>PyList_GET_ITEM(converters, self.leaf_count))(value)
         if n.kind == DICT:
-            # This is faster than adding the keys one by one.
+            # Copying a dict is faster than adding the keys one by one.
             mapping = PyDict_Copy(<dict>n.blank)
             for k in range(n.count):
                 child = self.build(cursor, memory, arrays, objects, converters)
@@ -458,7 +458,7 @@ cdef int contents_of(object value, int depth) except -1:
             return contents
         while contents != LEAVES and k < PySequence_Fast_GET_SIZE(value):
             child = PySequence_Fast_GET_ITEM(value, k)
-            # Most long lists contain only numbers.
+            # Skip the call for plain values, because most long lists contain only numbers.
             if not is_plain(<object>child):
                 contents = min(contents, contents_of(<object>child, depth - 1))
             k += 1

@@ -9,21 +9,21 @@ from cseq.memory._slots cimport SlotTable
 
 @cython.final
 cdef class Room:
-    # The committed part of the slot. A growing slot gets a new object.
+    # The committed part of the slot. If the slot outgrows it, a new mapping replaces it.
     cdef readonly Memory memory
     cdef public Py_ssize_t used
     cdef readonly Py_ssize_t capacity
-    # Whether arrays in this slot may be alive, and whether large arrays were made for this batch.
+    # `loaned`: arrays in this slot may be alive. `watched`: large arrays were made for this batch.
     cdef readonly bint loaned, watched
     cdef readonly int64_t slot
     cdef readonly SlotTable slots
     cdef readonly dict mapped
     cdef public object slot_allocator
-    # The mapping for numpy's large arrays, or None if the worker keeps too many slots.
+    # The mapping in which numpy allocates large arrays, or None if the worker keeps too many slots.
     cdef Mapping target
     # `older` contains earlier mappings of the growing slot. `kept` contains (slot, mappings, loans)
-    # for slots with live arrays. `loans` contains weak references, and `window` is the current
-    # loan.
+    # for slots with live arrays. `loans` contains weak references to loans, and `window` is the
+    # current loan.
     cdef list older, kept, loans
     cdef object window
     cdef int fd

@@ -24,7 +24,7 @@ from cseq.system import MIB, check_available
 
 # Bytes to commit between checks of free memory. A check takes about 1 ms.
 CHECK = 32 * MIB
-# Slots that a room keeps mapped. Linux allows 65,530 mappings per process.
+# Maximum number of slots that a room keeps mapped. Linux allows 65,530 mappings per process.
 MAX_MAPPED = 16_384
 # A worker that keeps this many slots stops making arrays in slots.
 KEEPS = 3
@@ -229,7 +229,7 @@ cdef class Room:
             self.reserve(used)
             self.memory.store_from(0, source, used)
             return
-        # The array may only be alive because of a reference cycle.
+        # An array may be alive only because of a reference cycle.
         gc.collect()
         if self.is_lent():
             raise RuntimeError(

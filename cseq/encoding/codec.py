@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
 Array: TypeAlias = ndarray[Any, Any]
 Dtype: TypeAlias = np.dtype[Any]
-# The offset of the structure in the slot, and the lengths of the structure, the layout and the
-# objects. These four words are stored in a cell.
+# The offset of the structure in the slot, and the lengths of the structure, layout and objects.
+# These four words are stored in a cell.
 Record: TypeAlias = tuple[int, int, int, int]
 
 __all__ = ["Record", "decode", "encode_pickled", "map_leaves", "recast"]
@@ -77,7 +77,7 @@ def map_leaves(function: Callable[[Any], object], batch: object, depth: int = MA
     if all(map(operator.is_, mapped, children)):
         return batch
     if type(kind) is tuple:
-        # Its `__post_init__` has already been called.
+        # Do not call `__init__` or `__post_init__` again.
         made: object = object.__new__(cls)
         for name, child in zip(state, mapped, strict=True):
             object.__setattr__(made, name, child)

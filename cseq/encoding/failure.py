@@ -41,7 +41,7 @@ ARGS, CAUSE, DICT, TRACE = OWN
 # `__str__` methods that return the text of a single argument.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
-# Compiled code has no absolute path in tracebacks.
+# Prefixes of cseq's own files. Tracebacks do not show absolute paths for compiled code.
 OURS = ("cseq/", os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""))
 
 # Errors from sqlite3, fsspec and LMDB about objects opened in another process or thread.
@@ -60,7 +60,7 @@ DEBUG = (
     "or start a manager with start_test()"
 )
 
-# Maximum number of indices in messages, and in messages about dead workers.
+# Maximum number of indices in most messages, and in messages about dead workers.
 SHOWN, MOST = 16, 1024
 
 

@@ -49,11 +49,11 @@ __all__ = [
 Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-# The module of the user's script, here and in multiprocessing's children.
+# Names of the user's script as a module, here and in multiprocessing's child processes.
 MAIN = ("__main__", "__mp_main__")
 # Smaller buffers are stored in the pickle.
 IN_BAND = 512
-# The index of the file name among the arguments of `types.CodeType`.
+# The index of the file name in the arguments of `types.CodeType`.
 FILENAME = 10
 
 # The exceptions that pickle raises if it cannot find a class or function by name.
@@ -153,7 +153,7 @@ def dumps(
     return file.getvalue()
 
 
-# For each function: the sources of its table, and the table (its reducers and copyreg's).
+# Cached tables, keyed by `reducers` function: (what the table was made from, the table).
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
@@ -184,8 +184,8 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
 
 # -- arrays and tensors, out of band ---------------------------------------------------------------
 # torch pickles a tensor as a function of its storage, and a storage as a torch.save file inside the
-# pickle. In this module, the bytes of a storage are a buffer. Storages keep their identity. If
-# tensors share a storage, they also share a storage in the other process.
+# pickle. In this module, the bytes of a storage become a buffer. Storages keep their identity, so
+# tensors that share a storage also share one in the other process.
 
 
 def data_reducers() -> Reducers:
@@ -233,7 +233,7 @@ def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
     return make, (dtype.char, *flags), *state
 
 
-# If types are equal, as long and long long may be, numpy pickles both as one.
+# If two types are equal, as long and long long may be, numpy pickles both as the same type.
 DTYPES: Reducers = {
     type(dtype): _reduce_dtype
     for dtype in map(np.dtype, np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
@@ -338,7 +338,7 @@ def _dump_by_value(
         if module in MAIN:
             if isinstance(named, type):
                 classes.append(named)
-        # A module without a spec was created by another module.
+        # A module without a spec was created at run time, not imported.
         elif module != "builtins" and getattr(sys.modules.get(module), "__spec__", None):
             modules[module] = None
         if named is _tensor_on:
@@ -346,7 +346,7 @@ def _dump_by_value(
         return False
 
     pickler = by_value_pickler()(file, _keep_in(buffers), reducers, by_name)
-    # The list is complete only after `obj` has been pickled.
+    # `classes` is complete only after `obj` has been pickled.
     pickler.dump([obj, classes])
     return file.getvalue()
 
@@ -381,8 +381,8 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
             return NotImplemented
 
     def reduce_code(code: types.CodeType) -> Reduced:
-        # cloudpickle drops the file name so that notebook functions pickle identically. Tracebacks
-        # and worker stacks need it.
+        # cloudpickle drops the file name so that notebook functions pickle identically, but
+        # tracebacks and worker stacks need it.
         reduced: tuple[object, tuple[object, ...]] = table[types.CodeType](code)
         make, args = reduced
         return make, (*args[:FILENAME], code.co_filename, *args[FILENAME + 1 :])

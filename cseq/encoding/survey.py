@@ -96,7 +96,7 @@ class TooDeepError(ValueError):
 
 # In the tree, a leaf is OBJECT or (token, dtype, axes as in `axes_of`). A container is (class, keys
 # or None, number of children), followed by its children. A dtype that `==` cannot distinguish from
-# others is pickled. The token of a tensor is the name of its type if numpy lacks it.
+# others is pickled. If numpy lacks a tensor's type, the token is the name of that type.
 ARRAY = "array"
 TENSOR = "tensor"
 BYTES = "bytes"
@@ -127,7 +127,7 @@ class _Survey:
         elif cls is tuple or cls is list:
             return self._container(value, None, value, depth)
         elif cls is dict:
-            # Keys of other types can compare equal (1 == True).
+            # Accept only str, because keys of other types can compare equal (1 == True).
             if {*map(type, value)} <= TEXT:
                 return self._container(value, tuple(value), value.values(), depth)
         elif opened(cls) == "named":
@@ -226,7 +226,7 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
         survey = _Survey(encoder.cast)
         survey.nodes, survey.objects = [OBJECT], [batch]
     nodes, sources = tuple(survey.nodes), [array.dtype for array in survey.arrays]
-    # `match` rejects plans with tensors that are cast.
+    # Search here as well, because `match` rejects batches with tensors that must be cast.
     for plan in encoder.plans:
         if plan.nodes == nodes and plan.sources == sources:
             return plan, survey.arrays, survey.objects
@@ -237,7 +237,7 @@ def plan_for(batch: object, encoder: Plans) -> tuple[Plan, list[Array], list[obj
 
 def _target(dtype: Dtype, cast: Dtype | None) -> Dtype:
     """Return the type that an array has in the slot."""
-    # float64 is equal to None.
+    # Check for None first, because float64 compares equal to it.
     if cast is None or not castable(dtype) or dtype == cast:
         return dtype
     return cast
@@ -272,7 +272,7 @@ def dump(objects: list[object]) -> tuple[bytes, list[Array]]:
 
 
 def _number_reducer(dtype: Dtype) -> Callable[[np.generic], Reduced]:
-    """Return a reducer for numpy scalars. numpy's own imports a module in each call."""
+    """Return a reducer for numpy scalars. numpy's own reducer imports a module on every call."""
     make: object = np.float64().__reduce__()[0]
     return lambda number: (make, (dtype, number.tobytes()))
 

@@ -58,7 +58,7 @@ class SlotReader:
     def fetch(self, runner: Runner) -> object:
         """Decode the batch of a converter's ticket and free the slot."""
         slot, used = runner.slot, sum(runner.record)
-        # The page-locked batch is dropped once it is on the device, so nothing is copied.
+        # Do not copy the page-locked batch, because it is dropped once it is on the device.
         batch = codec.decode(self.arena.lend(slot, used, runner.capacity), runner.record)
         self.arena.slots.free_cell(runner.ring, runner.cell)
         return batch

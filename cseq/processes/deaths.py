@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# Limits on the deaths caused by one ticket, and (per worker) on successive deaths at startup.
+# Limit on deaths caused by one ticket, and on consecutive deaths at startup (per worker).
 TRIES = 3
 
 

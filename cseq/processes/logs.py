@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Levels", "Records", "Sender", "levels"]
 
-# The levels of loggers by name. The root logger is "".
+# Logger levels, keyed by name. The root logger's name is "".
 Levels = dict[str, int]
 
 MOST = 10_000
@@ -107,7 +107,7 @@ class Records:
     """Handles log records in the thread that `cseq.threads.log_later` uses."""
 
     def __init__(self) -> None:
-        # `queue_record` updates the first pair, and the logging thread the second.
+        # `queue_record` updates the first pair of counters, and the logging thread the second pair.
         self._queued = self._lost = 0
         self._handled = self._reported = 0
 

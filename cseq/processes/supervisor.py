@@ -64,9 +64,9 @@ __all__ = ["Supervisor"]
 
 # Other selectors open a descriptor, possibly with the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
-# A first item that takes longer than SLOW seconds and twice `slowest` is logged.
+# A warning is logged if the first item takes longer than SLOW seconds and twice `slowest`.
 SLOW, slowest = 10.0, 0.0
-# Time limits for a worker to exit, in seconds: on its own, when killed, and after closing its
+# Seconds that a worker may take to exit: on its own, after being killed, and after closing its
 # socket.
 GRACE, LAST_GRACE, ENDING = 5.0, 2.0, 0.1
 STARTING = (ENTERED, LOADED)
@@ -119,7 +119,7 @@ class Supervisor:
         self._readers, self._task, self._describe = readers, task, describe
         # The number of readers to run, and the thread that called `launch`.
         self._active, self._caller = readers, 0
-        # The runners to fork while the loop's thread waits, and the latches that it waits for.
+        # The runners to fork while the loop's thread is waiting, and the latches it is waiting for.
         self._missing: list[int] = []
         self._waiting: deque[Latch] = deque()
         self._beside = ""
@@ -133,7 +133,7 @@ class Supervisor:
         # and when all are gone.
         self._prepared, self._wanted = Latch(), Latch()
         self._launched, self._ended = Latch(), Latch()
-        # For the supervisor thread only. Other threads use the waker.
+        # Used only by the supervisor thread. Other threads wake it up through the waker.
         self._selector: selectors.BaseSelector
         self._waker: socket.socket | None = None
         self._thread = Threads()
@@ -170,7 +170,7 @@ class Supervisor:
         launcher = self._launcher
         self._preloads = preload
         self._thread.start()
-        # Wait, because this thread would compete with the supervisor for the GIL.
+        # Wait, because this thread would otherwise compete with the supervisor for the GIL.
         self._prepared.wait()
         modules: list[str] = []
         if launcher.takes_objects:
@@ -185,7 +185,7 @@ class Supervisor:
                 pickled = dump(worker, name=name, reducers=reducers)
             self._write(pickled, name)
             modules = [*needs, *pickled.modules]
-            # The pickle's buffers keep the user's object in memory.
+            # Drop the pickle, because its buffers keep the user's object in memory.
             del pickled
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
@@ -204,10 +204,10 @@ class Supervisor:
             self._caller = threading.get_ident()
             self._wanted.set()
         if self.takes_objects:
-            # A child forked while this thread holds a lock, such as an import lock, would deadlock.
-            # See `_staff`.
+            # Wait, because a child forked while this thread holds a lock (such as an import lock)
+            # would deadlock. See `_staff`.
             self._launched.wait()
-        # Exceptions from workers are always raised in the loop.
+        # Check only if the supervisor has ended. Exceptions from workers are raised in the loop.
         if self._ended.wait(0):
             self.check()
 
@@ -219,7 +219,7 @@ class Supervisor:
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file, in the format of requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # An upper bound for the size of the buffers, their table and the structure.
+        # An upper bound on the size of the buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -248,7 +248,7 @@ class Supervisor:
         try:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         finally:
-            # Set before `_let_go`, because `_await_forks` adds a latch and then checks this one.
+            # Set this first, because `_await_forks` adds a latch before it checks `_ended`.
             self._ended.set()
             self._prepared.set()
             self._launched.set()
@@ -268,7 +268,7 @@ class Supervisor:
             self._handle_events()
             self._staff()
             if self.shared.ended:
-                # A worker that has sent LOADED before the ring was closed must not be killed.
+                # A worker that sent LOADED before the ring was closed must not be killed.
                 self._handle_events(0)
                 self._kill_starting()
 
@@ -351,7 +351,7 @@ class Supervisor:
         """Make sure that a worker has exited, and post its tickets again."""
         child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
-        # A process may have closed its socket but keep running, or the report may be late.
+        # The process may have closed its socket and kept running, or the exit report may be late.
         if exitcode is None:
             if not child.gone:
                 child.kill()
@@ -380,7 +380,7 @@ class Supervisor:
         self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        # Count before posting tickets again. After that, the epoch may end at any time.
+        # Count the death before reposting tickets. After that, the epoch may end at any time.
         if counts:
             error = self.deaths.count_death(
                 runner_number - 1,
@@ -557,7 +557,7 @@ class Supervisor:
                     log_later(logging.WARNING, text, k, GRACE)
                     worker.child.kill()
                 self._ended.wait(LAST_GRACE)
-        # The thread was not started or hangs, or processes are still alive.
+        # The thread never started or is stuck, or some processes are still alive.
         if not self._gone:
             self._gone = self._launcher.close(time.monotonic() + LAST_GRACE)
         await_logged(time.monotonic() + LAST_GRACE)

@@ -68,12 +68,12 @@ NOT_FOUND = (
 )
 
 ENTERED, LOADED, READY, FAILED, NOTED, LOGGED = b"E", b"L", b"R", b"F", b"N", b"G"
-# A message: a kind, the length of the body, and the body. A setup has no kind.
+# A message header: a kind, and the length of the body that follows. A setup has no kind.
 HEADER = struct.Struct("<cQ")
 LENGTH = struct.Struct("<Q")
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", None))
-# Seconds to wait for stack traces, and seconds without new output after which they are complete.
+# Seconds to wait for stack traces, and seconds of silence after which they count as complete.
 STACK_SECONDS, STACK_QUIET = 1.0, 0.1
 NO_STACK = "(the stack is not available)\n"
 
@@ -121,7 +121,7 @@ class Entered(NamedTuple):
                 failure.annotate(error, NOT_FOUND)
                 raise
             send_state(self.sock, LOADED)
-        # The trainer has closed the ring, and will kill this worker.
+        # If the trainer has closed the ring, it will kill this worker anyway.
         if self.ring.closed == 1:
             _leave(0)
         return worker
@@ -269,13 +269,13 @@ class WorkerProcess:
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK
         fd = file.fd
-        # Both processes share the file offset.
+        # Rewind the file here, because both processes share its offset.
         os.ftruncate(fd, 0)
         os.lseek(fd, 0, os.SEEK_SET)
         self.child.send_signal(STACK_SIGNAL)
         size, grown = 0, 0.0
         deadline = time.monotonic() + STACK_SECONDS
-        # Waiting for a latch that is never set is a pause without the GIL.
+        # Waiting for a latch that is never set pauses this thread without holding the GIL.
         quiet = Latch()
         while (now := time.monotonic()) < deadline:
             written = os.fstat(fd).st_size

@@ -21,7 +21,7 @@ FOREVER, LAST = 1e6, 1.0
 KILL = int(getattr(signal, "SIGKILL", signal.SIGTERM))
 KILLED = 0xC5E9 if os.name == "nt" else -KILL
 
-# Terminals and job schedulers send these to all processes, but only the trainer reacts.
+# Terminals and job schedulers send these signals to all processes. Only the trainer handles them.
 SHIELDED: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name)
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGBREAK")
@@ -35,11 +35,11 @@ Identity: TypeAlias = tuple[str, int]
 # A message to or from a fork server: a kind and a number. Each request comes with a socket for the
 # replies, and FORK also with the worker's socket.
 MESSAGE = struct.Struct("=cq")
-# The number of IMPORT is the length of the module name that follows, and of IMPORTED the outcome.
+# IMPORT carries the length of the module name that follows. IMPORTED carries the outcome.
 IMPORT, IMPORTED = b"i", b"I"
 KEPT, FAILED, THREADS, FILES = range(4)
-# The number of FORK is the worker's number. The replies are REFUSED with an errno, or BORN with the
-# process id and later ENDED with the exit code.
+# FORK carries the worker number. The replies are REFUSED with an errno, or BORN with the process id
+# and later ENDED with the exit code.
 FORK, REFUSED, BORN, ENDED = b"f", b"R", b"B", b"E"
 
 

@@ -34,7 +34,7 @@ def prepare(start: Start) -> socket.socket:
     _empty_stdin()
     _clear_main()
     sys.argv[:] = start["argv"]
-    # A later import would mistake this process for the trainer.
+    # If imported later, multiprocessing would mistake this process for the trainer.
     importlib.import_module("multiprocessing")
     _measure_as(start["measured"])
     return _own_socket(start["socket"])
@@ -96,7 +96,7 @@ def _measure() -> None:
     measuring = coverage.Coverage(data_suffix=True, auto_data=True)
     measuring._warn_preimported_source = measuring._warn_no_data = False
     measuring.start()
-    # Coverage may have installed a handler for SIGTERM.
+    # Coverage may have installed a SIGTERM handler.
     _shield()
 
 
@@ -142,7 +142,7 @@ def _drop_handlers() -> None:
 def _empty_stdin() -> None:
     """Make standard input empty, because the terminal belongs to the trainer.
 
-    Closed output streams are opened, so that other files do not get their descriptors.
+    Closed output streams are opened, so that other files do not take over their descriptors.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
@@ -224,7 +224,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# Keeps joblib's pools alive. Their finalizers would wait for threads that do not exist.
+# Keeps joblib's pools alive, because their finalizers would wait for threads that do not exist.
 _inherited: list[Any] = []
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-# Held until a new socket is in _private. (Typeshed lacks methods of RLock.)
+# Held until a new socket is in `_private`. (Typeshed's RLock lacks some methods.)
 _fork_guard: Any = threading.RLock()
 
 
@@ -52,7 +52,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
     with _fork_guard:
         ours, theirs = map(lifted, socket.socketpair())
         for sock in (ours, theirs):
-            # Disable Nagle's algorithm, because messages would wait up to 200 ms for an ACK.
+            # Disable Nagle's algorithm, which would hold back messages for up to 200 ms.
             if os.name == "nt":
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             close_in_forks(sock)

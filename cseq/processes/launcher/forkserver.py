@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 SERVER = "cseq.processes.launcher.server"
-# Time limit for a server to start, and how often a waiting thread checks it, in seconds.
+# Seconds allowed for a server to start, and seconds between checks by a waiting thread.
 START, LOOK = 120.0, 0.25
 REASONS = {
     THREADS: "starts threads, which forked processes would not have",
@@ -51,7 +51,7 @@ REASONS = {
     None: "ends the process",
 }
 
-# The fork servers by start arguments.
+# Fork servers, keyed by their start arguments.
 _servers: dict[str, ForkServer] = {}
 _guard = threading.Lock()
 # True if workers must import the modules themselves.
@@ -83,7 +83,7 @@ class ForkServer:
     def ask(self, kind: bytes, value: int, *fds: int, data: bytes = b"") -> socket.socket:
         """Send a request and return the socket for the replies."""
         ours, theirs = pair()
-        # Send this in one piece, because other launchers may send requests at the same time.
+        # Send the request in one piece, because other launchers may send theirs at the same time.
         request = MESSAGE.pack(kind, value) + data
         with theirs, contextlib.suppress(OSError):
             socket.send_fds(self.process.sock, [request], [theirs.fileno(), *fds])
@@ -110,7 +110,7 @@ class _ServedChild(Child):
         self._reports = reports
 
     def _send(self, number: int, *, tree: bool) -> None:
-        # After the report, the pid may belong to another process.
+        # Once the exit has been reported, the pid may belong to another process.
         if not readable(self._reports.fileno(), 0):
             super()._send(number, tree=tree)
 
@@ -242,7 +242,7 @@ class ForkServerLauncher(Launcher):
         # Try twice, because a server may have died unnoticed.
         for _ in range(2):
             server = self._serving()
-            # After an error, the closed socket makes the worker exit.
+            # On an error, closing the socket makes the worker exit.
             with contextlib.ExitStack() as undo:
                 ours, theirs = pair()
                 undo.callback(ours.close)

@@ -120,7 +120,7 @@ class Child:
         """Reap the process. Return False if it is still running."""
         with self._lock.hold():
             if not self.ended.wait(0):
-                # Other code has reaped the process, so the status is lost.
+                # If other code has reaped the process, the status is lost.
                 with contextlib.suppress(ChildProcessError):
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                     if pid == 0:
@@ -255,7 +255,7 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         undo.pop_all()
 
 
-# The code that a new interpreter runs. It sets sys.path before it imports cseq, so files in the
+# The code that a new interpreter runs. It sets sys.path before importing cseq, so that files in the
 # current folder do not shadow the standard library. Without `gc.disable`, garbage collection would
 # repeatedly traverse imported objects.
 _BOOTSTRAP = """\
@@ -286,22 +286,22 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
                 command,
                 env=environment,
                 stdin=subprocess.PIPE,
-                # A new process group does not get Ctrl-C.
+                # A new process group does not receive Ctrl-C.
                 creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
-            # If the process is dead, the socket is at end of file.
+            # If the process is already dead, the socket is at end of file.
             with contextlib.suppress(OSError), popen.stdin as pipe:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
             return _WindowsChild(ours, popen)
-        # A pipe from `Popen` could get the descriptors of closed standard streams.
+        # A pipe created by `Popen` could reuse the descriptors of closed standard streams.
         given, _ = anonymous_file("cseq-start")
         fd = theirs.fileno()
         os.write(given.fd, marshal.dumps(start | {"socket": fd}))
         os.lseek(given.fd, 0, os.SEEK_SET)
         popen = subprocess.Popen(command, env=environment, stdin=given.fd, pass_fds=[fd])
-        # Keep `Popen` from waiting for the process, because `Child` does.
+        # Keep `Popen` from waiting for the process, because `Child` reaps it.
         popen.returncode = 0
         return Child(ours, popen.pid)
 
@@ -343,7 +343,7 @@ def _executable() -> tuple[str, dict[str, str]]:
         )
     base = getattr(sys, "_base_executable", executable)
     if os.name == "nt" and executable == sys.executable != base:
-        # python.exe of a virtual environment is a stub, so start the base interpreter.
+        # A virtual environment's python.exe is a stub, so start the base interpreter instead.
         return base, {**os.environ, "__PYVENV_LAUNCHER__": executable}
     return executable, dict(os.environ)
 
@@ -362,7 +362,7 @@ class ForkLauncher(Launcher):
 
     def _launch(self, worker: int) -> Child:
         flush_output()
-        # The logging thread may hold locks of the standard streams.
+        # The logging thread may be holding locks on the standard streams.
         await_logged(time.monotonic() + LAST)
         if self._threads is not None:
             system.find_openblas()

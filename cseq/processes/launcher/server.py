@@ -77,7 +77,7 @@ class Forker:
         """Handle a request or an exit. Return False if the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
-            # Drain before reaping, so that a later exit wakes up the server again.
+            # Drain the socket before reaping, so that a later exit wakes up the server again.
             self._woken.recv(4096)
             self._reap()
         if self._sock.fileno() not in ready:
@@ -139,7 +139,7 @@ class Forker:
             with self._reports.pop(pid, contextlib.nullcontext()) as reports:
                 if reports is not None:
                     answer(reports, ENDED, code)
-            # Report before reaping, because the process id may then be reused.
+            # Report before reaping, because the process id may be reused afterwards.
             if IS_LINUX:
                 os.waitpid(pid, 0)
 
