@@ -20,7 +20,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* The number of passes until the process dies, or -1 before the environment is read. Only workers are killed. */
+/* The passes left until the process dies, or -1 until the environment is read. Only workers are killed. */
 static long cseq_fault_left = -1;
 static char cseq_fault_name[32];
 

@@ -57,7 +57,7 @@ static inline uint64_t cseq_ceil_sqrt(uint64_t n)
     return low;
 }
 
-/* n is in [1, 2^63], and `words` has 2 * CSEQ_ROUNDS words. */
+/* n must be in [1, 2^63], and `words` must have 2 * CSEQ_ROUNDS entries. */
 static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t *words)
 {
     f->n = n;
@@ -69,7 +69,7 @@ static inline void cseq_feistel_init(cseq_feistel *f, uint64_t n, const uint64_t
     }
 }
 
-/* Return the round function for a digit in round i, below `range`. */
+/* Return the value of the round function for a digit in round i. The value is below `range`. */
 CSEQ_FORCE_INLINE uint64_t cseq_feistel_round(const cseq_feistel *f, int i, uint64_t digit,
                                               uint64_t range)
 {

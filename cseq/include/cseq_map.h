@@ -1,4 +1,4 @@
-/* File mappings, whose pages are committed before they are written.
+/* File mappings in which pages are committed before they are written.
  *
  * The pages of a sparse file are allocated on first access, which raises SIGBUS if no memory is left.
  * `cseq_commit` allocates pages in advance and returns an error code instead.
@@ -96,7 +96,7 @@ CSEQ_INLINE void cseq_close(int fd) {
 }
 
 /* Return `fd` if it is above the standard streams. Otherwise, close it and return a copy above them, or -1
- * with errno set. C libraries could print to a file with the descriptor of a standard stream. */
+ * with errno set. Otherwise, a C library could print into the file as if it were a standard stream. */
 CSEQ_INLINE int cseq_lift(int fd) {
 #if defined(_WIN32)
     return fd;
@@ -131,7 +131,7 @@ CSEQ_INLINE int cseq_commit_by_zeros(int fd, uint64_t offset, uint64_t nbytes) {
  *
  * On Windows, a view starts at a multiple of 64 KiB. If a page is committed in one view, it is committed in
  * all views of all processes while the section exists. On macOS, F_PREALLOCATE does not fill holes, so zeros
- * are written, but only if they do not fill the disk. */
+ * are written, unless they would fill the disk. */
 CSEQ_INLINE int cseq_commit(int fd, uint64_t offset, uint64_t nbytes) {
 #if defined(_WIN32)
     uint64_t begin = offset & ~(uint64_t)0xffff;

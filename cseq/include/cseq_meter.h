@@ -33,7 +33,7 @@
 #define CSEQ_BUCKETS 144
 #define CSEQ_SLOWEST 8
 /* Minimum ns between polls of the system counters, and between readings of the wait for a core.
- * They take 5 to 50 us each. */
+ * Each takes 5 to 50 us. */
 #define CSEQ_POLL 100000000u
 #define CSEQ_READ_GAP 50000000u
 
@@ -52,17 +52,17 @@ typedef struct {
  * error. Only the trainer has `samples` and `nbytes` (totals over its batches), and `epochs` (epochs started
  * after the first batch). Only runners have `slowest`.
  *
- * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is the time that the party has
- * slept in this step and that is not yet part of `wait`. `asleep_ns` is the start of the current sleep, or 0.
+ * `since_ns` is the start of the current step or ticket, or 0. `waited_ns` is how long the party has slept in
+ * this step, which `wait` does not include yet. `asleep_ns` is the start of the current sleep, or 0.
  *
- * `start_ns` is the time that the loop waited for its first batch. It is not part of `wait`. `first_ns` is
- * the time when this batch arrived. In the record of a runner, `first_ns` is the sum of `work` at that time,
- * and is written by the trainer. `wait` includes two parts. `behind_ns` sums the waits after which half of
- * the other tickets were ready. `early_ns` sums the waits for an epoch's first batches (one per runner).
+ * `start_ns` is how long the loop waited for its first batch, which `wait` does not include. `first_ns` is
+ * the time at which this batch arrived. In a runner's record, the trainer sets `first_ns` to the sum of
+ * `work` at that time. Two parts of `wait` are also counted separately: `behind_ns` sums the waits after which
+ * half of the other tickets were ready, and `early_ns` those for an epoch's first batches (one per runner).
  *
  * `cpu_ns` is the CPU time of the party, and `queued_ns` is the time that its thread waited for a core.
- * `polled_ns` is the time of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the last
- * reading. `thread` is the system's id of the thread or process. */
+ * `polled_ns` is the time of the last poll, or 0. `read_ns`, `cpu_seen` and `queued_seen` are the time and
+ * values of the last reading. `thread` is the system's id of the thread or process. */
 typedef struct {
     uint64_t batches, samples, nbytes;
     uint64_t since_ns, waited_ns, asleep_ns;
@@ -100,7 +100,7 @@ CSEQ_INLINE void cseq_histogram_add(cseq_histogram *h, uint64_t ns) {
 
 /* ── a runner ─────────────────────────────────────────────────────────────────────────── */
 
-/* Record a ticket that took `ns`. `slowest` is sorted. `ns` is 0 while an entry changes. */
+/* Record a ticket that took `ns`. `slowest` is sorted. While an entry changes, its `ns` is 0. */
 CSEQ_INLINE void cseq_meter_worked(cseq_meter *m, uint64_t ns, uint64_t epoch, uint64_t batch) {
     cseq_histogram_add(&m->work, ns);
     cseq_count_u64(&m->batches, 1);

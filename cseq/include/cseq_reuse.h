@@ -21,7 +21,7 @@
 #include "cseq_allocator.h"
 #include "cseq_atomic.h"
 
-/* The size of the smallest block to keep, in bytes, and the maximum total size and number of free blocks. */
+/* Smallest block to keep and maximum size of all free blocks, in bytes, and maximum number of free blocks. */
 #define CSEQ_REUSE_LEAST ((size_t)128 << 10)
 #define CSEQ_REUSE_MOST ((size_t)128 << 20)
 #define CSEQ_REUSE_BLOCKS 128u
@@ -114,8 +114,8 @@ CSEQ_INLINE void cseq_reuse_free(void *ctx, void *p, size_t size) {
     if (p) r->below.free(r->below.ctx, p, room);
 }
 
-/* Count a thread that starts or stops making arrays. The last one frees all blocks. Waiting for the lock is
- * safe, because its holder does not need the interpreter. */
+/* Count a thread that starts or stops making arrays. The last one to stop frees all blocks. Waiting for the
+ * lock is safe, because its holder does not need the interpreter. */
 CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     while (!cseq_reuse_try(r)) {
     }
@@ -127,7 +127,7 @@ CSEQ_INLINE void cseq_reuse_count_thread(cseq_reuse *r, int begins) {
     cseq_reuse_unlock(r);
 }
 
-/* Discard the table in a forked process. It may be half updated, so the blocks stay allocated. */
+/* Discard the table in a forked process. The table may be half updated, so the blocks stay allocated. */
 CSEQ_INLINE void cseq_reuse_forget(cseq_reuse *r) {
     r->threads = r->count = 0;
     r->nbytes = 0;

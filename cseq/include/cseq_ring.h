@@ -84,8 +84,8 @@ typedef struct {
     char pad1[CSEQ_LINE / 2 - 12];
 } cseq_gate;
 
-/* When the owner in a stage claimed and published a ticket (`cseq_now_ns`). `started_ns` is 0 before the
- * claim. `published_ns` is valid after the ticket is published. */
+/* The times (`cseq_now_ns`) at which a stage's owner claimed and published a ticket. `started_ns` is 0 before
+ * the claim. `published_ns` is valid after the ticket is published. */
 typedef struct {
     uint64_t started_ns, published_ns;
 } cseq_stint;
@@ -119,16 +119,16 @@ typedef struct {
  * `calls` is the number of cells that the runner checks first, or 0 in a shared ring. `round` is the number
  * of other cells that runners check. The trainer of a shared ring increases `round` before it posts in
  * additional cells. `output` is the offset in bytes from the ring to the gate where the trainer sleeps. This
- * is `gate[2]` of this ring, or of another ring in the same memory, so the trainer can wait for several
- * rings.
+ * gate is `gate[2]` of this ring or of another ring in the same memory, so that the trainer can wait for
+ * several rings at once.
  *
  * The trainer writes `closed`, `spin` and `crew`. `closed` is 0 if the ring is open, and 1 if it is closed.
- * Otherwise, indexers with this and higher numbers exit when they hold no ticket. A party spins for `spin` ns
+ * If it is larger, indexers from this number on exit when they hold no ticket. A party spins for `spin` ns
  * before it sleeps. `crew` runners share the GIL with the trainer (cseq_spin.h), and each adds 1 to `parked`
  * while it waits.
  *
  * `hint` is the first cell to check in each stage. In a shared ring, any value is correct. In a queue, it is
- * the next cell to claim, and is written by the runner, or by repost after the death of the runner.
+ * the next cell to claim, and is written by the runner, or by repost after the runner's death.
  *
  * Runners of stage 0 sleep at `gate[0]`, runners of stage 1 at `gate[1]`, and the trainer at the gate that
  * `output` refers to. `wanted` and `spin.who` of `gate[2]` always belong to this ring. */
@@ -158,7 +158,7 @@ CSEQ_INLINE cseq_cell *cseq_ring_cell(const cseq_ring *r, uint32_t cell) {
 CSEQ_INLINE cseq_stint *cseq_cell_stint(cseq_cell *c, uint32_t stage) {
     return stage ? &c->converting : &c->indexing;
 }
-/* Owners count from 1. The trainer is 0. */
+/* Owners are numbered from 1. The trainer is 0. */
 CSEQ_INLINE cseq_meter *cseq_ring_meter(const cseq_ring *r, uint32_t owner) {
     return (cseq_meter *)(void *)cseq_ring_cell(r, r->capacity) + owner;
 }
@@ -283,8 +283,8 @@ CSEQ_INLINE int cseq_ring_claim(cseq_ring *r, uint32_t stage, uint32_t owner) {
     return c;
 }
 
-/* Spin for a limited time and try to claim a ticket. A crew tries only while the trainer waits. Return a
- * cell, or CSEQ_NONE. Only one runner spins at a time. */
+/* Spin for a limited time and try to claim a ticket. A crew tries only while the trainer is waiting. Return
+ * a cell, or CSEQ_NONE. Only one runner spins at a time. */
 CSEQ_INLINE int cseq_ring_spin(cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint64_t ns = cseq_load_rlx_u32(&r->spin);
     const uint32_t crew = cseq_load_rlx_u32(&r->crew);
@@ -351,8 +351,8 @@ CSEQ_INLINE int cseq_ring_publish(cseq_ring *r, uint32_t cell, int next, int lat
 
 /* ── trainer ──────────────────────────────────────────────────────────────────────────── */
 
-/* Post a FREE cell. All fields must be written. In a queue, the cell must follow the last posted cell. This
- * function does not wake up runners; see cseq_gate_notify(&r->gate[0]).
+/* Post a FREE cell, in which all fields have been written. In a queue, it must follow the last posted cell.
+ * This function does not wake up runners; see cseq_gate_notify(&r->gate[0]).
  * SYNC: ticket visible to runner; SYNC: start visible with owner (the swap) */
 CSEQ_INLINE void cseq_ring_post(cseq_ring *r, uint32_t cell, uint64_t ticket) {
     cseq_cell *c = cseq_ring_cell(r, cell);
@@ -448,8 +448,8 @@ CSEQ_INLINE uint32_t cseq_ring_repost(cseq_ring *r, uint32_t owner, uint32_t *he
     return count;
 }
 
-/* Return how many times the trainer was woken up. Read it before checks for failures and for a close, and
- * pass it to wait_ready. A notification after this call ends the wait at once. */
+/* Return how many times the trainer has been woken up. Call this before checking for failures and for a
+ * close, and pass the result to wait_ready. A notification after this call then ends the wait at once. */
 CSEQ_INLINE uint32_t cseq_ring_notices(const cseq_ring *r) {
     return cseq_load_acq_u32(&cseq_ring_output((cseq_ring *)r)->event);
 }
@@ -473,8 +473,8 @@ CSEQ_INLINE void cseq_ring_wait_ready(cseq_ring *r, int cell, uint32_t seen, uin
     cseq_store_rlx_u32(&r->gate[2].spin.who, 0);
 }
 
-/* Spin before the trainer sleeps. Return 1 if one of the cells, each in its own ring, is ready. The crews
- * must be parked, too. */
+/* Spin before the trainer sleeps, until one of the cells (each in its own ring) is ready and all crews are
+ * parked, or for a limited time. Return 1 if a cell is ready. */
 CSEQ_INLINE int cseq_ring_expect(cseq_ring *const *rings, const uint32_t *cells, uint32_t count,
                                  uint32_t seen) {
     cseq_spin *s = &cseq_ring_output(rings[0])->spin;

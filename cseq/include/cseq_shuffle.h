@@ -33,12 +33,12 @@
 #define CSEQ_PREFETCH(address) __builtin_prefetch((address), 1, 2)
 #endif
 
-/* "cseq-v1" and a zero byte, and the step of SplitMix64, 2^64 / golden ratio. */
+/* "cseq-v1" followed by a zero byte, and the increment of SplitMix64, 2^64 / golden ratio. */
 #define CSEQ_IV UINT64_C(0x637365712D763100)
 #define CSEQ_GOLDEN UINT64_C(0x9E3779B97F4A7C15)
 /* The number of steps between a draw and its swap. */
 #define CSEQ_AHEAD 64
-/* The size in bytes of a table that fits into a cache, and of a page. */
+/* Sizes in bytes: a table that fits into a cache, and a page. */
 #define CSEQ_CACHED (1u << 20)
 #define CSEQ_PAGE 4096
 #define CSEQ_MOST_TABLED (UINT64_C(1) << 32)
@@ -145,8 +145,8 @@ typedef struct {
 } cseq_draws;
 
 /* An order of n samples. Positions below `position` are final. `table` has n entries of value XOR position in
- * whole pages. Epochs that reuse the table increment `generation`. `tags` says in which generation each page
- * was last zeroed, and `stale` pages are older. If it is 0, the table needs no checks. */
+ * whole pages. Epochs that reuse the table increment `generation`. `tags` is the generation in which each page
+ * was last zeroed, and `stale` is the number of older pages. If `stale` is 0, the table needs no checks. */
 typedef struct {
     uint64_t n, position;
     cseq_draws draws;
@@ -155,7 +155,7 @@ typedef struct {
     uint32_t generation;
 } cseq_order;
 
-/* Return the number of pages (at least 1), and of tags. */
+/* Return the number of pages (at least 1), which is also the number of tags. */
 CSEQ_FORCE_INLINE uint64_t cseq_table_pages(uint64_t n)
 {
     return n ? (n - 1) / (CSEQ_PAGE / 4) + 1 : 1;
@@ -218,7 +218,7 @@ CSEQ_FORCE_INLINE void cseq_walk(uint32_t *table, int masked, uint64_t n, uint64
 
 /* ---- an incremental order ------------------------------------------------------------------ */
 
-/* `table` and `tags` must be zeroed. They are not accessed. */
+/* `table` and `tags` must be zeroed, but are not accessed here. */
 static inline void cseq_order_init(cseq_order *order, uint64_t n, uint32_t *table, uint32_t *tags)
 {
     memset(order, 0, sizeof *order);

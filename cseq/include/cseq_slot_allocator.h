@@ -26,7 +26,7 @@
 #define CSEQ_SLOT_NUMBERED 64u
 #define CSEQ_SLOT_ALIGN 64u
 
-/* A slot with `live` allocations that are not freed yet. `owner` keeps it mapped. */
+/* A slot with `live` allocations that have not been freed yet. `owner` keeps the slot mapped. */
 typedef struct {
     char *base;
     uint64_t size, live;
@@ -37,8 +37,8 @@ typedef struct {
  * allocations.
  *
  * While `active` is set, the indexer makes a batch and can allocate in `slot`, whose first `used` bytes are
- * in use. `made` contains the `count` large allocations of this ticket. Bit k of `wanted` is set if number k
- * was part of the last batch. `kept` contains slots of earlier tickets that are still in use. */
+ * in use. `made` contains the `count` large allocations of this ticket. Bit k of `wanted` is set if allocation
+ * k was part of the last batch. `kept` contains slots of earlier tickets that are still in use. */
 typedef struct {
     cseq_allocator below;
     void (*release)(void *owner);
@@ -143,7 +143,7 @@ CSEQ_INLINE void *cseq_slot_realloc(void *ctx, void *address, size_t size) {
 }
 
 /* Stop serving from the slot, and return how many allocations are live. If none are, the owner is released.
- * Otherwise, the slot is added to `kept`. cseq_slot_serve has reserved space there. */
+ * Otherwise, the slot is added to `kept`, where cseq_slot_serve has reserved space. */
 CSEQ_INLINE uint64_t cseq_slot_stop(cseq_slot_allocator *p) {
     cseq_region left = p->slot;
     memset(&p->slot, 0, sizeof p->slot);

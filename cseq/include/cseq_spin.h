@@ -8,7 +8,7 @@
  * again. Both sides therefore release the GIL while they wait, and do not disturb each other:
  *
  *   trainer    continues when its batch is ready and the whole crew is `parked`
- *   a runner   claims when there is a ticket and the trainer waits
+ *   a runner   claims when there is a ticket and the trainer is waiting
  *
  * No result depends on spinning, because every party eventually stops spinning and sleeps. All words are
  * hints. Wrong values only cost time.
@@ -18,8 +18,8 @@
 
 #include "cseq_atomic.h"
 
-/* `who` is the owner that is spinning, or 0. After a failure, 2^doubt attempts are skipped, and `rest` are
- * left. */
+/* `who` is the owner that is spinning, or 0. After a failure, 2^doubt attempts are skipped, of which `rest`
+ * remain. */
 typedef struct {
     uint32_t who, doubt, rest;
 } cseq_spin;

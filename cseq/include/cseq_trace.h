@@ -15,7 +15,7 @@ typedef struct {
 } cseq_taken;
 
 /* Tickets are recorded while `on` is set. Only one thread at a time writes `on`. There is space for `size`
- * records. `begun` records were started, and `done` are complete. */
+ * records. `begun` counts the records that were started, and `done` the complete ones. */
 typedef struct {
     uint32_t on;
     uint32_t pad;

@@ -32,8 +32,8 @@
 #define CSEQ_TRIAL 64
 #define CSEQ_RARELY 256
 
-/* If `trial` is set, the current mode is being tried, and `cost` is the other mode's, in ns per batch. `left`
- * of `between` measurements remain until the next trial. The trainer last woke up at `awake_ns`, after
+/* If `trial` is set, the current mode is being tried, and `cost` is the other mode's cost in ns per batch.
+ * `left` of `between` measurements remain until the next trial. The trainer last woke up at `awake_ns`, after
  * `taken` batches. The current measurement covers `count` batches in `ns`. */
 typedef struct {
     uint32_t on, holder, waiters;

@@ -116,7 +116,7 @@ CSEQ_INLINE void cseq_sleep_ns(uint64_t ns) {
 #endif
 }
 
-/* Poll the word between naps of 20 us to 2 ms. The wait ends about a tenth late. */
+/* Poll the word between naps of 20 us to 2 ms. The wait ends up to about 10% late. */
 CSEQ_INLINE void cseq_wait_by_nap(const uint32_t *word, uint32_t seen, uint64_t ns) {
     uint64_t nap = 20000, slept = 0;
     while (slept < ns && cseq_load_acq_u32(word) == seen) {

@@ -18,28 +18,28 @@ __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
 # Minimum number of batches before giving advice, and maximum normal startup time in seconds.
 ENOUGH_BATCHES, START = 8, 2.0
-# A loop is the bottleneck if it waits less than LITTLE of the time, or if the GPU runs dry in less
-# than FED of the waits.
+# The loop is the bottleneck if it waits for less than a fraction LITTLE of the time, or if the GPU
+# runs dry in less than a fraction FED of the waits.
 LITTLE, FED = 0.05, 0.1
-# If the loop waits less than HANDOVER seconds per batch, larger batches help. They are at most
-# MOST_LARGER times as large, and take LONGER times as long to hand over. OVERHEAD is an upper bound
-# for the constant time per batch and side, in seconds.
+# Larger batches help if the loop waits less than HANDOVER seconds per batch. Recommend batches up
+# to MOST_LARGER times as large, assuming that handing them over takes LONGER times as long.
+# OVERHEAD is an upper bound on each side's fixed time per batch, in seconds.
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
 # Workers are saturated if they are busy for at least this fraction of the time.
 BUSY = 0.8
-# GIL waits of at least GIL seconds are long. Threads compete for the GIL if a fraction LONG of the
-# waits is long, they use at most ONE_CORE cores and want at least HELD, and workers do at least a
-# fraction TURNS of the computing. The thread with the GIL also waits for a core if threads wait
-# STARVED times as long as they compute.
+# A GIL wait is long if it takes at least GIL seconds. Threads compete for the GIL if a fraction
+# LONG of the waits is long, threads use at most ONE_CORE cores but want at least HELD, and workers
+# do at least a fraction TURNS of the computing. If threads wait for a core STARVED times as long as
+# they compute, the thread that holds the GIL is also waiting for a core.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
-# The cores are fully used at a utilization of USED_UP, or if workers spend a fraction QUEUED of
-# their work waiting for a core. If this process uses less than OTHERS, other programs use the rest.
+# All cores are in use at a utilization of USED_UP, or if workers spend a fraction QUEUED of their
+# work waiting for a core. Below a utilization of OTHERS, other programs are using the rest.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
-# Recommend SPARE times the workers needed, but at most MOST_READERS per core.
+# Recommend SPARE times as many workers as needed, but at most MOST_READERS per core.
 SPARE, MOST_READERS = 1.1, 4
 MOST_BUFFER = 16384
 
-# Units of time: the name, the length in seconds, and the minimum value to use the unit for.
+# Time units: the name, the length in seconds, and the shortest time shown in this unit.
 UNITS: list[tuple[str, float, float]] = [("h", 3600, 7200), ("min", 60, 120), ("s", 1, 0.9995)]
 UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
@@ -362,7 +362,7 @@ def _gil(v: Window) -> Said:
     )
     if v.starved:
         seen += "; they wait even longer for a core: other programs use the cores"
-    # The number of cores that the threads could use, and the step time without GIL waits.
+    # The number of cores that the threads could use, and the loop's own time without GIL waits.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(
@@ -457,7 +457,7 @@ def _workers(v: Window) -> Said:
 
 
 def _takes_turns(v: Window) -> bool:
-    # If workers compute little, the loop holds the GIL.
+    # If the workers compute little, the loop is holding the GIL.
     indexing = v.own >= TURNS * v.computed
     if not (v.threads and v.cores > 1 and v.computed <= ONE_CORE and indexing):
         return False

@@ -33,7 +33,7 @@ METER = np.dtype(
 )
 # Maximum number of rows, and the initial interval between rows in ns.
 POINTS, EVERY = 512, 100_000_000
-# The bounds of the buckets in seconds.
+# Bucket bounds in seconds.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
 
 
@@ -152,7 +152,7 @@ class Meters:
         first, since, slept, asleep = (
             total(self.loop, name) for name in ("first", "since", "waited", "asleep")
         )
-        # Include the current step and wait. Concurrent updates can make them negative.
+        # Include the current step and wait. Concurrent updates can make a difference negative.
         self._took = max(now - since, 0) / 1e9 if since and first else 0.0
         slept += max(now - asleep, 0) if asleep else 0
         self.waits = min(slept / 1e9, self._took)
@@ -197,7 +197,7 @@ class Meters:
             return self
         added = copy(self)
         added._from = earlier._now
-        # A replaced worker never finished its tickets in `earlier`.
+        # A replaced worker never finished the ticket that it was working on in `earlier`.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)

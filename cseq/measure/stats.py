@@ -373,12 +373,12 @@ class Stats:
         queued = total(runners, "queued") / 1e9
         gil = meters.histogram("gil", meters.runners)
         early = total(loop, "early") / 1e9
-        # Workers start one after another. In the only epoch, waits for their first batches belong
-        # to the start.
+        # Workers start one after another. If there is only one epoch, waiting for their first
+        # batches counts as startup.
         first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
         computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
-        # `behind` does not include the current wait.
+        # `behind` does not include the current wait yet.
         ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
             behind += meters.waits

@@ -18,7 +18,7 @@ cdef struct slot_chunk:
     uint32_t uses[CHUNK]
     uint64_t nbytes[CHUNK]
 
-# The number of slots, and a slot below which none are known to be free.
+# `made` is the number of slots. No slot below `hint` is known to be free.
 cdef struct slot_table:
     uint64_t made
     uint64_t hint
@@ -30,8 +30,8 @@ cdef struct slot_table:
 @cython.no_gc
 cdef class SlotTable:
     # If `depth` differs from the fork depth, this is a forked process's copy and must not change
-    # anything. `held` leases of `held_bytes` in total are alive. `leases` maps slots to leases of
-    # tickets in the ring.
+    # anything. `held` is the number of live leases, and `held_bytes` is their total size. `leases`
+    # maps slots to leases of tickets in the ring.
     cdef Mapping mapping
     cdef slot_table* table
     cdef int fd

@@ -13,8 +13,8 @@ from cseq._memory cimport Mapping, Memory, forks_here
 import os
 from weakref import ref as weak_reference
 
-# A search over more than FAR slots raises the hint. A loop that drops its batches has fewer than
-# HARDLY_ANY leases. LEASED and PINNED are uses of a slot.
+# A search that skips more than FAR slots raises the hint. A loop that drops its batches has fewer
+# than HARDLY_ANY leases. LEASED and PINNED are uses of a slot.
 cdef enum:
     FREE = 0
     FAR = 64
@@ -24,8 +24,8 @@ cdef enum:
 
 TRAINER = 0xFFFFFFFF
 
-# Weak references to the trainer's `SlotTable`s, protected by the guard's critical section,
-# because list methods enter a different one.
+# Weak references to the trainer's `SlotTable`s. The guard's critical section protects them, because
+# list methods enter the list's own.
 cdef list tables = []
 cdef object tables_guard = object()
 

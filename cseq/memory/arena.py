@@ -96,7 +96,7 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        # Not needed to end a lease. A signal handler may fetch batches while this is held.
+        # Not needed to end a lease. A signal handler may fetch batches while this lock is held.
         self._lock = Lock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)

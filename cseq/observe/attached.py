@@ -110,7 +110,7 @@ class AttachedRun:
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
     def _read(self, rings: list[Ring]) -> None:
-        # `closed` is 1 if the run is closed, or the number of the first exiting runner.
+        # `closed` is 1 once the run is closed. If larger, it is the first exiting runner's number.
         count, leaving = self.fact("workers"), rings[0].closed
         self.stats = stats = Stats.read(
             rings,
@@ -164,13 +164,13 @@ def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, Attach
     own = _own_number(pid)
     for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int):
         path = f"/proc/{pid}/fd/{name}"
-        # The file may be closed by now.
+        # The file may have been closed by now.
         with contextlib.suppress(FileNotFoundError):
             called, number = os.readlink(path), os.stat(path).st_ino
             if not called.startswith(f"/memfd:{RUN}") or number in opened:
                 continue
             facts = {word: int(value) for word, value in re.findall(r"(\w+)=(\d+)", called)}
-            # A forked process inherits the files of its parent.
+            # A forked process inherits its parent's files.
             if facts.get("pid", own) == own:
                 file = Descriptor(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
                 yield number, AttachedRun(file, pid, facts)

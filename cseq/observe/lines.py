@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["foot", "head", "overview", "ranks", "workers"]
 
-# The columns and their names. Narrow terminals cut off the last ones.
+# Table columns and their names. Narrow terminals cut off the rightmost columns.
 RANKS = " {:>4} {:>5} {:<10} {:>7} {:>7} {:>5} {:>16} {:>12} {:<16} {:<14}"
 OF_RANKS = "rank", "waits", "cause", "batch/s", "pid", "epoch", "batch", "workers", "script", "data"
 WORKERS = " {:>6} {:<5} {:>4} {:>10} {:>7} {:>7} {:>7} {:>4} {:>7} {:>8}"
