@@ -122,7 +122,7 @@ cdef class Feed:
     # Time (ns) at which the current step fetched a ticket and posted the next one.
     cdef uint64_t now
     cdef list rings
-    # `r` is all rings; `asked` and `cells` are the rings and cells being waited for.
+    # `r` contains all rings. `asked` and `cells` are the rings and cells being waited for.
     cdef cseq_ring** r
     cdef cseq_ring** asked
     cdef uint32_t* cells

@@ -96,7 +96,7 @@ CSEQ_INLINE void cseq_close(int fd) {
 }
 
 /* Return `fd` if it is above the standard streams. Otherwise, close it and return a copy above them, or -1
- * with errno set. Otherwise, a C library could print into the file as if it were a standard stream. */
+ * with errno set. A C library might print into a file that has the descriptor of a standard stream. */
 CSEQ_INLINE int cseq_lift(int fd) {
 #if defined(_WIN32)
     return fd;

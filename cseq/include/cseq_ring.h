@@ -4,8 +4,8 @@
  *   FREE ───► POSTED ───► INDEXING ───► INDEXED ───► CONVERTING ───► READY ───► FREE
  *             [input]                   [middle]                     [output]
  *
- * With a single stage, a cell goes directly from INDEXING to READY. The same code is used for memory that is
- * shared between processes and for the memory of threads, because it contains no pointers and all widths are
+ * With a single stage, a cell goes directly from INDEXING to READY. The same layout is used in memory that
+ * processes share and in the private memory of threads, because it contains no pointers and all widths are
  * fixed. The gates, the cells and the meter of each party are in separate cache lines.
  *
  * There are two kinds of rings. A *shared* ring has any number of runners. Each runner claims the first
@@ -23,8 +23,8 @@
  *   READY                   the trainer (commit)
  * The party that may write the word may also write the other fields of the cell.
  *
- * A claim is a single compare-and-swap that also records the owner. If a process dies while it holds a cell,
- * the cell therefore always names this process, and nothing has to be repaired.
+ * A claim is a single compare-and-swap that also records the owner. Therefore, if a process dies while it
+ * holds a cell, the cell always names this process, and nothing has to be repaired.
  */
 #ifndef CSEQ_RING_H
 #define CSEQ_RING_H
@@ -73,10 +73,10 @@ enum { CSEQ_NONE = -1, CSEQ_CLOSED = -2 };
  *
  * Parties sleep on `event`, which is incremented by every wake-up. `asleep` is 1 while a party may be asleep.
  * If a sleeper dies, `asleep` stays set, which causes one unnecessary wake-up. `wanted` is used only at the
- * output gate. It is 1 + the cell that the trainer waits for, or 0 for any cell. `shared` is 1 if the parties
+ * output gate: 1 + the cell that the trainer is waiting for, or 0 for any cell. `shared` is 1 if the parties
  * are processes, or 0 if they are threads of one process, and is written before any party exists. `spin`
  * belongs to the party that spins before it sleeps at this gate. At the output gate, `spin.who` is 1 while
- * the trainer waits for a cell of this ring. */
+ * the trainer is waiting for a cell of this ring. */
 typedef struct {
     uint32_t event, asleep, wanted, shared;
     char pad[CSEQ_LINE / 2 - 16];
@@ -235,7 +235,7 @@ CSEQ_INLINE void cseq_gate_notify(cseq_gate *g) {
 
 /* ── runners ──────────────────────────────────────────────────────────────────────────── */
 
-/* Return 1 if a runner must exit, between two tickets. */
+/* Return 1 if a runner that holds no ticket must exit. */
 CSEQ_INLINE int cseq_ring_leaves(const cseq_ring *r, uint32_t stage, uint32_t owner) {
     const uint32_t closed = cseq_load_sc_u32(&r->closed);
     return closed && (closed == 1 || (stage == 0 && owner >= closed));

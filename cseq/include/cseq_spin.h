@@ -11,7 +11,7 @@
  *   a runner   claims when there is a ticket and the trainer is waiting
  *
  * No result depends on spinning, because every party eventually stops spinning and sleeps. All words are
- * hints. Wrong values only cost time.
+ * hints, so wrong values only cost time.
  */
 #ifndef CSEQ_SPIN_H
 #define CSEQ_SPIN_H

@@ -2,17 +2,17 @@
  *
  * Without turns, such threads interrupt each other in the middle of a batch: at each call that releases the
  * GIL, and whenever a thread sleeps. With turns, a thread processes all tickets of its queue while the others
- * wait without the GIL. When no ticket is left, the thread leaves its turn. Only then does it wake up the
+ * wait without the GIL. When no ticket is left, the thread ends its turn. Only then does it wake up the
  * trainer, which also needs the GIL.
  *
  * Whether this is faster depends on the user's code, so the trainer runs trials. It measures CSEQ_TRIAL
  * batches in both modes and keeps the faster mode. Later, it tries the other mode again. Each time the other
  * mode loses, the trainer waits twice as long before the next trial. The trainer measures the time from one
- * of its sleeps to the next, but only if it sleeps for most of this time. Otherwise, the loop determines the
- * time.
+ * of its sleeps to the next, but only if it sleeps for most of this time, because the loop determines the
+ * time otherwise.
  *
  * No result depends on turns. A thread waits for its turn for up to CSEQ_PATIENCE, because user code may wait
- * for another thread. All words are hints. Wrong values only cost time.
+ * for another thread. All words are hints, so wrong values only cost time.
  *
  *   word                        written by
  *   on                          the trainer
@@ -71,7 +71,7 @@ CSEQ_INLINE void cseq_turns_leave(cseq_turns *t, uint32_t runner) {
 }
 
 /* Record that the trainer slept from `before` to `awake`, after `taken` batches. If it was mostly awake since
- * its last sleep, the loop determined the time. Such times do not count. */
+ * its last sleep, this time is ignored, because the loop determined it. */
 CSEQ_INLINE void cseq_turns_learn(cseq_turns *t, uint64_t before, uint64_t awake, uint64_t taken) {
     const uint64_t ns = awake - t->awake_ns, count = taken - t->taken;
     t->awake_ns = awake;

@@ -367,7 +367,7 @@ class Stats:
         meters = self.meters
         runners, loop = meters.runners[self._indexers], meters.loop
         index, step = self.index_seconds, self.step_seconds
-        # If steps are uneven, leave out the longest 5%, which contain pauses.
+        # If steps are uneven, leave out the longest 5%, which include pauses.
         even = step.quantile(0.99) <= 3 * step.quantile(0.5)
         busy = float(meters.busy[self._indexers].sum())
         queued = total(runners, "queued") / 1e9

@@ -25,7 +25,7 @@ cdef enum:
 TRAINER = 0xFFFFFFFF
 
 # Weak references to the trainer's `SlotTable`s. The guard's critical section protects them, because
-# list methods enter the list's own.
+# list methods enter the critical section of the list.
 cdef list tables = []
 cdef object tables_guard = object()
 

@@ -33,7 +33,7 @@ log = logging.getLogger("cseq")
 class InlineIndexing(indexer.Indexing):
     """The indexing stage in the training thread."""
 
-    # A forked child continues with a copy of the loop.
+    # Do not exit a forked child, because it continues with a copy of the loop.
     end_copy = staticmethod(lambda _: None)
 
     def fail(self, runner: Runner, error: BaseException) -> None:

@@ -68,7 +68,7 @@ def begin_as_copy(
         threading.current_thread().name = "MainThread"
         _shield()
         _empty_stdin()
-        # The trainer's stream may contain buffered input.
+        # Replace the trainer's stream, because it may contain buffered input.
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     except BaseException:  # noqa: BLE001
         leave(report(worker), worker)
@@ -146,7 +146,7 @@ def _empty_stdin() -> None:
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
-    # A container may have no devices.
+    # A container may lack device files.
     except OSError:
         fd, writer = os.pipe()
         os.close(writer)

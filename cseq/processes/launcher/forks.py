@@ -37,7 +37,7 @@ def _close_private() -> None:
 
 
 # The guard is held during a fork. It is acquired and released in C code, because a signal handler
-# could raise in Python code before the release. In a child process, it is free.
+# could raise in Python code before the release. In a child process, the guard is reset.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_fork_guard.acquire,

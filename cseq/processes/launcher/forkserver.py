@@ -256,7 +256,7 @@ class ForkServerLauncher(Launcher):
                         raise OSError(value, text)
                     undo.pop_all()
                     return _ServedChild(ours, value, reports)
-            # Wait for an exiting server, which could otherwise be reused.
+            # Wait for a dying server to exit, because it could otherwise be reused.
             code = server.process.status(LAST)
         raise OSError(
             f"the fork server {describe_exit(code)} before it could start worker {worker}; see "
