@@ -40,7 +40,7 @@ def fingerprint(array):
 def digest(array):
     """Return a 64-bit hash of an integer array, about three times as fast as `fingerprint`.
 
-    Value k goes into chain k mod 4. Finally, chain 0 absorbs the length and the other chains.
+    Value k goes into chain k mod 4. The length and the other chains are folded into chain 0 last.
     """
     values = numpy.asarray(array)
     cdef uint64_t z[4]
@@ -176,7 +176,7 @@ cdef class DocumentEnds:
     unit : int
         The number of tokens in a unit. An incomplete unit at the end of a document is ignored.
     ends : array of int64, optional
-        The `ends` of an instance with the same arguments, to avoid computing them again.
+        The `ends` attribute of an instance with the same arguments, to avoid recomputing it.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ cdef class DocumentEnds:
 
     cdef readonly cnp.ndarray lengths, ends
     cdef readonly int64_t total
-    # `kind` is the item size in bytes, negative for unsigned lengths.
+    # `kind` is the item size in bytes. It is negative for unsigned lengths.
     cdef cnp.ndarray values
     cdef const char* data
     cdef const int64_t* sums
@@ -229,7 +229,7 @@ cdef class DocumentEnds:
         return sums.cumsum()
 
     cdef inline int64_t length_of(self, int64_t k) noexcept nogil:
-        """Return the number of whole units in a document. Its length may be unaligned in memory."""
+        """Return the number of whole units in a document. The stored length may be unaligned."""
         cdef int64_t value = 0
         cdef uint32_t word
         cdef uint16_t half
@@ -272,7 +272,7 @@ cdef class DocumentEnds:
         return made
 
     def find(self, cnp.ndarray positions not None):
-        """Return the document at each position, and its start."""
+        """Return the document at each position, and the position where that document starts."""
         _, documents, inside, _ = locate([self], numpy.array([0, self.total]), positions)
         return documents, positions - inside
 
@@ -297,7 +297,7 @@ def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray posit
     """Find the document at each position in several contiguous sources.
 
     `firsts` contains the start of each source and the end of the last one. Return four rows: the
-    source, the document, the offset in it, and the number of tokens from there to its end.
+    source, the document, the offset in the document, and the number of tokens left in the document.
     """
     cdef Py_ssize_t k, s = 0, count = len(positions)
     cdef const int64_t* first = int64s(firsts)
@@ -322,7 +322,7 @@ def locate(list sources not None, cnp.ndarray firsts not None, cnp.ndarray posit
 
 
 cdef enum:
-    # Below this size, `keyed` shuffles a temporary table.
+    # `keyed` shuffles a temporary table for sizes below this.
     BRIEFEST = 128
 
 
@@ -331,7 +331,7 @@ def keyed(cnp.ndarray sizes not None, cnp.ndarray keys not None, cnp.ndarray pos
     """Return elements of many permutations, each with its own size and key.
 
     `positions[k]` is a position in the permutation of `sizes[k]` elements with key `keys[k]`. Sizes
-    below `BRIEFEST` use fisher-yates-v1, others feistel-v1. Nothing is cached.
+    below `BRIEFEST` use fisher-yates-v1, and larger ones use feistel-v1. Nothing is cached.
     """
     cdef Py_ssize_t k, i, j, count = len(positions)
     cdef const int64_t* size = int64s(sizes)
@@ -366,9 +366,9 @@ def deal(cnp.ndarray works not None, cnp.ndarray batches not None, Py_ssize_t ra
          Py_ssize_t size):
     """Assign each row to the rank with the least work so far. Ties go to the lowest rank.
 
-    Each rank gets `size` rows from each of the `count` batches. `batches` contains the batch of
-    each row, and `works` its work, in descending order. Return the rank of each row, and the row's
-    index among the rank's rows in the batch.
+    Each rank gets `size` rows from each of the `count` batches. `batches` contains each row's
+    batch, and `works` each row's work, in descending order. Return each row's rank, and the row's
+    index among that rank's rows in the batch.
     """
     cdef Py_ssize_t k, r, best, batch, rows = len(works)
     cdef const double* work = <const double*>cnp.PyArray_DATA(works)
@@ -401,8 +401,8 @@ cdef enum:
     CHILDREN = 16
 
 
-# The entries of a level, in `count` rows of nearly equal length. Each of the `nodes` nodes has a
-# child in each row. In row j, node 0's child is entry start[j] + turn[j].
+# The entries of a tree level, arranged in `count` rows of nearly equal length. The next level has
+# `nodes` nodes with one child per row. In row j, node 0's child is entry start[j] + turn[j].
 cdef struct Rows:
     uint64_t count
     uint64_t nodes
@@ -425,9 +425,9 @@ cdef Rows rows_of(uint64_t entries, uint64_t level):
 
 
 def laid(values, uint64_t level=1):
-    """Return an array with one row per node, which contains the values of its children.
+    """Arrange the values of a tree level in an array with one row per parent node.
 
-    Missing children are 0.
+    Each row contains the values of a node's children, and 0 for missing children.
     """
     cdef cnp.ndarray given = numpy.ascontiguousarray(values)
     cdef Rows rows = rows_of(given.size, level)
@@ -448,11 +448,11 @@ def laid(values, uint64_t level=1):
 cdef class Tree:
     """A tree that maps points on a line to samples. See docs/inside/orders.md.
 
-    Each sample is an interval of the line. `masses` contains the lengths, arranged by `laid`. Each
-    epoch reorders the intervals. The sum of all lengths must be below 2**63.
+    Each sample is an interval on the line. `masses` contains the interval lengths, arranged by
+    `laid`, and their sum must be below 2**63. The intervals are in a different order in each epoch.
     """
 
-    # There are at most 12 levels, because 16**12 = 2**48.
+    # 12 levels are enough for 16**12 = 2**48 samples.
     cdef readonly list levels
     cdef uint64_t* masses[12]
     cdef Rows rows[12]
@@ -473,7 +473,7 @@ cdef class Tree:
         return Tree, (self.levels[0], self.rows[0].start[self.rows[0].count])
 
     def samples_at(self, numbers, uint64_t seed, uint64_t epoch):
-        """Return the samples at the given points of an epoch."""
+        """Return the samples at the given points of the line in an epoch."""
         cdef cnp.ndarray left = numpy.array(numbers, numpy.uint64)
         cdef cnp.ndarray nodes = numpy.zeros(left.size, numpy.int64)
         cdef uint64_t* lefts = <uint64_t*>cnp.PyArray_DATA(left)
@@ -503,7 +503,7 @@ cdef class Tree:
                         if rest < mass[child]:
                             break
                         rest -= mass[child]
-                        # Replace the child with the last one.
+                        # Replace this child with the last remaining one.
                         remaining -= 1
                         order ^= (order >> 4 * remaining & 15 ^ child) << bits
                     length = rows.start[child + 1] - rows.start[child]
@@ -521,26 +521,26 @@ AHEAD = 1 << 14
 cdef class ArrayReader(Reader):
     """A reader for orders computed with NumPy, many units at a time.
 
-    It fetches about `ahead` samples in advance. No Python code runs while the cache is replaced, so
-    signal handlers may use the reader or raise.
+    It reads about `ahead` samples in advance. No Python code runs while the cache is being
+    replaced, so signal handlers may use the reader or raise exceptions.
 
     Parameters
     ----------
     order : Order or Reader
         The order whose units are read.
     read : callable
-        ``read(epoch, units)`` → the samples in the given units, and the size of each unit, or None
-        if all sizes are 1.
+        ``read(epoch, units)`` returns the samples in the given units, and the size of each unit (or
+        None if all sizes are 1).
     share : callable, optional
-        ``share(epoch, first, together, start, count)`` → the units of the global batch at `first`
-        that replace [start, start + count), the default part of a rank.
+        ``share(epoch, first, together, start, count)`` returns the units that a rank takes from the
+        global batch at `first`, instead of the default [start, start + count).
     """
 
     cdef readonly object call, share
     cdef readonly uint64_t ahead
     cdef object samples_kept, sizes_kept
-    # `batches` batches of `count` units, each `together` units after the previous one. The first is
-    # [start, start + count), or a share of the global batch that starts at `first`.
+    # The cache contains `batches` batches of `count` units, at intervals of `together` units. The
+    # first batch is [start, start + count), or a share of the global batch that starts at `first`.
     cdef uint64_t epoch, first, together, start, count, batches
     # The mean number of samples per cached unit.
     cdef double mean

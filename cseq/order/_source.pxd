@@ -7,7 +7,7 @@ from cseq._core cimport Ring
 
 cdef class Source:
     cdef readonly uint64_t epoch
-    # Units before the first ticket.
+    # Number of units before the first ticket.
     cdef readonly uint64_t consumed
     # Whether items have keys.
     cdef readonly bint keyed

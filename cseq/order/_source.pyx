@@ -27,7 +27,7 @@ cdef uint64_t READ_AHEAD = 128
 cdef class Source:
     """Determines each ticket's content, ring and number of units.
 
-    Positions count units, over all ranks. For a stream, a unit is an item.
+    Positions count units across all ranks. In a stream, each item is a unit.
     """
 
     cdef bint is_ready(self, uint64_t taken) noexcept:
@@ -39,18 +39,18 @@ cdef class Source:
         return 0
 
     cdef Py_ssize_t target(self) noexcept:
-        """Return the next ticket's ring, or -1 if no ticket is prepared or has room."""
+        """Return the next ticket's ring, or -1 if no ticket is prepared or no ring has room."""
         return -1
 
     cdef uint64_t write(self, Py_ssize_t ring_number, Ring ring, uint32_t cell, uint64_t ticket) noexcept:
-        """Post the next ticket in a free cell and return its number of units."""
+        """Post the next ticket in a free cell. Return its number of units, over all ranks."""
         return 0
 
     cdef void end(self, Py_ssize_t ring_number) noexcept:
         """Stop posting tickets to a ring."""
 
     cdef bint is_over(self) noexcept:
-        """Return True if no more tickets follow."""
+        """Return True if there are no more tickets."""
         return True
 
     cpdef int finish(self) except -1:
@@ -68,9 +68,9 @@ cdef class OrderSource(Source):
     cdef readonly Reader reader
     cdef Cut cut, later
     cdef uint64_t more
-    # Batches posted, units after the full batches (over all ranks), and the maximum batch size.
+    # `rest`: units after the full batches, over all ranks. `most`: the maximum batch size.
     cdef uint64_t posted, rest, most
-    # Samples and unit sizes read for batches [posted, prepared).
+    # Samples and unit sizes that have been read for batches [posted, prepared).
     cdef uint64_t prepared
     cdef Block data
     cdef int64_t* samples_read
@@ -142,13 +142,13 @@ cdef class OrderSource(Source):
             self.epoch += 1
             self.more -= 1
         size = self.cut.size
-        # Leave room for a batch that starts when almost READ_AHEAD samples have been read.
+        # Leave room for one more batch after almost READ_AHEAD samples.
         words = READ_AHEAD + self.most * room
         if self.data is None:
             self.data = Block(8 * <Py_ssize_t>(words + READ_AHEAD + self.most))
         out = self.samples_read = <int64_t*>self.data.data
         self.sizes = self.sizes_read = out + words if room > 1 else NULL
-        # The batches of a single rank are contiguous.
+        # If there is only one rank, its batches are contiguous.
         if self.posted < self.cut.full and room == 1 and self.cut.stride == size:
             count = min(self.cut.full - self.posted, max(<uint64_t>1, READ_AHEAD // size))
             self.reader.read(self.epoch, self.position_of(self.posted), count * size, out, NULL)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Log each message once.
 warn = functools.cache(logging.getLogger("cseq").warning)
-# Number of rows to cache, at 4 bytes each, plus 8 for the work unless over='epoch'.
+# Number of rows to cache. Each takes 4 bytes, plus 8 for its work unless over='epoch'.
 KEPT = 2**17
 STEPS = {"step": 1, "window": 16}
 ARTICLES = {"step": "a step", "window": "16 steps", "epoch": "an epoch"}
@@ -138,7 +138,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # Number of windows to cache, enough for a read-ahead.
+        # Number of windows to cache, which must be enough for reading ahead.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -178,7 +178,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """Return the row at each unit. With `is_sum`, whole windows are not rearranged."""
+        """Return the row at each unit. With `is_sum`, complete windows are not rearranged."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -189,7 +189,7 @@ class Balanced(Order):
         return rows
 
     def _sorted(self, seed: int, works: Works, epoch: int, number: int) -> Tables:
-        """Return the sorted rows of a window, and their work if it is cached."""
+        """Return the sorted rows of a window, and their work unless over='epoch'."""
         name, folder = "", None
         if self._over == "epoch" and number == 0 and self._cache is not None:
             facts = np.frombuffer(json.dumps(self.facts()).encode(), np.uint8)
@@ -208,7 +208,7 @@ class Balanced(Order):
             order[turns * self.together + bins] = order.copy()
         elif steps:
             alike = order.reshape(groups, steps, self.together)
-            # Each step gets one group per work level, highest first.
+            # Each step gets one group per work level, in descending order of work.
             for k in range(groups):
                 key = number * groups + k
                 turn = Permutation(steps, seed, epoch, BALANCE, key).at(np.arange(steps))

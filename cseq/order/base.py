@@ -32,10 +32,10 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# Functions that return the work per unit, and the number of tokens per source.
+# Functions of an epoch and units. `Works` returns the work per unit, `Sums` the tokens per source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
-# The samples, and the size of each unit, or None if all are 1.
+# The samples, and the size of each unit (or None if all sizes are 1).
 Read: TypeAlias = "tuple[NDArray[np.integer[Any]], Ints | None]"
 
 
@@ -48,7 +48,7 @@ class Order:
     Attributes
     ----------
     name : str
-        The name and version of the definition. If the definition changes, so must the name.
+        The name and version of the order's definition. Change it if the definition changes.
     samples : int or None
         The number of samples. Every index must be below it. None means the size of the data.
     units : int
@@ -64,7 +64,7 @@ class Order:
     tokens : float or None
         The mean number of tokens per unit, or None if unknown.
     replaced : dict of str to str
-        The names of earlier definitions, mapped to what has changed since, for error messages.
+        For error messages: maps names of earlier definitions to a description of the changes.
 
     Examples
     --------
@@ -87,7 +87,7 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
-    # The facts besides the name and the number of samples.
+    # All facts except the name and the number of samples.
     _facts: dict[str, Any] | None = None
 
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
@@ -130,7 +130,7 @@ class Order:
     def resumed(self, facts: dict[str, Any], seed: int, epoch: int, consumed: int) -> Self:
         """Return an order that continues a saved run from a position in an epoch.
 
-        `facts` is the result of `facts()` of the saved order.
+        `facts` is the result of the saved order's `facts()`.
 
         Raises
         ------
@@ -224,14 +224,14 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
     changes = keys[0][1:] != keys[0][:-1]
     for key in keys[1:]:
         changes |= key[1:] != key[:-1]
-    # Usually, there is a single run. This check takes half as long as the general case.
+    # Usually, there is a single run. Checking for it takes half as long as the general case.
     if not changes.any():
         return iter([(0, len(keys[0]))])
     return itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(keys[0])])
 
 
 def kind(order: Order) -> str:
-    """Describe the order's units for messages."""
+    """Describe the order's units, for use in messages."""
     return "batches" if order.is_batch else "rows of samples" if order.room > 1 else "samples"
 
 

@@ -139,7 +139,7 @@ class Windows:
             for k, below in enumerate((count, lanes))
         )
         self.epoch_start = int(self.start_of(window))
-        # For each lane, the latest window, and the lane's part of that window.
+        # Maps each lane to its latest window and the lane's part of that window.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
     def start_of(self, windows: Ints | int) -> Ints:
@@ -183,7 +183,7 @@ class Windows:
         n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
         end = n if window == self.count - 1 else int(self.start_of(window + 1))
         size, more = divmod(end - start, lanes)
-        # The first of the `more` lanes with an extra sample.
+        # `more` lanes have an extra sample. This is the first of them.
         first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
@@ -238,8 +238,8 @@ class EqualWindows(Windows):
 class UnequalWindows(Windows):
     """Windows of blocks with different sizes.
 
-    The first windows may contain one more block. `cuts` and `starts` contain the first block and
-    the first layout position of each window.
+    The first windows may contain one block more than the others. `cuts` contains each window's
+    first block, and `starts` its first layout position.
     """
 
     def __init__(self, sizes: Ints, window: int, seed: int, epoch: int) -> None:

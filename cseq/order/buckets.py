@@ -39,8 +39,8 @@ class Buckets(Recipes):
         The ratio between the upper bounds of successive buckets. A smaller ratio, such as 1.05,
         reduces padding. A larger one, such as 1.25, mixes more samples.
     boundaries : sequence of int, optional
-        The upper bounds of the buckets in ascending order, instead of `ratio`. Samples above the
-        last bound form a separate bucket.
+        The upper bounds of the buckets in ascending order, instead of `ratio`. Samples longer than
+        the last bound form a separate bucket.
     most : int, optional
         The maximum number of samples in a batch.
     together : int
@@ -147,7 +147,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # The number of batches for each recipe of the last non-empty class.
+        # Batch counts for the recipes of the last non-empty class.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,
@@ -178,7 +178,7 @@ def _growing(shortest: int, longest: int, ratio: float) -> NDArray[np.int64]:
 
 
 def _given(boundaries: Sequence[int], longest: int, budget: int) -> NDArray[np.int64]:
-    """Validate the bounds, drop unused ones, and add one for the longest sample."""
+    """Validate the bounds, drop unused ones, and add one for the longest sample if needed."""
     bounds: list[int] = []
     for k, bound in enumerate(boundaries):
         least = bounds[-1] + 1 if bounds else 1

@@ -53,8 +53,8 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():
         raise ValueError(f"the state lacks the keys {sorted(missing)}; {remedy}")
-    # Version 1 had only shuffled and sequential orders. Version 2 stored the order as a dict,
-    # without a fingerprint of the indices.
+    # Version 1 supported only shuffled and sequential orders. Version 2 stored the order as a
+    # dict, and did not store a fingerprint of the indices.
     if version == 1:
         name = state["algorithm"] if state["shuffle"] else Sequential.name
         return {"name": name, "samples": state["dset_size"]}
@@ -71,7 +71,7 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
 def load(
     state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
 ) -> tuple[Sampler, int, int]:
-    """Return a sampler that continues from a state, the epoch, and the number of consumed units.
+    """Return the sampler, epoch, and number of consumed units with which a run continues.
 
     Raises TypeError or ValueError if the state is invalid, if its seed differs and `any_seed` is
     not set, or if its order, indices or data differ and `strict` is set.

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from cseq._core import Reader
     from cseq.order.base import Ints, Read
 
-# Tables store samples in 4 bytes each.
+# Tables store each sample in 4 bytes.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# The arguments are classes, the rank of the first member in each, and the number of members.
+# Arguments: classes, the rank of the first member to read in each, and the number of members.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# Lengths are marked in a table if their range exceeds the number of samples by at most this.
+# `distinct` uses a lookup table if the length range exceeds the sample count by at most this.
 DENSE = 2**16
-# Maximum share of samples or tokens to leave out without a warning.
+# Maximum fraction of samples or tokens that may be left out without a warning.
 LITTLE = 0.01
 
 
@@ -56,12 +56,12 @@ class Classes:
 
 
 class Members:
-    """The shuffled samples of each class. The class is the key of the permutation."""
+    """The samples of each class, shuffled by a permutation with the class number as its key."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
         self.classes, self.seed, self.epoch = classes, seed, epoch
         self.made = np.zeros(classes.count, np.bool_)
-        # Small classes are shuffled in a table.
+        # Small classes are shuffled with a lookup table. Large ones use `computed`.
         self.samples = np.empty(len(classes.table), np.uint32)
         self.computed: dict[int, Permutation] = {}
 
@@ -96,7 +96,7 @@ class Lengths:
         self.samples, self.budget = len(self.values), budget
         drop = choice("too_long", too_long, ("error", "drop")) == "drop"
         self.shortest, self.longest, self.dropped = budget, 0, 0
-        # The number of tokens in kept and in dropped samples.
+        # Token counts of the kept samples (`total`) and the dropped ones (`lost`).
         self.total = self.lost = 0.0
         for start, chunk in _chunks(self.values):
             low, high, kept = int(chunk.min()), int(chunk.max()), chunk
@@ -125,7 +125,7 @@ class Lengths:
         self.fingerprint = fingerprint(self.values)
 
     def left_out(self) -> str:
-        """Describe the dropped samples, and warn if there are many."""
+        """Describe the dropped samples, and issue a warning if there are many."""
         if not self.dropped:
             return ""
         samples, tokens = self.dropped / self.samples, self.lost / (self.lost + self.total)
@@ -188,9 +188,9 @@ class Recipes(Order):
         The number of units per recipe, and the index of each recipe's first part, followed by the
         total number of parts.
     parts : numpy.ndarray
-        For each part, the class, the samples per unit, and the first unit's rank in the class.
+        For each part: class, samples per unit, and the rank of the first unit's first sample.
     together : int
-        The number of units, consecutive in recipe order, to keep together.
+        The number of consecutive units (in recipe order) to keep together.
     longest : int, optional
         A unit whose group comes first in every epoch.
     """
@@ -248,7 +248,7 @@ class Epoch:
         )
         self.shift = 0
         if longest is not None:
-            # Keep the longest unit out of the short group and put its group first.
+            # Keep the longest unit out of the short group, and move its own group to the front.
             self.at = (longest + 1 + self.at) % order.units
             before = self.rest if longest >= self.at else self.before
             wanted = (longest - before) // order.together

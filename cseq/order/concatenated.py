@@ -98,10 +98,10 @@ class Concatenated(CachedOrder):
         counts[0] = 0
         lengths_of_row = np.arange(self.row + 1)
         tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
-        # All documents shorter than `longest` fit into one row.
+        # All documents shorter than `longest` fit in one row together.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
-        # With a maximum of 1, units would count as single samples.
+        # If `room` were 1, units would be treated as single samples.
         return max(2, min(whole + 2, self.row, int(counts.sum())))
 
     def facts(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Concatenated(CachedOrder):
 
 
 class _Epoch:
-    """The documents in the order of an epoch, with the end of every 16th one."""
+    """The documents in an epoch's order, and the end position of every 16th document."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Epoch:
         self.ends, self.works = arrays["ends"], arrays.get("works")
 
     def _make(self, works: bool, new: New) -> None:  # noqa: FBT001 - bound by `partial`
-        """Sum the lengths in order, and compute each row's work if `works` is set."""
+        """Compute cumulative lengths in epoch order, and the work per row if `works` is set."""
         n, total = len(self.corpus.lengths), 0
         sums = new("ends", -(-n // BLOCK), np.int64)
         if works:

@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 # The maximum number of samples in a batch.
 MOST_ROOM = 2**31
-# Number of shuffled classes to cache per reader.
+# Number of shuffled classes that each reader caches.
 KEPT = 1024
 
 
 class Groups(Order):
     """Batches that contain `samples` samples from each of `classes` distinct classes.
 
-    Batches are drawn in rounds, which continue across epochs. Each round uses every class once, or
-    leaves out a few random classes if their number is not a multiple of `classes`. If none are left
-    out, all samples of a class appear before any is repeated, except for a few samples if the size
-    of the class is not a multiple of `samples`.
+    Batches are drawn in rounds, which continue across epochs. Each round uses every class once, but
+    leaves out a few random classes if the total number of classes is not a multiple of `classes`.
+    If no classes are left out, all samples of a class appear before any is repeated, except for a
+    few samples if the class size is not a multiple of `samples`.
 
     Parameters
     ----------
     labels : array of int or of str
         Each sample's class.
     classes, samples : int
-        The number of classes in a batch, and the number of samples from each, which are adjacent.
+        The number of classes in a batch, and the number of adjacent samples from each class.
     epoch_size : int, optional
         The number of batches in an epoch. By default, an epoch has as many samples as the data.
     repeat_small : bool

@@ -52,8 +52,8 @@ class Mixture(Composed):
         order of a source depends on its name, but not on other sources.
     weights : dict of str to number, or list of (int, dict)
         The share of each source. Only the ratios matter. A weight of 0 excludes a source. For a
-        curriculum, pass a list of (unit, weights), starting with unit 0. Units count over all
-        epochs, and weights take effect at the next block.
+        curriculum, pass a list of (unit, weights), starting with unit 0. Units are counted over
+        all epochs, and weights take effect at the next block.
     weights_of : 'units' or 'tokens'
         What the weights measure. With 'tokens', a source with longer rows gets fewer rows for the
         same weight. Use it for `Packed` and `Concatenated`.
@@ -69,7 +69,7 @@ class Mixture(Composed):
     Warns
     -----
     UserWarning
-        If sources with nonzero weights get less than one unit per epoch.
+        If sources with nonzero weights contribute less than one unit per epoch.
 
     Notes
     -----
@@ -187,8 +187,8 @@ class Mixture(Composed):
     def facts(self) -> dict[str, Any]:
         """Return everything that determines the order.
 
-        `weights` are the original unit weights, `meant` the token weights, and `reweighed` the
-        later weights. The plan starts at unit `since`, after `taken` units from each source.
+        `weights` are the original unit weights, `meant` the token weights, and `reweighed` the unit
+        weights set later. The plan starts at unit `since`, after `taken` units from each source.
         """
         plan = self._plan
         return ({"meant": self._meant} if self._by_tokens else {}) | {
@@ -265,7 +265,7 @@ class Mixture(Composed):
         order = self.sources[name]
         if facts is None or facts == order.facts():
             return order
-        # If the length of a pass has changed, the position in it is meaningless.
+        # If the length of a pass has changed, the saved position in it is meaningless.
         same = facts.get("units", order.units) == order.units
         resumed = order.resumed if same else partial(Order.resumed, order)
         try:
@@ -379,7 +379,7 @@ class Resized(Composed):
 
 
 def _before(facts: dict[str, Any]) -> tuple[_Plan, dict[str, dict[str, Any]]]:
-    """Return the plan in a state, and the facts of each source."""
+    """Return the plan that a state describes, and each source's facts."""
     try:
         source_facts = {name: dict(values) for name, values in facts["sources"]}
         names = list(source_facts)
@@ -431,7 +431,7 @@ class _Plan:
     def block_of(
         self, seed: int, before: Callable[[int], NDArray[np.uint64]], block: int
     ) -> tuple[NDArray[np.uint16], NDArray[np.uint64]]:
-        """Return each unit's source in a block, and its index among the draws from that source."""
+        """Return each unit's source in a block, and the unit's index among that source's draws."""
         first = before(block)
         quotas = before(block + 1) - first
         sources = np.repeat(np.arange(len(quotas), dtype=np.uint16), quotas.view(np.int64))

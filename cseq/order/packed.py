@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-# `describe` reports the maximum fill if rows exceed the ideal number by this factor.
+# `describe` reports the maximum fill if the row count must exceed the ideal by this factor.
 SHOWN = 1.001
 # Counting pieces takes 8 bytes per quantum of a row.
 MOST_COUNTED = 2**24
@@ -129,7 +129,7 @@ class Packed(Recipes, CachedOrder):
         self._tokens = None
         if quantum == 1:
             self._tokens = np.add.reduceat(lengths_in * counts, self.first[:-1])
-        # With a maximum of 1, units would count as single samples.
+        # If `room` were 1, units would be treated as single samples.
         self.room = max(2, self.room)
         self.tokens = total / self.units
         self._used = self.tokens / budget
@@ -161,7 +161,7 @@ def best_fit(lengths: Ints, counts: Ints, budget: int) -> tuple[Ints, Ints, Ints
     `lengths` (ascending, up to `budget`) and `counts` describe the classes of samples. Return
     `copies`, `first` and `parts` for `Recipes`.
     """
-    # The amounts of free space in ascending order, and the rows with each amount.
+    # `rooms` lists the amounts of free space in ascending order. `kinds` maps them to rows.
     rooms: list[int] = []
     kinds: dict[int, deque[tuple[int, Contents]]] = {}
 

@@ -33,12 +33,12 @@ class Pieces(Classes):
     """Cuts documents every `budget` tokens and groups the pieces by length.
 
     Remainders with the same number of quanta form a class. Full pieces are the last class. `table`
-    lists the documents with a remainder, sorted by class, in 4 bytes each.
+    lists the documents that have a remainder, sorted by class, and takes 4 bytes for each.
 
     Attributes
     ----------
     lengths : array
-        The number of quanta in a piece of each class.
+        The piece length of each class, in quanta.
     sizes, offsets : array
         The number of pieces in each class, and the start of the class in `table`.
     """
@@ -53,7 +53,7 @@ class Pieces(Classes):
         self.ends = DocumentEnds(lengths, ends=arrays["ends"])
         self.whole = DocumentEnds(lengths, budget, ends=arrays["whole"])
         self.lengths, self.sizes, self.table = arrays["lengths"], arrays["sizes"], arrays["table"]
-        # The number of classes of remainders.
+        # The number of remainder classes.
         self.rests = len(self.lengths) - (self.whole.total > 0)
         self.offsets = np.append(0, self.sizes[: self.rests].cumsum())
         self.count = len(self.lengths)
@@ -81,7 +81,7 @@ class Pieces(Classes):
         self._sort(counts)
 
     def _quanta(self) -> Iterator[tuple[int, NDArray[np.integer[Any]]]]:
-        """Yield the start of each chunk of documents, and the number of quanta per remainder."""
+        """Yield the start of each chunk of documents, and the remainder lengths in quanta."""
         step = max(TOGETHER, 4 * self.rooms)
         kind = np.uint16 if self.rooms < 2**16 else np.uint32
         for start in range(0, len(self.ends.lengths), step):
@@ -133,16 +133,16 @@ def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     """Return a lower bound on the number of rows in any packing of whole pieces.
 
     This is the Martello–Toth bound. A row has room for one piece longer than half the budget, for
-    two pieces longer than a third, and so on. Pieces from k tokens to half the budget need further
-    rows unless they fit beside longer pieces. The bound is the maximum over all k.
+    two pieces longer than a third, and so on. Pieces of at least k tokens, but at most half the
+    budget, need more rows unless they fit next to longer pieces. The bound is the maximum over k.
     """
     tokens = lengths * counts
-    # The number of pieces in each class and all classes of longer pieces.
+    # For each class, the number of pieces that are at least as long.
     above = np.append(counts[::-1].cumsum()[::-1], 0)
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    # For each k, the first class that is too long to share a row with k.
+    # For each k, the first class whose pieces are too long to share a row with class k.
     beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())

@@ -35,7 +35,7 @@ class Last(NamedTuple):
 
 
 class Now(NamedTuple):
-    """The current epoch, the number of units that all ranks consumed, and whether it is over."""
+    """The epoch, the number of units consumed by all ranks, and whether the epoch is over."""
 
     epoch: int
     position: int
@@ -50,13 +50,13 @@ class Place:
     first : int
         The epoch in which the iterator starts.
     consumed : int
-        The number of units of this epoch that all ranks consumed before the iterator started.
+        The number of units in this epoch that all ranks consumed before the iterator started.
     progress : Progress
         The feed's progress, or `Last()` until the feed starts the epoch.
     again : bool
         Whether the next iterator restarts an unfinished epoch.
     tally : Tally
-        The number of tokens that the run has consumed.
+        The number of tokens that the run has consumed from each source.
     """
 
     __slots__ = ("again", "consumed", "first", "progress", "tally")

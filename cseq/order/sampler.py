@@ -10,8 +10,8 @@ and every rank gets a contiguous part of each global batch. With ``batch_size=3`
 
 `drop_last` omits the tail. Otherwise, its ``m`` units are divided into `world_size` contiguous
 parts of ``ceil(m / world_size)`` units, padded with units from the start of the epoch (at most
-``world_size - 1``). All ranks have the same number of batches of the same sizes. Without `pad`, the
-parts may differ by one unit, and some ranks may have one batch fewer.
+``world_size - 1``). All ranks have equally many batches, with equal sizes. Without `pad`, the parts
+may differ by one unit, and some ranks may have one batch fewer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Cut(NamedTuple):
     Attributes
     ----------
     first : int
-        The number that batch 0 has in the whole epoch.
+        The index of batch 0 in the whole epoch.
     batches, full : int
         The number of batches, and the number of full batches, which come first.
     start, stride : int
@@ -138,7 +138,7 @@ class Sampler:
         self.seed = integer("seed", self.seed, 0, MOST_SEED)
         self.world_size = integer("world_size", self.world_size)
         self.rank = integer("rank", self.rank, 0, self.world_size - 1)
-        # Units in a global batch.
+        # Number of units in a global batch.
         self._stride = self.batch_size * self.world_size
         self._reader = self._make_reader()
         self.length = self.cut_at(0).batches
@@ -272,7 +272,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 def _holds_numbers(indices: object) -> bool:
     """Return True for an array of numbers rather than a data set.
 
-    numpy would read all samples of a data set, endlessly if no index raises IndexError.
+    numpy would read every sample of a data set, and never stop if no index raises IndexError.
     """
     if isinstance(indices, (list, tuple)):
         return (

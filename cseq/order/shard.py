@@ -1,9 +1,9 @@
 """Detects this process's rank and the number of ranks.
 
 ``shard='auto'`` queries Ray Train, torch, JAX and the environment variables of launchers, in this
-order. A manager keeps the first answer and raises an error if a later one differs, because ranks
-might process the same samples. 'auto' also rejects ranks that share a model, because they need
-identical batches.
+order. A manager keeps the first result and raises an error if a later one differs, because ranks
+might otherwise process the same samples. 'auto' also rejects ranks that share a model, because
+those ranks need identical batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger("cseq")
 FORMS = "(rank, world_size), a process group, a one-dimensional DeviceMesh, 'auto' or None"
 # Words in the names of mesh dimensions that divide the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-# Words for two dimensions that divide the batches together.
+# Words that name a pair of dimensions, which divide the batches together.
 HALVES = {"replicate", "replica", "shard"}
 # Megatron uses process groups instead of a mesh.
 MEGATRON = {
@@ -50,9 +50,9 @@ MEGATRON = {
     "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
     "CONTEXT_PARALLEL_GROUP": "context",
 }
-# Set by torchrun and others, Lightning (which does not set RANK), Open MPI, MPICH and Intel MPI,
-# and srun. torchrun and mpirun may run inside a Slurm job, so Slurm comes last. SLURM_NTASKS is
-# also set in batch scripts, so it is not used.
+# Set by torchrun and others, by Lightning (which does not set RANK), by Open MPI, by MPICH and
+# Intel MPI, and by srun. Slurm comes last, because torchrun and mpirun may run inside a Slurm job.
+# SLURM_NTASKS is not used, because batch scripts also have it.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("LOCAL_RANK", "WORLD_SIZE"),
@@ -142,7 +142,7 @@ def _remedy(names: Iterable[str]) -> str:
 
 
 def resolve() -> Shard:
-    """Find the shard for 'auto'. Raises ValueError if ranks share a model."""
+    """Find the shard for 'auto'. Raise ValueError if ranks share a model."""
     if shared := model_parallel():
         listed = ", ".join(f"{name}={size}" for name, size in shared)
         raise ValueError(
@@ -162,8 +162,8 @@ def find_shard() -> Shard:
 def model_parallel() -> list[tuple[str, int]]:
     """Return the mesh dimensions and sizes if ranks seem to share a model.
 
-    They seem to if the name of a dimension contains no word from `DATA`, or if the only data
-    dimension does not include all ranks.
+    This is assumed if a dimension larger than 1 has no word from `DATA` in its name, or if the only
+    data dimension does not include all ranks.
 
     torch has no list of meshes. Since torch 2.6, the process groups of meshes have descriptions.
     Earlier versions keep track of sliced meshes. A one-dimensional mesh of all ranks is not found,
@@ -195,7 +195,7 @@ def _words(name: str) -> set[str]:
 
 
 def agree(earlier: Shard | None) -> Shard:
-    """Resolve 'auto'. Raises ValueError if an earlier result differs."""
+    """Resolve 'auto'. Raise ValueError if the result differs from an earlier one."""
     now = resolve()
     if earlier is None:
         if not now.source:
@@ -221,7 +221,7 @@ def warn_alone() -> None:
 def _ray_train() -> Shard | None:
     """Query Ray Train. Return None for a single worker."""
     train = sys.modules.get("ray.train")
-    # RuntimeError is raised outside workers, DeprecationWarning in Tune trials.
+    # RuntimeError is raised outside of workers, and DeprecationWarning in Tune trials.
     with contextlib.suppress(RuntimeError, DeprecationWarning):
         context = train.get_context() if train is not None else None
         if context is not None and (context.get_world_size() or 1) > 1:

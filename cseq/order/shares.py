@@ -39,7 +39,7 @@ class Shares:
         self.whole = [above * (scale // below) for above, below in ratios]
         self.total = sum(self.whole)
         self._top = len(self.whole)
-        # For each node, four indices: the base of the fraction, the node, and its children.
+        # Four indices per node: the base of its fraction, the node itself, and its two children.
         nodes: list[tuple[int, int, int, int]] = []
         parts: list[tuple[int, int]] = []
         sources = [(weight, s) for s, weight in enumerate(self.whole) if weight]
@@ -62,7 +62,7 @@ class Shares:
         self._top = before
         self._nodes = np.array(nodes[::-1], np.int64).reshape(-1, 4)
         self._parts = [(part // (g := math.gcd(part, of)), of // g) for part, of in parts[::-1]]
-        # Each fraction times 2**64, rounded up, and the largest exact count.
+        # Each fraction times 2**64, rounded up, and the largest count for which this is exact.
         factors = [
             (-(-(part << 64) // of), (1 << 63) // of if (part << 64) % of else WORD)
             for part, of in self._parts

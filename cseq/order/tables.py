@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     New: TypeAlias = Callable[[str, int, DTypeLike], NDArray[Any]]
 
 MAGIC = b"cseqtab1"
-# Every system can map a file at multiples of this offset.
+# All systems can map files at multiples of this offset.
 ALIGNED = 2**16
 # Number of 8-byte words per partial sum in a file's digest.
 SUMMED = 2**17
@@ -52,7 +52,7 @@ def tables(
     arrays = _load(path, name)
     while arrays is None:
         with _claimed(f"{path}.part") as fd:
-            # Another process may have created the file meanwhile.
+            # Another process may have created the file in the meantime.
             arrays = _load(path, name)
             if fd is None:
                 continue
@@ -94,7 +94,7 @@ def lengths_in(folder: str | None, lengths: NDArray[Any]) -> tuple[NDArray[Any],
 
 
 def mapped(path: str, dtype: DTypeLike, offset: int = 0, count: int | None = None) -> NDArray[Any]:
-    """Map a part of a file as a plain array, because slicing a `numpy.memmap` is slow."""
+    """Map part of a file as a plain array, because slicing a `numpy.memmap` is slow."""
     kind = np.dtype(dtype)
     number = (os.path.getsize(path) - offset) // kind.itemsize if count is None else count
     if not number:
@@ -127,7 +127,7 @@ class Mapped(NamedTuple):
 class CachedOrder(Order):
     """An order that is computed from lengths and can store tables in a folder.
 
-    With a folder, a pickle refers to the file of lengths, and contains no data per document.
+    With a folder, pickles refer to the file of lengths instead of containing the lengths.
     """
 
     _folder: str | None = None
@@ -188,7 +188,7 @@ def _write(fd: int, name: str, make: Callable[[New], None]) -> None:
         size = max(1, length * kind.itemsize)
         parts[key], end = (kind.str, length, start), start + -(-size // ALIGNED) * ALIGNED
         if hasattr(os, "posix_fallocate"):
-            # If the disk is full, writing to the map would kill the process, so allocate first.
+            # On a full disk, writing to the map would kill the process, so allocate up front.
             os.posix_fallocate(fd, start, end - start)
         else:
             os.ftruncate(fd, end)
@@ -212,7 +212,7 @@ def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
 
 
 def _load(path: str, name: str) -> Tables | None:
-    """Map the arrays in a file. Return None if it is missing, damaged or for another name."""
+    """Map the arrays in a file. Return None if the file is missing, damaged or for another name."""
     try:
         file = mapped(path, np.uint8)
     except FileNotFoundError:

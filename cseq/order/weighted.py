@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 MOST_TOTAL = 2**62
 # Number of linear search steps before a binary search.
 STEPS = 8
-# With a 48-bit size, this many bits keep intermediate values within 64 bits.
+# Bits per digit in `spread`. With a 48-bit size, intermediate values still fit in 64 bits.
 DIGIT = 15
 
 
@@ -139,7 +139,7 @@ class Weighted(Order):
 class Guide:
     """A lookup table for the first sample in each range of 2**shift numbers.
 
-    `numpy.searchsorted` would take three times as long, because of memory latency.
+    Due to memory latency, `numpy.searchsorted` would take three times as long.
     """
 
     def __init__(self, sums: NDArray[np.uint64]) -> None:
@@ -153,7 +153,7 @@ class Guide:
             self.first[start : start + CHUNK] = np.searchsorted(sums, marks, "right")
 
     def first_above(self, numbers: NDArray[np.uint64]) -> Ints:
-        """Return, for each number, the first sample whose cumulative sum exceeds it."""
+        """For each number, return the first sample whose cumulative sum exceeds the number."""
         samples: Ints = self.first.take((numbers >> self.shift).view(np.int64)).astype(np.int64)
         left = np.flatnonzero(self.sums.take(samples) <= numbers)
         for _ in range(STEPS):
