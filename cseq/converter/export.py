@@ -108,7 +108,7 @@ class Imports(SlotReader):
         except Lost as error:
             reason = str(error)
         epoch, number, _ = self._ring.ticket(cell)
-        logger.warning("epoch %d, batch %d is converted again: %s", epoch, number, reason)
+        logger.warning("epoch %d, batch %d is being converted again: %s", epoch, number, reason)
         _, _, slot, capacity, record, _ = self._ring.left_in(cell)
         memory = self.arena.lend(slot, sum(record), capacity)
         batch = self._convert(codec.decode(memory, record))

@@ -105,8 +105,8 @@ def _refuse_arguments(worker: Callable[[], object]) -> None:
     except TypeError as error:
         raise TypeError(
             f"worker={worker!r} cannot be called without arguments ({error}); pass a class or "
-            "object with __getitem__(indices) -> batch, and supply arguments of a class with "
-            "functools.partial(…)"
+            "object with __getitem__(indices) -> batch; if a class needs arguments, supply "
+            "them with functools.partial(…)"
         ) from None
     except ValueError:
         pass

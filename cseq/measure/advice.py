@@ -361,7 +361,7 @@ def _gil(v: Window) -> Said:
         f"their waits for the GIL takes {duration(v.gil)} or longer"
     )
     if v.starved:
-        seen += "; they wait even longer for a core: other programs use the cores"
+        seen += "; they wait even longer for a core: other programs are using the cores"
     # The number of cores that the threads could use, and the loop's own time without GIL waits.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
@@ -385,7 +385,7 @@ def _loop(v: Window) -> Said:
     seen = "the loop is the bottleneck"
     if v.loop_queued >= QUEUED:
         seen += f", and waits for a core {v.loop_queued:.0%} of the time"
-        seen += ": other programs use the cores" * v.has_others
+        seen += ": other programs are using the cores" * v.has_others
     if v.spare:
         seen += f"; {_count(v.fewest, 'worker')} would be enough instead of {v.workers}"
     return Said(seen)
@@ -436,7 +436,7 @@ def _buffer(v: Window) -> Said:
 def _cores(v: Window) -> Said:
     if v.queued >= QUEUED and v.has_others:
         return Said(
-            f"{_busy(v)}: other programs use the cores",
+            f"{_busy(v)}: other programs are using the cores",
             "more workers would only take turns with them; leave this program more cores",
             gain=min(v.most, 1 / max(1 - v.queued, 0.01)),
         )

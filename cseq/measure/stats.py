@@ -297,7 +297,7 @@ class Stats:
         0.07
         """
         if earlier.batches > self.batches or earlier._first not in (0, self._first):
-            raise ValueError("earlier= is from a different run; pass earlier stats() of this run")
+            raise ValueError("earlier= is from a different run; pass a stats() result of this run")
         grown = {name: getattr(self, name) - getattr(earlier, name) for name in ADDED}
         before, now = earlier.source_tokens, self.source_tokens
         grown["source_tokens"] = {name: now[name] - before.get(name, 0) for name in now}

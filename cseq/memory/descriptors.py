@@ -36,7 +36,7 @@ def anonymous_file(name: str) -> tuple[Descriptor, bool]:
             return Descriptor(os.memfd_create, name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), True
         except OSError as error:
             if error.errno == errno.EMFILE:
-                text = f"{error.strerror}: each worker needs four of them; raise ulimit -n"
+                text = f"{error.strerror}: each worker needs four descriptors; raise ulimit -n"
                 raise OSError(error.errno, text) from error
     # This import is slow and rarely needed.
     import tempfile

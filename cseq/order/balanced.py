@@ -119,7 +119,7 @@ class Balanced(Order):
 
     def reweighed(self, weights: Weights, seed: int, epoch: int, consumed: int) -> Self:
         if not hasattr(self.order, "reweighed"):
-            raise TypeError(f"order={self!r} has no weights; pass a Balanced of a Mixture")
+            raise TypeError(f"order={self!r} has no weights; pass a Balanced that wraps a Mixture")
         order = self.order.reweighed(weights, seed, epoch, consumed)
         return self._of(order, consumed, is_same=False)
 

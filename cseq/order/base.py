@@ -167,8 +167,8 @@ class Order:
             If the order cannot compute the work of a unit.
         """
         raise TypeError(
-            f"order={self!r} cannot compute how much work each unit takes; pass Packed, "
-            "Concatenated, or a Mixture or Resized of these orders"
+            f"order={self!r} cannot compute how much work each unit takes; pass a Packed or "
+            "Concatenated order, or a Mixture or Resized that wraps only such orders"
         )
 
     def token_sums(self, seed: int) -> Sums | None:
@@ -199,7 +199,7 @@ class Order:
         if self.is_batch and size > 1:
             raise ValueError(
                 f"batch_size={batch_size} was passed, but each unit of {self!r} is a whole batch; "
-                "leave batch_size out"
+                "omit batch_size"
             )
         reader = self.reader(integer("seed", seed, 0, MOST_SEED))
         batches = -(-self.units // size)

@@ -76,9 +76,9 @@ class Blocks(Samples):
                 )
             total = int(sizes.sum())
             if samples not in (None, total):
-                raise ValueError(f"samples={samples}, but rows sum to {total}; leave samples out")
+                raise ValueError(f"samples={samples}, but rows sum to {total}; omit samples")
             if lanes != 1:
-                raise ValueError(f"lanes={lanes} needs blocks of equal size; leave lanes out")
+                raise ValueError(f"lanes={lanes} needs blocks of equal size; omit lanes")
             self.name, self.replaced = "unequal-blocks-v1", {}  # type: ignore[misc]
             samples, rows = total, max(1, int(sizes.max()))
         super().__init__(samples)

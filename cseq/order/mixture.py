@@ -138,8 +138,8 @@ class Mixture(Composed):
             if order.tokens is None:
                 raise TypeError(
                     f"weights_of='tokens' needs the mean number of tokens in a unit, but "
-                    f"sources[{name!r}]={order!r} does not provide it; pass Packed, Concatenated, "
-                    "or a Resized or Balanced of these orders"
+                    f"sources[{name!r}]={order!r} does not provide it; pass a Packed or "
+                    "Concatenated order, or a Resized or Balanced that wraps one"
                 )
         means = [order.tokens or 1.0 for order in self.sources.values()]
         rates = [weight * (max(means) / mean) for weight, mean in zip(weights, means, strict=True)]

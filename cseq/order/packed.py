@@ -99,7 +99,7 @@ class Packed(Recipes, CachedOrder):
                 f"quanta; pass a quantum of at least {-(-budget // most)}"
             )
         if cache is not None and too_long != "split":
-            raise ValueError(f"cache={cache!r} is only for too_long='split'; leave cache out")
+            raise ValueError(f"cache={cache!r} is valid only with too_long='split'; omit it")
         self._bound, total = "", 0.0
         if too_long == "split":
             self.name = "packed-split-v1"

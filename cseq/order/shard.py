@@ -203,7 +203,7 @@ def agree(earlier: Shard | None) -> Shard:
         return now
     if now.source and now[:2] != earlier[:2]:
         raise ValueError(
-            f"shard='auto' was {earlier} before and is {now} now; create the process group before "
+            f"shard='auto' was {earlier} earlier but is now {now}; create the process group before "
             "you start the manager or call len() on it, or pass shard=(rank, world_size)"
         )
     return earlier

@@ -65,7 +65,7 @@ class Weighted(Order):
 
     name = "weighted-v2"
     replaced: ClassVar[dict[str, str]] = {
-        "weighted-v1": "samples came at equal distances in the data, and are now drawn at random"
+        "weighted-v1": "samples were taken at equal intervals and are now drawn at random"
     }
 
     def __init__(

@@ -111,7 +111,7 @@ class Deaths:
         self.restarts += self.has_failed
         how = f"{describe_exit(exitcode)}{self._oom(exitcode)}"
         if is_overdue:
-            how = "took longer than its timeout and was killed"
+            how = "exceeded its timeout and was killed"
         return WorkerDied(
             f"worker {worker} {how}{f' while making {location}' if held else ''}. {reason}",
             epoch=epoch,

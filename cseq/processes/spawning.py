@@ -44,7 +44,7 @@ class Reopened(NamedTuple):
         status = os.fstat(fd)
         if (status.st_dev, status.st_ino) != (self.device, self.inode):
             os.close(fd)
-            raise OSError(f"descriptor {self.fd} of process {self.pid} refers to another file now")
+            raise OSError(f"descriptor {self.fd} of process {self.pid} now refers to another file")
         return fd
 
 

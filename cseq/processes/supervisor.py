@@ -397,14 +397,11 @@ class Supervisor:
         if error is not None and not has_failed:
             self._fail(error)
         elif counts:
-            done = " and is replaced" if runner_number in self.wanted() else "; others do its work"
+            done = "; other workers take over its work"
+            if runner_number in self.wanted():
+                done = " and is being replaced"
             log_later(
-                logging.WARNING,
-                "worker %d %s%s%s",
-                runner_number - 1,
-                text,
-                done,
-                self.deaths.lost,
+                logging.WARNING, "worker %d %s%s%s", runner_number - 1, text, done, self.deaths.lost
             )
 
     def _fail(self, error: BaseException) -> None:
@@ -426,7 +423,7 @@ class Supervisor:
         """
         if self.closed:
             raise InterruptedError(
-                "the workers were stopped while the loop waited for a batch or item"
+                "the workers were stopped while the loop was waiting for a batch or an item"
             )
         if self._missing:
             self._await_forks()

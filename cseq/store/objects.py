@@ -75,9 +75,9 @@ def changed(named: str, before: Object, now: Object | None) -> ValueError:
     if now is None:
         what = "no longer exists"
     elif now.nbytes != before.nbytes:
-        what = f"has {now.nbytes} bytes and had {before.nbytes} before"
+        what = f"now has {now.nbytes} bytes instead of {before.nbytes}"
     else:
-        what = f"has the tag {now.tag} and had {before.tag} before"
+        what = f"now has the tag {now.tag} instead of {before.tag}"
     return ValueError(
         f"shard {named} has changed since its index was made: it {what}. If the change is "
         "intended, pass a different cache= or delete that folder"
@@ -142,7 +142,7 @@ class Remote:
             if self.place.root.startswith("http"):
                 raise ValueError(
                     f"urls={self.place.root!r} cannot be listed ({_first_line(error)}); pass a "
-                    "list of the URLs of all shards"
+                    "list of all shard URLs"
                 ) from error
             raise
         objects = [_object(meta["path"][len(self._folder) :], meta) for meta in found]

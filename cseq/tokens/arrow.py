@@ -83,7 +83,7 @@ class Arrow(Corpus):
                 raise damaged(name, None, said, "pass a mask with one value per token")
             if not (self.is_copy or any(part.any() for part in masks)):
                 said = f"{mask!r} is 0 everywhere, so the loss would ignore all tokens"
-                raise damaged(name, None, said, "pass another column, or leave mask out")
+                raise damaged(name, None, said, "pass another column, or omit mask")
             if [*map(len, parts)] != [*map(len, masks)]:
                 masks = np.split(np.concatenate(masks), np.cumsum([*map(len, parts)])[:-1])
         self.lay(name, lengths, parts, masks)

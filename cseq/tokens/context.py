@@ -58,7 +58,7 @@ def split_context(
         if row % pieces:
             raise ValueError(
                 f"{key} has rows of {row} tokens, which cannot be divided into {pieces} equal "
-                "parts; pass another row to Rows"
+                "parts; pass a different row= to Rows"
             )
         cut[key] = batch[key].reshape(*rows, pieces, row // pieces)[..., own, :].reshape(*rows, -1)
     return cut

@@ -74,7 +74,7 @@ class Flat(Corpus):
         self.given["name"] = name = name or os.path.basename(path).partition(".")[0]
         tokens = npy(path) if path.endswith(".npy") else raw(path, kind)
         if kind not in (None, tokens.dtype):
-            raise damaged(path, 0, f"the tokens are {tokens.dtype}, not {kind}", "leave dtype out")
+            raise damaged(path, 0, f"the tokens are {tokens.dtype}, not {kind}", "omit dtype")
         if tokens.dtype.kind not in "iu":
             raise damaged(path, 0, f"the values are {tokens.dtype}", "pass a file of integers")
         if end is not None:

@@ -151,7 +151,7 @@ def test_bad_lengths(kind, lengths, error, said):
         (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1; pass sizes of at"),
         (cseq.Blocks, {"rows": [0, 0]}, ValueError, r"smallest block is rows\[0\]=0; pass sizes"),
         (cseq.Blocks, {"rows": [1.5]}, TypeError, "rows has values of type float64"),
-        (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "rows sum to 7; leave"),
+        (cseq.Blocks, {"rows": [3, 4], "samples": 8}, ValueError, "rows sum to 7; omit samples"),
         (cseq.Blocks, {"rows": [3, 4], "lanes": 2}, ValueError, "lanes=2 needs blocks of equal s"),
         (cseq.Balanced, {"order": cseq.Shuffled(9)}, TypeError, "cannot compute how much work"),
         (cseq.Balanced, {"order": cseq.Buckets([1, 2], 4)}, TypeError, "cannot compute how much"),

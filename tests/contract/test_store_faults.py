@@ -139,7 +139,7 @@ LASTING = {
     "403": ({"kind": "403"}, OSError, "403"),
     "cut": ({"kind": "cut", "at": 0.0}, OSError, "0 of {nbytes} bytes arrived"),
     "half": ({"kind": "half", "at": 0.0}, OSError, "0 of {nbytes} bytes arrived"),
-    "short": ({"kind": "short"}, ValueError, "it has {half} bytes and had {nbytes} before"),
+    "short": ({"kind": "short"}, ValueError, "it now has {half} bytes instead of {nbytes}"),
     "stall": ({"kind": "stall", "at": 0.0}, OSError, "none for 0.2 s"),
     "etag": ({"kind": "etag"}, ValueError, "has changed since its index was made"),
     "404": ({"kind": "404"}, ValueError, "it no longer exists"),

@@ -271,7 +271,7 @@ def test_the_killed_worker_on_the_page(run_prepared):
     done = run_prepared(block.code)
     assert (done.returncode, done.stdout) == (0, block.output), done.stderr
     # Windows has no signals.
-    log = r"(worker 0 was killed( by SIGKILL)? and is replaced\n)?"
+    log = r"(worker 0 was killed( by SIGKILL)? and is being replaced\n)?"
     assert re.fullmatch(log, done.stderr), done.stderr
 
 

@@ -169,9 +169,9 @@ def test_what_no_worker_can_help():
     assert "the GPU has enough work" in str(fed)
     assert (fed.action, fed.gain) == ("", 1.0)
     assert "waits for a core" not in str(fed)
-    crowded = replace(PLAIN, waited=0.0, loop_cpu=0.1, loop_queued=0.6, busy=0.2)
-    assert "waits for a core 60% of the time: other programs use the cores" in str(advise(crowded))
-    assert "other programs" not in str(advise(replace(crowded, loop_cpu=0.9, cores=2)))
+    said = str(advise(held := replace(PLAIN, waited=0.0, loop_cpu=0.1, loop_queued=0.6, busy=0.2)))
+    assert "waits for a core 60% of the time: other programs are using the cores" in said
+    assert "other programs" not in str(advise(replace(held, loop_cpu=0.9, cores=2)))
 
 
 def test_larger_batches():

@@ -401,7 +401,7 @@ for each in (killed, other):
 """
     )
     assert done.stdout == "[True, True]\n", done.stderr
-    assert done.stderr == "worker 0 was killed by SIGKILL and is replaced\n"
+    assert done.stderr == "worker 0 was killed by SIGKILL and is being replaced\n"
 
 
 @linux

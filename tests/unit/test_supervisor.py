@@ -200,7 +200,7 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(pool, *, waits
             assert handler.got == []
             release.set()
         one.close()
-        assert handler.got == ["noted", "worker 0 exited with code 3 and is replaced"]
+        assert handler.got == ["noted", "worker 0 exited with code 3 and is being replaced"]
     finally:
         log.removeHandler(handler)
 
@@ -488,7 +488,7 @@ def test_a_batch_that_takes_too_long_again_and_again():
     deaths = Deaths(0, 1, "batch", "look")
     error = deaths.count_death(3, -9, [FIRST], was_ready=True, is_overdue=True)
     assert str(error).startswith(
-        f"worker 3 took longer than its timeout and was killed while making {FIRST.location}. "
+        f"worker 3 exceeded its timeout and was killed while making {FIRST.location}. "
     )
 
 

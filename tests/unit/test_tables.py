@@ -169,7 +169,7 @@ def test_a_folder_that_is_none(tmp_path):
         cseq.Concatenated(LENGTHS, 256, cache=tmp_path / "file")
     with pytest.raises(TypeError, match="cache=7 is not a path"):
         cseq.Concatenated(LENGTHS, 256, cache=7)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is only for too_long='split'"):
+    with pytest.raises(ValueError, match="is valid only with too_long='split'"):
         cseq.Packed(LENGTHS + 1, 400, cache=tmp_path)
 
 

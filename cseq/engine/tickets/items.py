@@ -51,8 +51,8 @@ class Naming(NamedTuple):
     lost: str = ""
     samples: Callable[[Any], int] | None = None
     interrupted: str = (
-        "no epoch is in progress: it was not begun, or it was interrupted, or the streams were "
-        "closed; call begin()"
+        "no epoch is in progress: none was begun, the last one was interrupted, or the streams "
+        "were closed; call begin()"
     )
 
 

@@ -93,7 +93,7 @@ class Child:
                     self._send(signum, tree=tree)
         except PermissionError:
             log_later(
-                logging.WARNING, "no permission to send process %d signal %d", self.pid, signum
+                logging.WARNING, "no permission to send signal %d to process %d", signum, self.pid
             )
 
     def status(self, timeout: float) -> int | None:
@@ -337,8 +337,8 @@ def _executable() -> tuple[str, dict[str, str]]:
         executable = os.fsdecode(spawn.get_executable() or "")
     if not executable or (getattr(sys, "frozen", False) and executable == sys.executable):
         raise OSError(
-            f"there is no Python interpreter to start worker processes with: {executable!r} is "
-            "this program. Set an interpreter with multiprocessing.set_executable(), or use "
+            f"worker processes cannot be started, because {executable!r} is not a Python "
+            "interpreter. Set an interpreter with multiprocessing.set_executable(), or use "
             "threads (MTSequence) or start_method='fork'"
         )
     base = getattr(sys, "_base_executable", executable)

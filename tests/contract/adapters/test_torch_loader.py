@@ -586,9 +586,9 @@ def test_the_log_says_if_numbers_are_drawn_again(rng, caplog):
     assert len(got) == 12
     again = len({str(batch["drawn"]) for batch in got}) < 12
     # Another thread writes the log.
-    while not any("is replaced" in each.message for each in caplog.records):
+    while not any("is being replaced" in each.message for each in caplog.records):
         time.sleep(0.01)
-    [record] = [each for each in caplog.records if "is replaced" in each.message]
+    [record] = [each for each in caplog.records if "is being replaced" in each.message]
     assert again == ("repeat earlier numbers" in record.message)
     assert again == (rng == "worker")
 

@@ -95,7 +95,7 @@ def test_a_death_that_the_fork_server_reports_late(caplog):
         finally:
             logging.getLogger("cseq").removeHandler(handler)
     assert [record.getMessage() for record in caplog.records] == [
-        "worker 0 was killed by SIGKILL and is replaced"
+        "worker 0 was killed by SIGKILL and is being replaced"
     ]
 
 

@@ -82,7 +82,7 @@ def test_a_descriptor_that_is_another_one_by_now():
     os.close(writing)
     with pytest.raises(OSError, match="No such file"):
         opened.detach()
-    with pytest.raises(OSError, match="refers to another file now"):
+    with pytest.raises(OSError, match="now refers to another file"):
         Reopened(os.getpid(), reading, os.O_RDONLY, opened.device, opened.inode + 1).detach()
     os.close(reading)
 
