@@ -15,7 +15,7 @@
 ``parquet``     `Parquet`: rows of tables
 ``shards``      the base class of readers
 ``reader``      the part of a reader that the fetcher uses
-``client``      connections of a process to the fetcher
+``client``      a process's connections to the fetcher
 ``fetcher``     the process that fetches shards, one per machine
 ``plan``        predicts which shards an order will use
 ``objects``     lists and reads the objects in a store, with obstore

@@ -85,7 +85,7 @@ def cached(
         is full, other samples are created on every access.
     folder : str, optional
         A folder on a local disk, for this cache only. It keeps samples between runs. By default,
-        samples are in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
+        samples stay in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
         `limit`) until the last process exits.
     version : str, optional
         Change this when `make` returns different samples. By default, `make` is identified by its
@@ -192,7 +192,7 @@ class Cached(Generic[T_co]):
         return sample
 
     def _check(self, number: int, entry: memoryview) -> None:
-        """Create the sample again. Raise ValueError if it is different."""
+        """Create a sample again. Raise ValueError if it differs from the cached one."""
         self._is_checked = True
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):
@@ -253,7 +253,7 @@ def _identity(make: Any, version: str | None) -> dict[str, Any]:
     modules = dump(make, name="make").modules
     buffers: list[memoryview] = []
     pickled = dumps(make, buffers, REDUCERS)
-    # cloudpickle gives a random number to each class that it pickles by value.
+    # cloudpickle assigns a random number to each class that it pickles by value.
     if b"_make_skeleton_class" in pickled:
         raise ValueError(
             f"make={make!r} uses a class that is defined inside a function, and its pickle "

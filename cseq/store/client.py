@@ -1,4 +1,4 @@
-"""The connections of a process to the fetcher of a folder.
+"""A process's connections to the fetcher of a folder.
 
 Messages are lines of JSON. A connection is used for one request at a time, so each thread and each
 signal handler needs its own. A process that cannot connect starts the fetcher.
@@ -19,7 +19,7 @@ from cseq.store.folder import Folder, address
 
 __all__ = ["Client"]
 
-# Number of fetchers that may exit before a request fails.
+# Number of times that a fetcher may exit before a request fails.
 STARTS = 5
 # Time limit for a fetcher to start, in seconds.
 SECONDS = 60.0
@@ -37,7 +37,7 @@ class Line:
         self._sock.sendall(data)
 
     def receive(self) -> Any:
-        """Return the answer, or the exception that it reports."""
+        """Return the answer, or an exception if the fetcher reports one."""
         line = self._file.readline()
         if not line:
             raise ConnectionResetError
@@ -51,7 +51,7 @@ class Line:
 
 
 class Client(Folder):
-    """The connections of this process to the fetcher of a folder."""
+    """This process's connections to the fetcher of a folder."""
 
     argument = "cache"
 
@@ -70,12 +70,12 @@ class Client(Folder):
         Parameters
         ----------
         start : bytes
-            The pickled class and state of the reader, with which a fetcher is started.
+            The pickled class and state of the reader, used to start a fetcher.
 
         Raises
         ------
         OSError, ValueError
-            If the fetcher reports an error, or has exited several times.
+            If the fetcher reports an error, or if fetchers have exited several times in a row.
         """
         for _ in range(STARTS):
             try:
@@ -137,7 +137,7 @@ class Client(Folder):
             line.close()
             raise
         finally:
-            # The child exits after it has forked the fetcher.
+            # The child exits after forking the fetcher.
             child.status(SECONDS)
         child.sock.settimeout(None)
         return line

@@ -7,14 +7,14 @@
 A process must hold a lock to write to the index:
 
 ==============  ================================================================================
-``used``        the number of allocated bytes in ``data``, protected by the lock ROOM
-an entry        its position plus 1 when it is complete, or 0, protected by the claim on the entry
-counters        the counters of a process, protected by the lock on its row
+``used``        the number of allocated bytes in ``data``; protected by the lock ROOM
+an entry        its position plus 1 if complete, else 0; protected by the claim on the entry
+counters        the counters of a process; protected by the lock on its row
 ==============  ================================================================================
 
 The locks are `fcntl` locks on bytes of ``claims``. The system releases them when a process exits.
 ``used`` is increased before an entry is written, so a killed process wastes the space of at most
-one entry. The word of an entry is written last, so every entry is complete or absent. Readers find
+one entry. An entry's word is written last, so every entry is complete or absent. Readers find
 the entry through its word (an address dependency, which all CPUs respect).
 """
 
@@ -50,11 +50,11 @@ LINE = 64
 USED = 0
 # Number of words in the header, and number of counter rows.
 HEADER, COUNTERS = 8, 512
-# The columns of a row: samples found, created and stored, and created but not stored.
+# Columns of a counter row: samples found, created and stored, or created but not stored.
 HITS, MADE, REFUSED = range(3)
 # The index of the word for the first entry.
 FIRST = HEADER + 4 * COUNTERS
-# The offsets of other locks in `claims`.
+# The offsets of the other locks in `claims`.
 ROOM, COUNTING = 2**40, 2**41
 
 
@@ -85,7 +85,7 @@ class Entries(Folder):
         super().__init__(path, about, is_kept=is_kept)
 
     def reset(self) -> None:
-        """Drop all claims and the row of counters."""
+        """Drop all claims and the counter row."""
         self._own = threading.Lock()
         # Entries claimed by this process. `fcntl` does not distinguish threads.
         self._claimed: set[int] = set()
@@ -105,8 +105,8 @@ class Entries(Folder):
         words: NDArray[np.int64] = np.frombuffer(mmap.mmap(self._index, self.overhead), np.int64)
         self._words, self._starts = words, words[FIRST:]
         self._counters = words[HEADER:FIRST].reshape(-1, 4)
-        # The mapping is private, so writes by user code are not shared. No memory is reserved,
-        # because `limit` may exceed it.
+        # The mapping is private, so writes by user code are not shared. No memory is reserved up
+        # front, because `limit` may exceed the available memory.
         flags, access = mmap.MAP_PRIVATE | NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
         data = mmap.mmap(self._data, self.limit, flags=flags, prot=access)
         self._bytes = memoryview(data).toreadonly()
@@ -124,7 +124,7 @@ class Entries(Folder):
         """Claim an entry. Return False if it exists or is already claimed."""
         with self._own:
             if number not in self._claimed and self._lock(number, wait=False):
-                # The previous owner may have written the entry.
+                # The previous owner may already have written the entry.
                 if not self._starts[number]:
                     self._claimed.add(number)
                     return True

@@ -72,7 +72,7 @@ class Fetcher:
         self.running: dict[int, asyncio.Task[None]] = {}
         self.errors: dict[int, Exception] = {}
         self.plan: Plan | None = None
-        # For each connection, the shards that it waits for, and the shards that it has yet to map.
+        # For each connection, the shards it is waiting for, and the shards it has yet to map.
         self._needed: dict[asyncio.StreamWriter, list[int]] = {}
         self._given: dict[asyncio.StreamWriter, list[int]] = {}
         self._users = 0
@@ -185,7 +185,7 @@ class Fetcher:
     async def _compare(self) -> None:
         """Compare the objects with the index, if they can be listed with one request."""
         if self.reader.place.names:
-            # Objects that were passed by name are checked later.
+            # Objects that were passed by name are checked when they are read.
             return
         there = {one.name: one for one in await self.remote.list()}
         for before in self.objects:
@@ -199,7 +199,7 @@ class Fetcher:
             )
 
     def _schedule(self) -> None:
-        """Start fetches: first for workers that wait, then for the plan."""
+        """Start fetches: first for waiting workers, then for the plan."""
         needed = {number: None for missing in self._needed.values() for number in missing}
         coming = [] if self.plan is None else self.plan.coming(self.reader.ahead)
         for number in dict.fromkeys([*needed, *coming]):
@@ -213,13 +213,13 @@ class Fetcher:
             self.running[number] = asyncio.create_task(self._fetch(number))
 
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
-        """Remove shards until there is room for the given shard. Return False if it has to wait.
+        """Remove shards until there is room for the given one. Return False if the fetch must wait.
 
         The shard with the most distant next use is removed first or, without a plan, the most
         recently used shard. Shards that workers have yet to map are not removed.
         """
         nbytes = self.reader.nbytes
-        # `put` raises an error that explains the limit.
+        # Do not wait for room, because `put` will raise an error about the limit.
         if nbytes[number] > self.reader.limit:
             return True
         busy = {*needed}.union(*self._given.values())
@@ -249,7 +249,7 @@ class Fetcher:
         self.held -= self.have.pop(number)
 
     async def _fetch(self, number: int) -> None:
-        """Fetch a shard and wake up the connections that wait for it."""
+        """Fetch a shard and wake up the connections that are waiting for it."""
         try:
             await self.put(number)
         except Exception as error:  # noqa: BLE001 - it is raised in the loop
@@ -316,7 +316,7 @@ def _line(answer: object) -> bytes:
 def begin_process(start: Start) -> NoReturn:
     """Run the fetcher in a child of this process, and exit.
 
-    If the fetcher were a child of the client, the client could not wait for all of its children.
+    If it were a child of the client, the fetcher would block calls that wait for all children.
     """
     first = prepare(start)
     gc.enable()

@@ -33,7 +33,7 @@ LONGEST = 100
 
 
 class Folder:
-    """A folder that this process has opened. There is only one object per folder.
+    """A folder that this process has opened. Each process has only one object per folder.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ class Folder:
     """
 
     argument = "folder"
-    # Text to add to the error message about different contents.
+    # Text to append to the error message about a different description.
     remedy = ""
     _here: ClassVar[weakref.WeakValueDictionary[str, Folder]] = weakref.WeakValueDictionary()
     _opening = threading.RLock()
@@ -176,7 +176,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all data. A full disk raises OSError, whereas a mapping would cause SIGBUS."""
+    """Write all data. If the disk is full, raise OSError. A mapping would cause SIGBUS instead."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)

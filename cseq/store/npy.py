@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Npy"]
 
-# Bytes to request for a header, and for a long header.
+# Number of bytes to request for a header, and for a header that turns out to be longer.
 HEADS = 4096, 1 << 20
 # Rows of at least this size in bytes are copied one by one.
 LARGE = 4096
@@ -94,7 +94,7 @@ class Npy(Shards):
         return flat.reshape(-1, *self.shape)
 
     def gather(self, mapped: Mapping[int, Any], shards: Ints, rows: Ints) -> NDArray[Any]:
-        """Return the rows as an array, in the slot of the batch if there is one."""
+        """Return the rows as an array, in the batch's slot if there is one."""
         out = context.empty((len(rows), *self.shape), self.dtype)
         is_large = math.prod(self.shape) * self.dtype.itemsize >= LARGE
         for number, array in mapped.items():

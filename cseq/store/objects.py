@@ -34,7 +34,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A folder in a store, and the names of objects in it or a pattern."""
+    """A folder in a store, and either a list of object names or a pattern that they match."""
 
     root: str
     names: list[str]
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 
 
 def located(urls: Any, suffix: str, *, in_store: bool) -> Place:
-    """Split URLs into a folder and names or a pattern."""
+    """Split URLs into a folder and either names or a pattern."""
     given = urls if isinstance(urls, (list, tuple)) else [urls]
     if not given or not all(isinstance(url, (str, os.PathLike)) for url in given):
         raise TypeError(f"urls={urls!r} is not a URL or path; pass one, or a list of them")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Parquet"]
 
-# Bytes to request from the end of a file. Longer footers take a second request.
+# Number of bytes to request from the end of a file. Longer footers need a second request.
 TAIL = 1 << 16
 # Gaps of at most this many bytes between columns are fetched, to save requests.
 GAP = 1 << 16
@@ -31,8 +31,8 @@ GAP = 1 << 16
 class Parquet(Shards):
     """A reader of Parquet files. Each row group is a shard, and is decoded once per machine.
 
-    ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns, as arrays for
-    numbers, dates and fixed-size lists, and as lists for other types. `limit` is for decoded data.
+    ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns: arrays for
+    numbers, dates and fixed-size lists, and lists for others. `limit` applies to the decoded data.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class Parquet(Shards):
         return [(objects[which], start, stop) for start, stop in spans]
 
     def finish(self, number: int, path: str) -> None:
-        """Decode a row group to an Arrow file."""
+        """Decode a row group into an Arrow file."""
         which, group, spans = self.facts["groups"][number]
         footer = pq.read_metadata(f"{self.folder}/footers/{which}")
         # Put the columns at their file offsets. Gaps in the mapping use no memory.

@@ -84,7 +84,7 @@ class Plan:
         return coming
 
     def _next_of(self, front: int) -> tuple[Ints, Ints, Ints]:
-        """Return the result of `uses`, each shard's next window, and the shards sorted by it."""
+        """Return the result of `uses`, each shard's next window, and the shards sorted by that."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))

@@ -56,4 +56,4 @@ class Reader:
         return [(objects[number], 0, None)]
 
     def finish(self, number: int, path: str) -> None:
-        """Convert a fetched file to the format of the cache. This runs in a thread."""
+        """Convert a fetched file to the format of the cache. This runs in a separate thread."""

@@ -66,7 +66,7 @@ class Shards(Reader):
         ``gs``, ``az``, ``http``, ``https`` or ``file`` are supported. Over HTTP, files cannot be
         listed: pass the URL of each shard.
     cache : str or path, optional
-        A folder on a local disk that keeps shards between runs. By default, shards are in shared
+        A folder on a local disk that keeps shards between runs. By default, shards stay in shared
         memory (or in a temporary folder if ``/dev/shm`` is smaller than `limit`) until the last
         process exits.
     limit : int or str, optional
@@ -185,7 +185,7 @@ class Shards(Reader):
         Raises
         ------
         ValueError
-            If `limit` is too small for the shards in two windows and the `ahead` shards to fetch.
+            If `limit` is too small for two windows and for `ahead` shards to be fetched in advance.
         """
         order = Windows(self, window)
         largest = np.sort(self.nbytes)[::-1][: 2 * order.window + self.ahead]

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tar"]
 
-# The key of a sample, and the offset and size of each member by extension.
+# A sample's key, and a dict that maps the extension of each member to its offset and size.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# Size in bytes of a shard's last field, which contains the length of its list of members.
+# Size in bytes of the field at the end of a shard that contains the length of the member list.
 LENGTH = 8
 
 
@@ -59,7 +59,7 @@ class Tar(Shards):
         return {"rows": counts, "nbytes": self.nbytes.tolist()}
 
     def finish(self, _number: int, path: str) -> None:
-        """Append the list of members to the file of a shard."""
+        """Append the list of members to a shard's file."""
         try:
             with tarfile.open(path, "r:") as file:
                 found = [(one.name, one.offset_data, one.size) for one in file if one.isreg()]
@@ -85,7 +85,7 @@ class Tar(Shards):
             file_of_bytes.write(data + len(data).to_bytes(LENGTH, "little"))
 
     def mapped(self, _number: int, view: mmap.mmap) -> tuple[mmap.mmap, list[Members]]:
-        """Return the bytes of a shard and its members."""
+        """Return the bytes of a shard and the members of its samples."""
         nbytes = int.from_bytes(view[-LENGTH:], "little")
         samples: list[Members] = json.loads(view[-LENGTH - nbytes : -LENGTH])
         return view, samples

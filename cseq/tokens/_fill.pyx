@@ -30,7 +30,7 @@ cdef struct Piece:
     const char* tokens
     # NULL if the loss uses all labels.
     const uint8_t* mask
-    # The size of a token in bytes, negative for unsigned types.
+    # The token size in bytes. It is negative for unsigned types.
     int kind
 
 cdef enum:
@@ -44,7 +44,7 @@ cdef void convert(const Token* tokens, Out* out, Py_ssize_t count) noexcept nogi
 
 
 cdef void copy(const Piece* piece, Py_ssize_t first, Out* out, Py_ssize_t count) noexcept nogil:
-    """Copy `count` tokens of a piece, from token `first`."""
+    """Copy `count` tokens of a piece, starting with token `first`."""
     cdef const char* tokens = piece.tokens + first * (piece.kind if piece.kind > 0 else -piece.kind)
     if piece.kind == -2:
         convert(<const uint16_t*>tokens, out, count)
@@ -106,9 +106,9 @@ cdef int64_t lay(const Piece* piece, Py_ssize_t count, const int64_t* counts, co
 def cut(cnp.ndarray left not None, cnp.ndarray sizes not None, int64_t row, bint by_row):
     """Cut pieces at the end of their row and pad rows that are not full.
 
-    `left`, the token count from each piece to the end of its document, becomes the piece's length.
-    `sizes` is the number of pieces per row. Return, for each piece and padding, the length, whether
-    the document continues, and the index in the row (`by_row`) or batch (-1 for padding).
+    `left` counts the tokens from each piece to its document's end, and is set to the piece lengths.
+    `sizes` is the number of pieces per row. For each piece or padding, return its length, whether
+    the document continues, and its index in the row (`by_row`) or batch (-1 for padding).
     """
     cdef int64_t* there = <int64_t*>int64s(left)
     cdef const int64_t* pieces = int64s(sizes)
@@ -194,8 +194,8 @@ def fill(list arrays not None, list masks not None, cnp.ndarray owners not None,
          cnp.ndarray positions, cnp.ndarray documents):
     """Fill all arrays of a batch that are not None. Return the number of valid labels.
 
-    `masks` contains the mask of each array, or None. `owners` and `starts` contain the index of
-    each piece's array and the piece's position in it. `cuts` is the result of `cut`.
+    `masks` contains the mask of each array, or None. `owners` contains the index of each piece's
+    array, and `starts` the piece's position in that array. `cuts` is the result of `cut`.
     """
     cdef Py_ssize_t count = cuts.shape[1], size = ids.size
     cdef int kind = ids.descr.itemsize

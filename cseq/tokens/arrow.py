@@ -90,7 +90,7 @@ class Arrow(Corpus):
 
 
 def read_all(paths: list[str], columns: list[str]) -> Any:
-    """Read columns of the same types from several Parquet files."""
+    """Read columns from several Parquet files, which must agree on the column types."""
     import pyarrow as pa
 
     tables = [read(path, columns) for path in paths]

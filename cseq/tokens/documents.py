@@ -113,7 +113,7 @@ class Corpus:
 
 
 def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
-    """Open a corpus in another process. Raises ValueError if its tokens have changed."""
+    """Open a corpus in another process. Raise ValueError if its tokens have changed."""
     corpus = kind.__new__(kind)
     corpus.is_copy = True
     corpus.__init__(**given)  # type: ignore[misc]
@@ -161,7 +161,7 @@ class Given(Corpus):
 
 
 def corpus_of(source: Any) -> Corpus:
-    """Return a source as a `Corpus`."""
+    """Convert a source to a `Corpus`."""
     if isinstance(source, Corpus):
         return source
     for name in ("name", "lengths", "fingerprint", "read", "__len__"):

@@ -111,7 +111,7 @@ class Rows:
     Raises
     ------
     TypeError, ValueError
-        If an argument is invalid, or if there is no token that a loss can predict.
+        If an argument is invalid, or if there is no token to predict.
 
     Examples
     --------
@@ -319,9 +319,9 @@ class Rows:
     def _find(
         self, indices: Ints, pieces: Ints, cuts: Ints
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
-        """Return the arrays of tokens, the masks, and each piece's array and position.
+        """Return the token arrays, the masks, and the array index and position of each piece.
 
-        If a piece of a custom source is cut, the next token is also read, as the last label.
+        If a piece of a custom source is cut, the next token is also read, as its last label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)
