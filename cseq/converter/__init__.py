@@ -14,7 +14,7 @@ imported when a converter is created.
 ``host``        synchronous conversion
 ``lane``        a CUDA stream for copies
 ``cuda``        asynchronous conversion on a lane
-``export``      tensors in a converter process
+``export``      transfers tensors from converter processes
 ``page_locks``  page-locked slots
 """
 

@@ -71,7 +71,7 @@ class CudaConverter:
     def reap(self, *, wait: bool = False) -> None:
         """Release memory that has been copied. If `wait` is set, wait for all copies first.
 
-        Idle converters must call this too, or they would keep slots in use.
+        Idle converters must call this, too. Otherwise, they would keep slots in use.
         """
         self._lane.reap(wait=wait)
 

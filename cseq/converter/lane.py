@@ -29,7 +29,7 @@ def parts(tensor: Tensor) -> list[Tensor]:
 
 
 class Lane:
-    """A CUDA stream for copies to a device. It keeps the sources alive."""
+    """A CUDA stream for copies to a device. Tensors stay alive until they have been copied."""
 
     # Whether to page-lock memory before a copy. Tests set this to False.
     pins = True

@@ -30,7 +30,7 @@ class PageLocks:
         self._locked: dict[int, Memory] = {}
 
     def register(self, memory: Memory) -> bool:
-        """Page-lock a mapping. Return False if this fails. Copies are then slower."""
+        """Page-lock a mapping. Return False if this fails, in which case copies are slower."""
         if memory.address in self._locked:
             return True
         status = self._call("cudaHostRegister", memory.address, memory.nbytes, self.PORTABLE)

@@ -65,14 +65,14 @@ if TYPE_CHECKING:
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# Maximum number of agents to lose for one batch, of concurrent Ray calls per agent, and of agents
-# to contact at once. The first batch may take `STARTING` times `timeout`.
+# A batch fails after `TRIES` agents are lost. An agent runs `CALLS` Ray calls at a time. A thread
+# contacts `ASKED` agents at a time. The first batch may take `STARTING` times `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
-# Seconds to wait for an agent before trying others, and between rounds.
+# Seconds to wait for an agent before trying others, and to pause between attempts.
 AGAIN, PAUSE = 0.1, 0.05
-# Seconds until a thread tries its own agent again, and until it logs that no agent is ready.
+# Seconds after which a thread retries its own agent, or logs that no agent is ready.
 AWAY, SHORT = 2.0, 10.0
-# Exceptions that mean that an agent is not ready yet, or is lost.
+# Exceptions for an agent that is not ready yet (`OPEN`) or is lost (`LOST`).
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -359,7 +359,7 @@ class Caller:
         raise died if crew.on_error == "skip" else crew.failed(died)
 
     def _open(self, *, is_lost: bool) -> None:
-        """Connect to this thread's agent, or to another one if it is not ready."""
+        """Connect to this thread's agent, or to another one if that agent is not ready."""
         if time.monotonic() < self._until:
             return
         crew, due = self._crew, time.monotonic() + SHORT
@@ -375,7 +375,7 @@ class Caller:
                     self._until = time.monotonic() + AWAY
                 else:
                     crew.closed.wait(PAUSE)
-                # Only worker 0 logs a warning, because all threads would log the same.
+                # Only worker 0 logs a warning, because all threads would log the same message.
                 if time.monotonic() > due and not self._worker:
                     due = math.inf
                     why = f"{self._name}: {failure.line_of(error)}"

@@ -56,7 +56,7 @@ class Buffers:
 
 
 class Connection:
-    """One end of a connection. The constructor raises if the other end does not have the key."""
+    """One end of a connection. Creating it fails if the other end does not have the key."""
 
     def __init__(self, raw: socket.socket, key: bytes, *, is_agent: bool) -> None:
         self._raw, self._out = raw, raw.makefile("wb", SMALL)

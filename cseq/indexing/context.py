@@ -49,11 +49,11 @@ class WorkerInfo:
     Attributes
     ----------
     number : int
-        The number of the worker, starting with 0.
+        The worker number, starting with 0.
     num_workers : int
         The number of workers.
     epoch, batch : int or None
-        The epoch, and the number of the batch in it. None while the indexer is created or closed.
+        The epoch and the batch number in it, or None while the indexer is being created or closed.
     """
 
     number: int
@@ -63,7 +63,7 @@ class WorkerInfo:
 
 
 class BatchContext(BatchState):
-    """The state of a runner for `rng`, `empty` and `worker_info`.
+    """The runner state that `rng`, `empty`, `parts` and `worker_info` use.
 
     `seed` is used while the indexer is created. `allocator` creates arrays in the batch's slot.
     `seeds` is a `Seeds` object if global generators are seeded. `item` is the number of a stream's

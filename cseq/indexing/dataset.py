@@ -38,7 +38,7 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# Minimum size in bytes of a stack in the slot, and of arrays that are copied to it immediately.
+# Minimum sizes in bytes of stacks that are built in the slot, and of arrays copied there at once.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -54,7 +54,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     dataset : object
         An object with ``__len__()`` and ``__getitem__(index)``, such as a torch ``Dataset`` or a
         Hugging Face ``datasets.Dataset``. If it also has a method ``__getitems__(indices)``, which
-        returns a list of samples, this is used instead. The length is read only once.
+        returns a list of samples, that method is used instead. The length is read only once.
     collate : callable, optional
         A function that makes a batch from a list of samples. By default, samples are collated as in
         torch's ``default_collate``, but arrays and numbers become arrays, not tensors. Tensors,
@@ -200,7 +200,7 @@ class LeavingIndexer(DatasetIndexer):
         batch_context.left = self._leaving.left
 
     def __getitem__(self, indices: NDArray[np.int64]) -> Any:
-        """Return the batch or a `Partial`."""
+        """Return the batch, or a `Partial` if samples were left out."""
         return self._leaving.whole(self.make_batch(indices, self._leaving))
 
 
@@ -274,7 +274,7 @@ def _collate_sequences(samples: Samples) -> Any:
 
 
 def _stack_arrays(arrays: Samples) -> NDArray[Any]:
-    """Stack arrays, in the slot of the batch if they are large."""
+    """Stack arrays, in the batch's slot if they are large."""
     first = arrays[0]
     _check_shapes(arrays)
     plain = first.dtype.hasobject is False and all(array.dtype == first.dtype for array in arrays)
@@ -290,7 +290,7 @@ def _stack_tensors(torch: Any, tensors: Sequence[Tensor]) -> object:
         tensor.dtype == first.dtype and is_plain(tensor) for tensor in tensors
     ):
         return torch.stack(tuple(tensors))
-    # `torch.stack` would return a tensor of the samples' subclass, such as torchvision's Image.
+    # Otherwise, `torch.stack` would return the samples' subclass, such as torchvision's Image.
     return torch.stack(
         [tensor.as_subclass(torch.Tensor) for tensor in tensors],
         out=empty_tensor((len(tensors), *first.shape), first.dtype),
@@ -341,7 +341,7 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """A row of a stack, which replaces an array in a sample."""
+    """A row of a stack. It replaces an array in a sample."""
 
     stack: _Stack
     number: int
@@ -386,7 +386,7 @@ def _is_large(part: Any) -> bool:
 
 
 def _stack_rows(parts: Samples) -> Any:
-    """Return the stack with these rows, or stack the parts if some are not rows.
+    """Return the stack that these rows belong to, or stack the parts if some are not rows.
 
     If samples were left out, there are fewer parts than rows.
     """

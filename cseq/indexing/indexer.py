@@ -118,7 +118,7 @@ def takes_samples(worker: object) -> bool:
 
 
 def _refuse_table(worker: object, subject: str) -> None:
-    """Reject tables of pandas and polars."""
+    """Reject pandas and polars tables."""
     kind = type(worker)
     library = kind.__module__.partition(".")[0]
     rows = {"pandas": ".iloc[indices]", "polars": "[indices]"}.get(library)
@@ -155,7 +155,7 @@ def advised(indexer: object, error: BaseException) -> BaseException:
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    # An array used as a number causes TypeError, or ValueError for ``if index > 3:``.
+    # Using an array as a number raises TypeError, or ValueError in ``if index > 3:``.
     elif is_likely_dataset(indexer) and (
         issubclass(cls, TypeError)
         or (issubclass(cls, ValueError) and "ambiguous" in failure.str_of(error))
@@ -188,7 +188,7 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Seed the generators and create an indexer. Repeat both if this imports another generator."""
+    """Seed the generators and create an indexer. Repeat both if that imports another generator."""
     if seeds is None:
         return build(worker)
     seeds.seed_present()
@@ -210,8 +210,8 @@ def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -
 def dispose(worker: object, indexer: Indexer[Any] | None, *, copied: bool) -> None:
     """Call the indexer's ``close()``, if any, when its runner exits.
 
-    The user's own object is closed only if it is a copy in a worker process. There, exceptions are
-    raised. In the trainer, they are logged.
+    The user's own object is closed only if it is a copy in a worker process. Exceptions are raised
+    in worker processes, but only logged in the trainer.
     """
     close = getattr(indexer, "close", None)
     if close is None or not callable(close) or (indexer is worker and not copied):

@@ -1,6 +1,6 @@
 """``on_error='skip'``: leaves out samples or whole batches that fail.
 
-The worker sends a `Partial` if samples are missing. The trainer logs and records them.
+The worker sends a `Partial` if samples are missing. The trainer logs and records these samples.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]])
 
 
 def indices_of(key: object) -> list[Any]:
-    """Return the indices in a key."""
+    """Return the indices in a key as a list."""
     return key if isinstance(key, list) else [] if key is None else [key]
 
 
@@ -82,8 +82,8 @@ def none_text(index: object, dataset: object) -> str:
 class Leaving:
     """Fetches the samples of batches and leaves out samples that fail.
 
-    The random numbers drawn for a failed sample are not drawn again. A batch still depends only on
-    its indices and seeds.
+    Random generators are not reset after a sample fails. A batch still depends only on its indices
+    and seeds.
 
     Parameters
     ----------

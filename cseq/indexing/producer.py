@@ -8,7 +8,7 @@ the ticket, and continues with item `start`.
 
     ticket    epoch, kind, start             fields of the cell
               call or key, assignment        two requests of six words each
-              key                            a list of ints of one word each
+              key                            a list of ints, one word each
     request   slot, bytes committed, record  data that the trainer has written to a slot
     answer    record, status                 an item, a reply or an exception, encoded as a batch;
                                              ENDED if no more items follow
@@ -37,13 +37,13 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 
 
 class Producer(Protocol):
-    """Makes the items of a worker, in the main thread of the worker process.
+    """Makes a worker's items, in the main thread of the worker process.
 
     Other methods can be called with `Streams.ask`. A method ``close``, if any, is called on exit.
     """
 
     def begin(self, assignment: Any, /) -> object:
-        """Start an epoch, even if one is unfinished. `Streams.begin` returns the result."""
+        """Start an epoch even if the last one is unfinished. `Streams.begin` returns the result."""
 
     def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the items of the epoch, starting with item `start`.
@@ -72,7 +72,7 @@ class EitherProducer(Producer, KeyProducer, Protocol):
 class Making(Work):
     """Calls the producer for each ticket. `work` is implemented in C.
 
-    Epochs count from 1. `_reply` is the result of `begin` until it is requested. Epoch
+    Epochs count from 1. `_reply` holds the result of `begin` until it is requested. Epoch
     `_ended_epoch` has no more items. `_failing` is the status for exceptions.
     """
 
@@ -129,14 +129,14 @@ class Making(Work):
         self._items = None
 
     def _begin_epoch(self, runner: Runner, epoch: int) -> None:
-        # Until the producer has started the epoch, it counts as ended.
+        # The epoch counts as ended until the producer has started it.
         self._end_epoch(epoch)
         self._epoch = 0
         self._reply = self._producer.begin(self._read(runner, ASSIGNED))
         self._epoch, self._ended_epoch = epoch, 0
 
     def _read(self, runner: Runner, which: slice) -> Any:
-        """Copy a request, because its slot will be reused, and decode it."""
+        """Decode a copy of a request. The copy is needed because the slot will be reused."""
         slot, capacity, *record = self._rooms[runner.cell][which].tolist()
         assert self._room is not None
         memory = copy_of(self._room.mapping_of(slot, capacity), sum(record))

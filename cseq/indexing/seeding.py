@@ -52,7 +52,7 @@ def from_numpy(random: Any) -> Generator:
     """Describe the generator of numpy.random, whose seeds have 32 bits.
 
     `lend` installs another bit generator, because restoring a state would be slow. `restore` sets
-    the state only if it contains a second Gaussian number.
+    the state only if it contains a cached Gaussian number.
     """
     own: list[Any] = []
 
@@ -101,7 +101,7 @@ class Seeds:
     Attributes
     ----------
     missing : dict
-        For each module that is not imported yet, the function that describes its generator.
+        Maps modules that have not been imported yet to functions that describe their generators.
     present : list
         The generators of imported modules.
     """
@@ -171,7 +171,7 @@ def call_here(
 ) -> T:
     """Call a function in the trainer's thread, in the context of a worker.
 
-    The trainer's generators are restored even if a signal handler raises once in `restore`.
+    The trainer's generators are restored even if a signal handler interrupts `restore` once.
     """
     outer = here.batch_context
     try:

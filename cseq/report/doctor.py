@@ -22,11 +22,11 @@ __all__ = ["Finding", "look", "report"]
 
 # Maximum fraction of throttled periods.
 THROTTLED = 0.05
-# Maximum percentage of the last 10 s that tasks waited for a core.
+# Maximum percentage of the last 10 s in which a task was waiting for a core.
 PRESSED = 20.0
 # Number of clock readings to average, and maximum duration of a reading in ns.
 READINGS, SLOW_CLOCK = 1000, 250
-# Minimum number of processes that can still be started: the first plus the second per core.
+# Minimum number of processes that can still be started: a base number, plus a number per core.
 PROCESSES = 32, 4
 
 
@@ -100,7 +100,7 @@ def kills() -> Iterator[Finding]:
 
 
 def clock() -> Iterator[Finding]:
-    """Measure the time to read the clock."""
+    """Measure how long it takes to read the clock."""
     best = min(_reading() for _ in range(5))
     folder = "sys/devices/system/clocksource/clocksource0/current_clocksource"
     source = " ".join(lines(join(ROOT, folder))) or "the system's"

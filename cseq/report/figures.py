@@ -33,7 +33,7 @@ COLORS = {
     "warm": ("#d9770a", "#f0a04b"),
     "cold": ("#2367d1", "#6ea8fe"),
 }
-# Chart size, text size, and the maximum mean width of a letter relative to the text size.
+# `GLYPH` is the maximum mean width of a letter, relative to the text size `SIZE`.
 WIDTH, HEIGHT = 540, 240
 SIZE, GLYPH = 16, 0.6
 MOST_TICKS = 5
@@ -189,7 +189,7 @@ class Chart(Drawing):
     def steps(
         self, edges: Sequence[float], values: Iterable[float], kind: str, floor: float = 0.0
     ) -> None:
-        """Draw an area above `floor` that has one height between consecutive edges."""
+        """Draw an area above `floor` with a constant height between consecutive edges."""
         drawn = (
             f"V{_at(self.y.coordinate(floor + value))}H{_at(self.x.coordinate(end))}"
             for value, end in zip(values, edges[1:], strict=True)

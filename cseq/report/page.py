@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Part", "in_notebook", "page", "write"]
 
-# Maximum number of intervals and minimum number of points for figures over time.
+# Figures over time have at most `INTERVALS` intervals and at least `LEAST_POINTS` points.
 INTERVALS, LEAST_POINTS = 120, 4
-# Maximum number of workers drawn over time.
+# Maximum number of rows in the figure of workers over time.
 MOST_ROWS = 16
 SLOWEST = 8
 RANKS = ("RANK", "WORLD_SIZE")
@@ -243,7 +243,7 @@ class Over(NamedTuple):
             return np.diff(np.interp(edges, at, values))
 
         took = np.diff(edges)
-        # With 'auto', some workers were never started.
+        # With 'auto', some workers may never have been started.
         ran = np.flatnonzero(history["busy"][-1])
         rows = history["busy"].T[: ran[-1] + 1 if len(ran) else None]
         busy = np.array([np.clip(grown(worked) / took, 0, 1) for worked in rows])
