@@ -64,7 +64,7 @@ class Order:
     tokens : float or None
         The mean number of tokens per unit, or None if unknown.
     replaced : dict of str to str
-        For error messages: maps names of earlier definitions to a description of the changes.
+        For error messages: maps the names of earlier definitions to what has changed since then.
 
     Examples
     --------

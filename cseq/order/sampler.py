@@ -10,8 +10,8 @@ and every rank gets a contiguous part of each global batch. With ``batch_size=3`
 
 `drop_last` omits the tail. Otherwise, its ``m`` units are divided into `world_size` contiguous
 parts of ``ceil(m / world_size)`` units, padded with units from the start of the epoch (at most
-``world_size - 1``). All ranks have equally many batches, with equal sizes. Without `pad`, the parts
-may differ by one unit, and some ranks may have one batch fewer.
+``world_size - 1``). All ranks have the same number of batches, and their batches have the same
+sizes. Without `pad`, parts may differ by one unit, and some ranks may have one batch fewer.
 """
 
 from __future__ import annotations

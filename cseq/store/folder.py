@@ -176,7 +176,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all data. If the disk is full, raise OSError. A mapping would cause SIGBUS instead."""
+    """Write all data. On a full disk, raise OSError, whereas a mapping would cause SIGBUS."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)

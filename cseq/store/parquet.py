@@ -32,7 +32,7 @@ class Parquet(Shards):
     """A reader of Parquet files. Each row group is a shard, and is decoded once per machine.
 
     ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns: arrays for
-    numbers, dates and fixed-size lists, and lists for others. `limit` applies to the decoded data.
+    numbers, dates and fixed-size lists, otherwise lists. `limit` applies to the decoded data.
 
     Parameters
     ----------
