@@ -8,7 +8,7 @@ cimport numpy as cnp
 from cseq._headers cimport *
 from cseq._memory cimport Memory
 
-# Maximum sleep in ns before checking signals, workers and deadlines again.
+# Maximum time to sleep between checks for signals, dead workers and deadlines, in ns.
 cdef enum:
     PARK = 100_000_000
 
@@ -32,10 +32,10 @@ cdef class Turns:
 
 @cython.final
 cdef class Ring:
-    # `outstanding` counts tickets (except calls) until they are committed or cancelled. The search for a free
-    # cell starts at `next_cell`. `unwoken` counts tickets posted since the last wake-up. At `wake_at`, the
-    # next one is due. `calling` is the cell of a queue's pending call, or -1. `meter` is in the ring at offset
-    # 0. All thread queues share `turns`. This queue's objects start at `first_entry`.
+    # `outstanding`: tickets (except calls) not yet committed or cancelled. `next_cell`: where to
+    # look for a free cell. `unwoken`: tickets posted since the last wake-up; the next is due at
+    # `wake_at`. `calling`: the cell of a queue's pending call, or -1. `meter`: part of the ring at
+    # offset 0. `turns`: shared by all thread queues. `first_entry`: start of this queue's objects.
     cdef cseq_ring* r
     cdef Memory memory
     cdef readonly uint32_t limit
@@ -72,7 +72,7 @@ cdef class Ring:
         cseq_store_rlx_u64(&self.meter.asleep_ns, now)
         return now
     cdef inline void slept(self, uint64_t before, uint64_t awake) noexcept:
-        """Record how long the trainer slept, and then waited for the GIL."""
+        """Record how long the trainer slept and how long it then waited for the GIL."""
         cdef uint64_t now = cseq_now_ns()
         cseq_histogram_add(&self.meter.gil, now - awake)
         cseq_meter_slept(self.meter, before, now)
@@ -80,9 +80,9 @@ cdef class Ring:
     cdef void wait(self, uint32_t seen, int cell) noexcept
     cdef bint expect(self, uint32_t cell, uint32_t seen) noexcept
 
-# The layout of stream tickets (see producer.py). A request is six words: the slot, the committed bytes, and
-# the record. A cell has two requests: the call or key, and the assignment. They are followed by the number of
-# ints in the key (or a negative value), and the ints.
+# The layout of a stream ticket (see producer.py). It starts with two requests: one for the call or
+# key, and one for the assignment. Each has six words: the slot, the committed bytes and the record.
+# Then come the number of ints in the key (or a negative constant) and the ints themselves.
 cdef enum:
     ASK_ITEM = 0
     ASK_CALL = 1

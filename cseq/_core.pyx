@@ -1,7 +1,7 @@
 # cython: language_level=3, freethreading_compatible=True
-"""The ring, the shuffle and batch indices, without the GIL.
+"""The ring, the shuffle, and readers of orders.
 
-The algorithms are plain C (``include/cseq_*.h``). These classes validate arguments and release the GIL.
+The algorithms are plain C (``include/cseq_*.h``). The classes check arguments and release the GIL.
 """
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
@@ -31,7 +31,7 @@ ALGORITHMS = "fisher-yates-v1", "feistel-v1"
 FEISTEL_LEAST = CSEQ_FEISTEL_LEAST
 cdef uint64_t MOST_SAMPLES = <uint64_t>1 << 48
 
-# Shuffles of up to BRIEF steps keep the GIL. Longer ones check for signals every SLICE steps.
+# Shuffles of up to BRIEF steps hold the GIL. Longer ones check for signals every SLICE steps.
 cdef enum:
     BRIEF = 4096
     SLICE = 1 << 20
@@ -144,29 +144,29 @@ def permutation(n, seed, epoch=0, algorithm=ALGORITHMS[0]):
 cdef class Reader:
     """The base class for readers of an `order.base.Order` with a given seed.
 
-    The result depends only on the seed, the epoch and the position. Only one thread at a time can use a
-    reader. An epoch has `units` units of up to `room` samples.
+    The samples depend only on the seed, the epoch and the position. An epoch has `units` units of
+    up to `room` samples each. Only one thread at a time can use a reader.
     """
 
     cdef int64_t read(self, uint64_t epoch, uint64_t start, uint64_t count, int64_t* out,
                       int64_t* sizes) except -1:
-        """Write the samples of the units [start, start + count), and return their number.
+        """Write the samples of units [start, start + count), and return how many were written.
 
-        `out` has space for `count` * `room` samples. The size of each unit is written to `sizes`, unless it
-        is NULL. Long reads release the GIL and run signal handlers. If one raises, call this again.
+        `out` has space for `count` * `room` samples. Unless NULL, `sizes` receives the unit sizes.
+        Long reads release the GIL and run signal handlers. If a handler raises, call this again.
         """
         raise NotImplementedError
 
     cdef int64_t read_batch(self, uint64_t epoch, uint64_t first, uint64_t together, uint64_t start,
                             uint64_t count, int64_t* out, int64_t* sizes) except -1:
-        """Like `read`, for one rank's part of the global batch [first, first + together).
+        """Read one rank's part of the global batch [first, first + together). See `read`.
 
-        An order may select other units of the batch, but the number must be the same.
+        A subclass may read other units of the global batch, but must read the same number of units.
         """
         return self.read(epoch, start, count, out, sizes)
 
     def samples(self, epoch, uint64_t start, uint64_t count):
-        """Return the samples and the sizes of the units [start, start + count)."""
+        """Return the samples and the sizes of units [start, start + count)."""
         if start > self.units or count > self.units - start:
             raise IndexError(f"units [{start}, {start + count}) exceed the epoch's {self.units} units")
         sizes = numpy.ones(count, numpy.int64)
@@ -195,7 +195,7 @@ cdef class RangeReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class FeistelReader(Reader):
-    """Reads feistel-v1. The order has at least `FEISTEL_LEAST` samples."""
+    """Reads a feistel-v1 shuffle of at least `FEISTEL_LEAST` samples."""
 
     cdef cseq_feistel feistel
     cdef uint64_t epoch
@@ -224,7 +224,7 @@ cdef class FeistelReader(Reader):
 @cython.final
 @cython.no_gc
 cdef class TableReader(Reader):
-    """Reads fisher-yates-v1. Shuffles only up to the last position that is read."""
+    """Reads a fisher-yates-v1 shuffle, computed only as far as it has been read."""
 
     cdef cseq_order order
     cdef uint32_t* table
@@ -258,7 +258,7 @@ cdef class TableReader(Reader):
                       int64_t* sizes) except -1:
         if self.table == NULL:
             self.make_table()
-        # A signal handler may have read another epoch.
+        # A signal handler may have used this reader for another epoch.
         while True:
             if epoch != self.epoch:
                 cseq_order_start(&self.order, self.seed, epoch)
@@ -292,7 +292,7 @@ cdef class Turns:
 
     @property
     def holder(self):
-        """The runner that has the turn (`Ring.first_entry` plus its number), or 0."""
+        """The runner that has the turn, as `Ring.first_entry` plus its number, or 0 if none."""
         return self.t.holder
 
     def learn(self, uint64_t before, uint64_t awake, uint64_t taken):
@@ -318,22 +318,22 @@ cdef class Ring:
     runners : int
         The number of runners. Owners are numbered from 1 to `runners`.
     calls : int
-        0 for a shared ring: any runner can claim any ticket. Otherwise, the ring is the queue of one runner.
-        It claims tickets in order and checks the last `calls` cells first.
+        0 for a shared ring, where any runner can claim any ticket. Otherwise, the ring is a queue
+        for one runner, which claims tickets in order but checks the last `calls` cells first.
     at : int
-        The offset of the ring in the memory, in bytes. The trainer sleeps at the gate of the ring with offset
-        0.
+        The byte offset of the ring in the memory. The trainer sleeps at the gate of the ring with
+        offset 0.
     limit : int
         The initial limit on outstanding tickets, or 0 for the number of cells.
     threads : bool
-        Whether all parties are threads of this process.
+        Whether all runners are threads of this process.
 
     Attributes
     ----------
     limit : int
         The maximum number of outstanding tickets.
     kept : list or None
-        For a queue, the objects of the ticket in each cell.
+        For a queue, the Python objects of each cell's ticket.
     """
 
     def __cinit__(self, Memory memory not None, uint32_t capacity=0, uint32_t batch_size=1,
@@ -382,7 +382,7 @@ cdef class Ring:
         return cseq_load_rlx_u64(&cseq_ring_meter(self.r, owner).batches)
 
     def meters(self):
-        """Return all meters as bytes (`meters.METER`), the trainer's first. Thread-safe."""
+        """Return all meters as bytes (dtype `meters.METER`), the trainer's first. Thread-safe."""
         cdef Py_ssize_t k, count = (self.r.runners + 1) * <Py_ssize_t>sizeof(cseq_meter) // 8
         cdef uint64_t* words = <uint64_t*>cseq_ring_meter(self.r, 0)
         copied = PyBytes_FromStringAndSize(NULL, 8 * count)
@@ -413,13 +413,13 @@ cdef class Ring:
         cseq_ring_admit(self.r, indexers)
 
     def indices(self, uint32_t cell):
-        """Return the indices of a cell as an array in the ring."""
+        """Return a cell's indices as an array that shares the ring's memory."""
         self.at(cell)
         cdef Py_ssize_t offset = <char*>cseq_ring_indices(self.r, cell) - self.memory.data
         return self.memory.view(offset, numpy.dtype(numpy.int64), (self.r.batch_size,))
 
     def depths(self):
-        """Return how many tickets wait for an indexer, for a converter, and for the trainer."""
+        """Return how many tickets are waiting for an indexer, a converter, and the trainer."""
         cdef Py_ssize_t[3] depth
         cdef uint32_t c
         cdef int state
@@ -435,7 +435,7 @@ cdef class Ring:
         return depth[0], depth[1], depth[2]
 
     def holder(self, uint32_t cell):
-        """Return the owner and claim time (ns of `now_ns`) of a cell, or (0, 0)."""
+        """Return the owner and claim time (from `now_ns`) of a cell, or (0, 0) if unclaimed."""
         cdef cseq_cell* c = self.at(cell)
         cdef uint64_t word = cseq_load_acq_u64(&c.word)  # SYNC: start visible with owner
         cdef int state = CSEQ_STATE(word)
@@ -459,8 +459,8 @@ cdef class Ring:
                      uint32_t count, uint64_t start, uint64_t seed) noexcept:
         """Post a ticket in a free cell that already contains its indices.
 
-        `start` is the position of the first sample in the epoch. Runners are woken up after `wake_at`
-        tickets, and before the trainer waits. Cells for calls are not part of the round.
+        `start` is the position of the ticket's first sample in the epoch. Runners are woken up
+        every `wake_at` tickets and before the trainer waits. Calls do not count as outstanding.
         """
         cdef cseq_cell* c = cseq_ring_cell(self.r, cell)
         c.epoch = epoch

@@ -239,7 +239,7 @@ cdef extern from "cseq_reuse.h":
     void cseq_reuse_count_thread(cseq_reuse* r, bint begins) noexcept
 
 
-# Without a GIL, counting references to another thread's object is atomic and moves a cache line.
+# Without a GIL, each reference count update on another thread's object is a slow atomic operation.
 
 cdef extern from *:
     """

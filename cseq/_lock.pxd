@@ -18,8 +18,8 @@ cpdef bint is_deep(int depth=*) except -1
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    # The thread `owner` (0: none) has acquired the lock `depth` times. If `asleep` is set, a thread may be
-    # waiting. `forks` is `forks_here` at the last check. `due` is set if there are deferred `calls`.
+    # The thread `owner` (0 for none) has acquired the lock `depth` times. `asleep`: a thread may be
+    # waiting. `forks`: the value of `forks_here` when last checked. `due`: `calls` were deferred.
     cdef uint64_t owner
     cdef uint32_t asleep, depth, forks, due
     cdef list calls

@@ -15,7 +15,7 @@ from threading import current_thread
 
 cseq_wait_choose()
 
-# Stack frames to leave for a sampler or a key iterator.
+# Stack frames to reserve for a sampler or a key iterator.
 cdef enum:
     ROOM = 100
 
@@ -36,7 +36,7 @@ cpdef int check_depth() except -1:
 cpdef bint is_deep(int depth=0) except -1:
     """Return True if the stack has at least `depth` frames, by default half of the limit.
 
-    In this case, a RecursionError may be the fault of the calling program.
+    If so, the calling program may have caused a RecursionError.
     """
     try:
         _getframe(depth or Py_GetRecursionLimit() // 2)
@@ -53,13 +53,12 @@ cdef uint64_t ns_of(double seconds) noexcept:
 @cython.final
 @cython.no_gc
 cdef class Lock:
-    """A reentrant lock like `threading.RLock`, without Python calls.
+    """A reentrant lock like `threading.RLock`, but without Python calls.
 
-    A signal handler that runs inside the protected section and only reads can acquire the lock again. Other
-    handlers are rejected (`refuse_mine`) or deferred (`put_off`). Python code must use ``with lock.hold()``,
-    because since Python 3.14 a handler can raise between acquiring the lock and the body.
-
-    In a forked process, only the forking thread can hold the lock.
+    A signal handler that interrupts the protected section and only reads can reacquire the lock.
+    Other handlers are rejected (`refuse_mine`) or deferred (`put_off`). Python code must use ``with
+    lock.hold()``, because since Python 3.14, a handler can raise after the lock is acquired and
+    before the ``with`` body starts. In a forked process, only the forking thread can hold the lock.
     """
 
     def __cinit__(self):
@@ -76,7 +75,7 @@ cdef class Lock:
     cdef int look_at_fork(self) noexcept:
         """In a forked process, free the lock once, unless the forking thread holds it.
 
-        A new thread could have the id of a thread that no longer exists.
+        Otherwise, a new thread could have the id of an owner that no longer exists.
         """
         if self.forks != forks_here[0]:
             if cseq_load_rlx_u64(&self.owner) != forker_here[0]:
@@ -147,14 +146,14 @@ cdef class Lock:
         return self.make_calls() if cseq_load_sc_u32(&self.due) else 0  # SYNC: calls
 
     def put_off(self, call not None):
-        """Make a call now if the lock is free. Otherwise, the holder makes it after the release."""
+        """Make a call now if the lock is free. Otherwise, the holder makes it on release."""
         self.calls.append(call)
         cseq_swap_sc_u32(&self.due, 1)  # SYNC: calls
         if self.acquire(0):
             self.release()
 
     cdef int make_calls(self) except -1:
-        """Make the deferred calls, unless this thread holds the lock. If one raises, the rest wait."""
+        """Make deferred calls unless this thread holds the lock. If one raises, keep the rest."""
         if self.has() or not cseq_swap_sc_u32(&self.due, 0):
             return 0
         try:
@@ -176,7 +175,8 @@ cdef class Lock:
 cdef class Hold:
     """Holds a lock inside a ``with`` statement.
 
-    If a handler raises before the body, deallocation releases the lock. `has` is False on timeout.
+    If a signal handler raises before the body, deallocation releases the lock. `has` is False on
+    timeout.
     """
 
     cdef Lock lock
@@ -274,8 +274,8 @@ def end_daemons():
 cpdef int rest() except -1:
     """Block a daemon thread forever if the interpreter is exiting. The thread must not hold a lock.
 
-    Up to version 3.13, Python unwinds the stack of a daemon thread that reacquires the GIL. In the destructor
-    of a tensor, this aborts the process.
+    At exit, Python up to 3.13 unwinds the stack of a daemon thread that reacquires the GIL. Inside
+    the destructor of a tensor, this aborts the process.
     """
     cdef uint32_t word = 0
     if not ends:

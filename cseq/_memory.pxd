@@ -6,15 +6,15 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 cimport cython
 cimport numpy as cnp
 
-# Copies of at least LARGE bytes release the GIL. The first LEAST bytes of a slot are committed in advance.
-# Leaves of up to MOST_COPIED bytes are copied out of their slots.
+# Copies of at least LARGE bytes release the GIL. The first LEAST bytes of a slot are committed up
+# front. Leaves of up to MOST_COPIED bytes are copied out of their slots.
 cdef enum:
     MAX_DIMS = 64
     LARGE = 65536
     LEAST = 16384
     MOST_COPIED = 65536
 
-# The number of forks (see `fork_depth`), and the thread that forked this process.
+# `forks_here` is what `fork_depth` returns. `forker_here` is the thread that forked this process.
 cdef uint32_t* forks_here
 cdef uint64_t* forker_here
 

@@ -43,9 +43,9 @@ cdef extern from *:
     #include <stdlib.h>
     #ifdef __GLIBC__
     #include <malloc.h>
-    /* Blocks of more than CSEQ_MAPPED bytes are zeroed when created and unmapped when freed. Up to
-     * CSEQ_FREED bytes stay at the end of the heap. glibc caches up to seven freed blocks per torch-aligned
-     * size. */
+    /* Blocks above CSEQ_MAPPED bytes are zeroed when allocated and unmapped when freed. Up to
+     * CSEQ_FREED bytes are kept at the top of the heap. glibc caches up to seven freed blocks per
+     * torch-aligned size. */
     enum { CSEQ_MAPPED = 32 << 20, CSEQ_FREED = 128 << 20 };
     static int cseq_keep_freed(void) {
         return mallopt(M_MMAP_THRESHOLD, CSEQ_MAPPED) && mallopt(M_TRIM_THRESHOLD, CSEQ_FREED);
@@ -58,10 +58,10 @@ cdef extern from *:
 
 cdef extern from *:
     """
-    /* One instance each per process, because arrays that outlive all other objects use them. */
+    /* One of each per process, because the arrays that use them can outlive all other objects. */
     static cseq_slot_allocator cseq_slot_arrays;
     static cseq_reuse cseq_reused;
-    /* The number of forks since the last exec, and the id of the thread that forked this process. */
+    /* Forks since the last exec, and the id of the thread that forked this process. */
     static uint32_t cseq_forks;
     static uint64_t cseq_forker;
 
@@ -81,7 +81,7 @@ cdef extern from *:
         errno = error;
         return pid;
     }
-    /* A child process is not working on a ticket. */
+    /* A forked child is not working on any ticket, so it allocates nothing in slots. */
     static void cseq_at_child(void) {
         cseq_slot_arrays.active = 0;
         cseq_reuse_forget(&cseq_reused);
@@ -105,14 +105,14 @@ forks_here, forker_here = &cseq_forks, &cseq_forker
 
 
 def fork_depth():
-    """Return the number of forks since the last exec. A forked process has a higher number."""
+    """Return the number of forks since the last exec, which is higher in a forked child."""
     return cseq_forks
 
 
 def fork():
     """Fork like `os.fork`, but without the warning about threads in Python 3.12.
 
-    Python warns after the fork. If warnings are errors, the caller would not get the child's id.
+    Python warns after forking. If warnings are errors, the caller would not receive the child's id.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def copy_of(Memory source not None, Py_ssize_t nbytes, Py_ssize_t offset=0):
 
 
 cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
-    """Return True if an array is dense, with its axes in this order, outermost first."""
+    """Return True if an array is dense and its axes are in the given order, outermost first."""
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int k
     for k in range(cnp.PyArray_NDIM(array) - 1, -1, -1):
@@ -231,9 +231,9 @@ cdef bint lies_in(cnp.ndarray array, const uint8_t* axes) noexcept:
 
 
 cdef bint is_permuted(cnp.ndarray array, uint8_t* axes) noexcept:
-    """Return True if an array is dense but not row-major. Set `axes` to the order in memory.
+    """Return True if an array is dense but not row-major. Set `axes` to their order in memory.
 
-    Strides of axes with one element also count, because some torch formats differ only in these.
+    Strides of axes of length 1 also count, because some torch memory formats differ only in them.
     """
     cdef Py_ssize_t step = cnp.PyArray_ITEMSIZE(array)
     cdef int nd = cnp.PyArray_NDIM(array)
@@ -270,9 +270,9 @@ def axes_of(cnp.ndarray array not None):
 
 
 def flat_of(cnp.ndarray array not None):
-    """Return the elements as a one-dimensional view in memory order, or None if this needs a copy.
+    """Return the elements as a one-dimensional view in memory order, or None if that needs a copy.
 
-    The result is marked as writable for the objects made from it, but callers must not write to it.
+    The view is marked writable so that objects made from it are, but callers must not write to it.
     """
     cdef uint8_t axes[MAX_DIMS]
     cdef cnp.npy_intp itemsize = cnp.PyArray_ITEMSIZE(array)
@@ -305,9 +305,9 @@ cdef class Loan(Memory):
 @cython.final
 @cython.no_gc
 cdef class Mapping(Memory):
-    """A mapping of part of a file, which exists until the last array in it is gone.
+    """A mapping of part of a file. It is unmapped when the last array in it is gone.
 
-    `offset` is a multiple of the page size. With `own`, the mapping is private, so writes are not shared.
+    `offset` must be a multiple of the page size. If `own` is True, the mapping is private.
     """
 
     def __cinit__(self, int fd, uint64_t offset, uint64_t nbytes, *, bint own=False):
@@ -331,7 +331,7 @@ cdef class Mapping(Memory):
 cdef class Descriptor:
     """A file descriptor above 2 (on Windows, a handle) that is closed on deallocation.
 
-    The constructor calls ``opener(*args)``, so no signal handler can raise before `fd` is stored.
+    The constructor calls ``opener(*args)``, so a signal handler cannot raise before `fd` is stored.
     """
 
     cdef readonly int fd
@@ -352,7 +352,7 @@ cdef class Descriptor:
 
 
 cpdef int lift(int fd) except -1:
-    """Return `fd` if it is above 2. Otherwise, close it and return a copy above 2."""
+    """Return `fd` if it is above 2. Otherwise, close it and return a duplicate above 2."""
     fd = cseq_lift(fd)
     if fd < 0:
         raise OSError(errno, os.strerror(errno))
@@ -360,7 +360,7 @@ cpdef int lift(int fd) except -1:
 
 
 def section(uint64_t nbytes):
-    """Create a section of zeros on Windows, and return its handle."""
+    """Create a zeroed section (shared memory on Windows), and return its handle."""
     cdef int fd
     with nogil:
         fd = cseq_section(nbytes)
@@ -379,7 +379,7 @@ def commit(int fd, uint64_t offset, uint64_t nbytes):
 
 
 def ram():
-    """Return the memory size in bytes on Windows, and 0 elsewhere."""
+    """Return the size of physical memory in bytes on Windows, and 0 elsewhere."""
     return cseq_ram()
 
 
@@ -388,7 +388,7 @@ def address_of(cnp.ndarray array not None):
 
 
 def keep_freed():
-    """Make malloc keep freed blocks of up to 32 MB, because the system must zero new pages.
+    """Make malloc keep freed blocks of up to 32 MiB, so that fewer new pages have to be zeroed.
 
     Return True on success. Only glibc supports this.
     """
@@ -418,7 +418,7 @@ cdef void release_slot(void* owner) noexcept:
 cdef class SlotAllocator:
     """Makes NumPy allocate the arrays of a batch in its slot. See cseq_slot_allocator.h.
 
-    Each worker process has one. It stays active in this thread and context.
+    Each worker process has one, installed for the calling thread and context.
     """
 
     def __cinit__(self):
@@ -447,7 +447,7 @@ cdef class SlotAllocator:
         return cseq_slot_arrays.slot.live
 
     def serve(self, Mapping slot not None, uint64_t nbytes):
-        """Start serving wanted allocations from a slot of `nbytes` bytes."""
+        """Serve wanted allocations from the first `nbytes` bytes of a slot."""
         if cseq_slot_arrays.slot.live:
             raise RuntimeError(f"the previous slot still holds {cseq_slot_arrays.slot.live} arrays; "
                                "call stop() first")
@@ -462,7 +462,7 @@ cdef class SlotAllocator:
         cseq_slot_arrays.active = 0
 
     def learn(self, list arrays not None):
-        """From the next `serve` on, serve the allocations with the same numbers as these arrays."""
+        """After the next `serve`, serve allocations with the same numbers as these arrays."""
         cdef uint64_t wanted = 0
         cdef cnp.ndarray array
         for array in arrays:

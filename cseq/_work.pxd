@@ -14,9 +14,9 @@ cdef class Runner:
     cdef readonly Ring ring
     cdef readonly uint32_t stage
     cdef readonly uint32_t owner
-    # `cell` is the current cell, or -1. `claim` waits for up to `park` ns. `turn` is this runner's number if
-    # runners take turns. If `owes` is set, the runner must notify the trainer before it leaves its turn.
-    # `since` is the time of the last claim, publication or empty wait. `room` is space for indices.
+    # `cell`: the current cell, or -1. `park`: how long `claim` waits, in ns. `turn`: the runner's
+    # number if runners take turns. `owes`: the trainer must be notified before the turn ends.
+    # `since`: time of the last claim, publication or failed wait. `room`: reusable index array.
     cdef cseq_cell* c
     cdef cseq_meter* meter
     cdef readonly int cell

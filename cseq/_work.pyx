@@ -20,14 +20,14 @@ cnp.import_array()
 
 cseq_wait_choose()
 
-# How long a thread sleeps before it requests the GIL, which it would otherwise get immediately.
+# How long to sleep before a GIL probe, in ns. An awake thread would get the GIL immediately.
 cdef enum:
     PROBE_NS = 50000
 NO_MORE = object()
 
 
 cdef class BatchState:
-    """The current ticket of a `context.BatchContext`, and its generator or None."""
+    """The current ticket of a `context.BatchContext`, and the ticket's generator or None."""
 
     cdef public object ticket
     cdef public object drawn
@@ -99,7 +99,7 @@ cdef class Runner:
         return True
 
     cdef void pause(self) noexcept nogil:
-        """Leave the turn, and send the trainer a deferred notification, if any."""
+        """Send the trainer any deferred notification, and leave the turn."""
         if self.owes:
             self.owes = False
             cseq_gate_notify(cseq_ring_output(self.r))
@@ -185,9 +185,9 @@ cdef class Runner:
         return f[0], f[1], f[2], f[3]
 
     cpdef object indices(self):
-        """Return the indices in an array without other references.
+        """Return the indices in an array that nothing else references.
 
-        A small array may be reused for later tickets. A large one may be in the slot of the batch.
+        A small array may be reused for later tickets. A large array may be in the batch's slot.
         """
         cdef cnp.npy_intp n = self.held().count
         if not (cseq_is_unique(<PyObject*>self.room) and cseq_is_fresh(self.room, n)):
@@ -284,8 +284,8 @@ cdef class Work:
     """The base class for the work of a runner: make and publish results.
 
     Subclasses implement three methods. ``answer(runner)`` returns the result or `NO_MORE`.
-    ``fail(runner, error)`` publishes an exception. ``end_copy(error)`` exits a process forked by
-    user code, which must not use the ring. Its fork count differs from `depth`.
+    ``fail(runner, error)`` publishes an exception. ``end_copy(error)`` exits a process that was
+    forked by user code (its fork count differs from `depth`), because it must not use the ring.
     """
 
     cdef readonly BatchWriter batch_writer
@@ -323,7 +323,7 @@ cdef class Work:
 
 
 cpdef bint has_imported(dict missing) except -1:
-    """Return True if one of these modules has been imported, or is being imported."""
+    """Return True if any of these modules has been imported or is being imported."""
     modules = sys.modules
     for name in missing:
         if name in modules:
@@ -361,7 +361,7 @@ cdef class BatchMaker(Work):
         return batch if self.convert is None else self.convert(batch)
 
     cdef object index(self, Runner runner):
-        """Call the indexer. If this imports a generator's module, seed the generator and repeat."""
+        """Call the indexer. If the call imports a new generator, seed it and repeat the call."""
         indexer = self.indexer
         if self.seeds is None: return indexer[runner.indices()]
         if self.seeds.present or has_imported(self.seeds.missing):
