@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.sdist import sdist
 from setuptools.errors import PlatformError
 
-# CSEQ_DEBUG=1 checks bounds and invariants; each mode has its own C file, and a switch rebuilds.
+# CSEQ_DEBUG=1 checks bounds and invariants. C files are kept per mode; a new mode recompiles them.
 DEBUG = os.environ.get("CSEQ_DEBUG", "0") not in ("", "0")
 # CSEQ_LINETRACE=1 reports each line to a tracer, for `make check-coverage`.
 TRACE = os.environ.get("CSEQ_LINETRACE", "0") not in ("", "0")
@@ -30,7 +30,7 @@ MODE = "trace" if TRACE else "debug" if DEBUG else "release"
 WINDOWS = sys.platform == "win32"
 
 UNIX_FLAGS = ["-std=c11", "-fvisibility=hidden", "-Werror=implicit-function-declaration"]
-# Cython writes constants that it does not use.
+# Cython generates constants that are never used.
 UNIX_FLAGS += ["-Wno-unused-const-variable"]
 UNIX_FLAGS += ["-O0", "-g"] if DEBUG else ["-O2", "-g0"]
 WINDOWS_FLAGS = ["/std:c11", "/utf-8", "/volatile:ms"] + (["/Od"] if DEBUG else ["/O2"])
@@ -50,7 +50,7 @@ DIRECTIVES = {
 
 
 def mode_file() -> str:
-    """Return a file that is as new as the last change of the build mode or numpy's headers."""
+    """Return a file that is rewritten when the build mode, the flags or NumPy's version change."""
     path = Path("build", "mode")
     path.parent.mkdir(exist_ok=True)
     flags = WINDOWS_FLAGS if WINDOWS else UNIX_FLAGS
@@ -61,7 +61,7 @@ def mode_file() -> str:
 
 
 def c_folder() -> str | None:
-    """Return where Cython's C files go; those made with another numpy are removed."""
+    """Return the folder for Cython's C files, emptied if they were made with another NumPy."""
     if TRACE:
         # Cython.Coverage looks for the C files beside the sources.
         return None
@@ -74,12 +74,12 @@ def c_folder() -> str | None:
     return folder.as_posix()
 
 
-# Modules of cseq that a .pyx or .pxd cimports.
+# Matches the cseq modules that a .pyx or .pxd file cimports.
 CIMPORTED = re.compile(r"^ *from (cseq\.[\w.]+) cimport ", re.MULTILINE)
 
 
 def sources_of(path: Path) -> set[Path]:
-    """Return a .pyx, its .pxd, and every .pxd that these cimport."""
+    """Return a .pyx file, its .pxd file, and all .pxd files that they cimport, even indirectly."""
     found, left = set(), [path, path.with_suffix(".pxd")]
     while left:
         one = left.pop()
@@ -99,17 +99,17 @@ def is_current(target: Path, sources: set[Path]) -> bool:
 class BuildCore(build_ext):
     """Compiles the core on all CPU cores. If a tool is missing, the error message names it."""
 
-    # Cython translates one module at a time, while others are compiled.
+    # Cython translates one module at a time, while other modules are being compiled.
     cython = threading.Lock()
 
     def finalize_options(self) -> None:
-        """Compile one module per CPU core at a time."""
+        """Compile as many modules at a time as there are CPU cores."""
         super().finalize_options()
         self.parallel = self.parallel or os.cpu_count()
 
     def build_extensions(self) -> None:
-        """Check for problems that the compiler would not name, then compile."""
-        # The class for MSVC has no such attribute, and finds the compiler later.
+        """Check for a missing compiler or missing headers, then compile."""
+        # The MSVC class lacks this attribute, because it looks for the compiler later.
         command = getattr(self.compiler, "compiler_so", None)
         headers = sysconfig.get_path("include")
         if command and shutil.which(command[0]) is None:
@@ -144,9 +144,9 @@ class BuildCore(build_ext):
         super().build_extension(extension)
 
     def translated(self, extension: Extension) -> str:
-        """Return the C file of a module. Make it if it is older than its sources.
+        """Return a module's C file, generated again if it is older than its sources.
 
-        Cython alone would make it again in each new environment, whose `.pxd` files are newer.
+        Cython's own check includes installed `.pxd` files, which are newer in a new environment.
         """
         pyx = Path(extension.sources[0])
         with self.cython:
@@ -164,10 +164,10 @@ class BuildCore(build_ext):
 
 
 class WriteSources(sdist):
-    """Writes the same bytes for the same files if SOURCE_DATE_EPOCH is set."""
+    """Writes reproducible archives if SOURCE_DATE_EPOCH is set."""
 
     def make_archive(self, base_name: str, *arguments: Any, **options: Any) -> str:
-        """Write the archive, then remove any differences between checkouts from it."""
+        """Write the archive. With SOURCE_DATE_EPOCH, also normalize its metadata."""
         name = super().make_archive(base_name, *arguments, **options)
         epoch = os.environ.get("SOURCE_DATE_EPOCH")
         if epoch is not None and name.endswith(".tar.gz"):
@@ -176,7 +176,7 @@ class WriteSources(sdist):
 
 
 def normalise(archive: Path, epoch: int) -> None:
-    """Rewrite a compressed archive with sorted files, equal times and no owners."""
+    """Rewrite a compressed archive with sorted files, one modification time and no owners."""
     with tarfile.open(archive) as old:
         members = [(one, old.extractfile(one)) for one in sorted(old, key=attrgetter("name"))]
         with io.BytesIO() as plain:
@@ -203,13 +203,13 @@ def description() -> str:
     return re.sub(r"\]\((?!https:)", f"]({urls['Source']}/blob/main/", text)
 
 
-# The extension modules, from the bottom up.
+# The extension modules, lowest layer first.
 MODULES = ["_memory", "_core", "_lock", "_work", "memory._slots", "measure._trace"]
 MODULES += ["encoding._plan", "encoding._room", "encoding._codec"]
 MODULES += ["order._readers", "order._source", "engine._streams", "engine._feed", "tokens._fill"]
 
-# CSEQ_PREBUILT=1 installs what `build_ext --inplace` has compiled: an editable installation would
-# compile it once more, in a folder that is thrown away.
+# CSEQ_PREBUILT=1 installs the modules that `build_ext --inplace` has compiled. Otherwise, an
+# editable installation would compile them again in a temporary folder.
 core = [
     Extension(
         f"cseq.{name}",
@@ -225,7 +225,7 @@ core = [
         + [("CYTHON_TRACE_NOGIL", "1"), ("CYTHON_USE_SYS_MONITORING", "0")] * TRACE,
         undef_macros=["NDEBUG"] * DEBUG,
         libraries=["ws2_32"] if WINDOWS else [],
-        # Loops over tokens gain from vectors, which gcc makes at -O3.
+        # Loops over tokens benefit from vectorization, which gcc performs at -O3.
         extra_compile_args=WINDOWS_FLAGS
         if WINDOWS
         else UNIX_FLAGS + ["-O3"] * (name == "tokens._fill" and not DEBUG),

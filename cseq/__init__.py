@@ -166,11 +166,11 @@ _ELSEWHERE = {
     "trace": "cseq.tracing",
 }
 
-# Type checkers only use the names above.
+# Type checkers use only the imports above.
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a public name on first use. Most programs use few, and some lack torch or Ray."""
+        """Import a public name on first use, because most programs need only a few of them."""
         if name in _ELSEWHERE:
             from importlib import import_module
 

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="run a module as a script")
-    # Parse all of this as one argument, because argparse would drop a `--` of the script.
+    # Parse the script's command line as one argument, or argparse would drop a `--` from it.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument(
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(given, "look"):
         parser.print_help()
         return
-    # On Windows, redirected output may not support arrows.
+    # On Windows, the encoding of redirected output may not support arrows.
     if given.look is not _run and isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     status = given.look(given)
@@ -199,7 +199,7 @@ def _run_script(script: str) -> None:
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)
-        # `run_path` changes `sys.path`.
+        # `run_path` adds the path to `sys.path`.
         runpy.run_path(path, run_name="__main__")
         return
     try:
@@ -210,8 +210,8 @@ def _run_script(script: str) -> None:
         print(f"{sys.executable}: can't open file {path!r}: {reason}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
     _enter(os.path.dirname(os.path.realpath(path)))
-    # The module outlives the script, so threads and `atexit` functions can use its globals. `runpy`
-    # would remove it.
+    # `runpy` would remove the module when the script ends, but threads and `atexit` functions may
+    # still use its globals.
     module = ModuleType("__main__")
     module.__dict__.update(
         __annotations__={},
@@ -226,7 +226,7 @@ def _run_script(script: str) -> None:
 
 def _enter(folder: str | None) -> None:
     """Replace the folder that ``-m cseq`` added to ``sys.path``."""
-    # With these options, Python adds no folder.
+    # In isolated or safe-path mode, Python adds no folder.
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     if folder is None:

@@ -65,18 +65,18 @@ __all__ = [
 F = typing.TypeVar("F", bound="Callable[..., None]")
 
 MOST_EPOCHS = 2**63
-# The names of workers in `repr`, by `thread_type`.
+# Worker names shown in `repr`, keyed by `thread_type`.
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 BATCH_SIZE = 32
 AUTO = "auto"
-# 'auto' starts with at most AUTO_START workers and at least FIRST_BUFFER batches. It adds workers
-# up to MOST_READERS per core (in [LEAST_READERS, AUTO_READERS]) or one per core, whichever is more,
-# and batches up to AUTO_BUFFER, or to AUTO_WORDS indices in total.
+# 'auto' starts with up to AUTO_START workers and a buffer of at least FIRST_BUFFER batches. The
+# maximum is MOST_READERS workers per core, clipped to [LEAST_READERS, AUTO_READERS] but at least
+# one per core, and AUTO_BUFFER batches or AUTO_WORDS indices.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
 # Each batch is mapped in two processes, and Linux allows about 65000 mappings per process.
 MOST_BUFFER = 2**14
-# A ticket stores the number of its words in 32 bits.
+# A ticket stores its word count in 32 bits.
 MOST_BATCH = 2**32 - 1
 
 
@@ -129,7 +129,7 @@ def sizes_of(
             "know how many workers other machines can run; pass a number"
         )
     elif not auto[1]:
-        # Workers beyond the number of batches would be idle.
+        # If there were more workers than buffered batches, some would be idle.
         start, most = min(start, buffer), min(most, buffer)
     if not auto[1]:
         return Size(start, buffer), Size(most, buffer), auto
@@ -163,7 +163,7 @@ class Job(NamedTuple):
     output : Output
         The output for `out_type` and `dtype`.
     num_workers, buffer : int
-        The maximum values.
+        The maximum numbers of workers and of batches in progress or ready.
     num_converters : int
         The number of converters, or 0 without CUDA.
     start : Size
@@ -332,7 +332,7 @@ def dtype_of(worker: object, dtype: object) -> object:
 
 
 def samples_of(worker: object, order: Order) -> int:
-    """Return the default for `dset_size`: the length of `worker` or the samples in `order`."""
+    """Return the default `dset_size`: the length of `worker` or the sample count of `order`."""
     length = indexer.length_of(worker)
     if length is None:
         length = order.samples

@@ -29,7 +29,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# Runner numbers, including converters, fit into 16 bits.
+# Runner numbers, which also cover converters, must fit in 16 bits.
 MOST_WORKERS = 2**15 - 1
 
 # Tables store each value in 4 bytes.
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "use num_workers=",
 }
 
-# Hints if `worker` is a dataset, which takes a collate function in a different way.
+# Hints for when `worker` is a dataset: the collate function goes to `from_dataset`.
 OF_DATASET = ELSEWHERE | {
     "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",

@@ -56,8 +56,8 @@ def pool_of(kind: str, job: Job) -> Pool[Batches]:
 class Manager:
     """The base class of managers, which holds the current run and a lock.
 
-    Between runs, `_stats` and `_skipped` are from the last run. Each cause of waiting is logged
-    once and then kept in `_logged_causes`.
+    Between runs, `_stats` and `_skipped` describe the last run. `_logged_causes` contains the
+    causes of waiting that have been logged, because each is logged only once.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Manager:
     def _look(self) -> Hold:
         """Hold the lock to read state.
 
-        If this thread holds the lock of the run, do not wait, to avoid a deadlock.
+        If this thread already holds the run's lock, do not wait, because that could deadlock.
         """
         within = self._run is not None and self._run.lock.is_mine
         return self._lock.hold(0 if within else -1)
@@ -114,7 +114,7 @@ class Manager:
     def _open(self, pool: Pool[Batches]) -> None:
         """Open a pool. The previous run must have ended."""
         pool.logged_causes = self._logged_causes
-        # Set before the pool is opened, so that `_end` can close it if a signal handler raises.
+        # Set `_run` before opening the pool, so that `_end` can close the pool after an exception.
         self._run = run = Run(pool)
         try:
             run.close_with(self)
@@ -201,7 +201,7 @@ class Manager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Set before any call, so that `finish` works after an interruption.
+        # Clear the flag before any call, so that `finish` works after an interruption.
         self._is_entered = False
         if not self._put_off(self.finish):
             with self._lock.hold():
@@ -236,7 +236,7 @@ class Manager:
         Parameters
         ----------
         since : Stats, optional
-            An earlier result of `stats` from this run, to use only later batches.
+            An earlier result of `stats` from this run. The advice then covers only later batches.
 
         Returns
         -------

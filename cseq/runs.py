@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
-# Name of threads that close runs of garbage-collected owners.
+# Name of the threads that close the runs of garbage-collected owners.
 NAME = "cseq-close"
-# Maximum wait for runs and threads at interpreter exit.
+# Maximum wait for runs and threads to end at interpreter exit.
 EXIT_SECONDS = 15.0
-# Maximum wait for log records at interpreter exit.
+# Maximum wait for pending log records at interpreter exit.
 LOG_SECONDS = 2.0
-# Maximum wait of `close` for a call in another thread.
+# How long `close` waits for a call in another thread to return.
 LOCK_SECONDS = 5.0
 
 K = TypeVar("K", bound="Tickets")
@@ -74,7 +74,7 @@ class Run(Generic[K]):
     def close_with(self, owner: object) -> None:
         """Close the run when `owner` is garbage-collected."""
         self._finalizer = weakref.finalize(owner, close_elsewhere, self.close, self._pid)
-        # `_close_all` does this at interpreter exit.
+        # At interpreter exit, `_close_all` closes the run instead.
         self._finalizer.atexit = False
 
     def interrupt(self) -> int:
@@ -91,7 +91,7 @@ class Run(Generic[K]):
         (Ctrl-C).
 
         If this thread is in the middle of another call, the pool is closed after that call. The
-        same applies to a call in another thread that takes longer than `LOCK_SECONDS`.
+        same applies if a call in another thread takes longer than `LOCK_SECONDS`.
         """
         self.pool.is_hurried = hurried or sys.exc_info()[0] is not None
         try:
@@ -107,7 +107,7 @@ class Run(Generic[K]):
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
         elif self._finalizer is not None:
-            # Detach last, so that an interrupted close is repeated.
+            # Detach the finalizer last, so that it repeats an interrupted `close`.
             self._finalizer.detach()
 
     def _close_pool(self) -> bool:
@@ -124,7 +124,7 @@ class Run(Generic[K]):
 _runs: weakref.WeakSet[Run[Any]] = weakref.WeakSet()
 # Functions to call with each run just before it ends.
 on_close: list[Callable[[Run[Any]], object]] = []
-# The latches of runs that other threads are closing.
+# One latch for each run that another thread is closing.
 _closings: set[Latch] = set()
 
 
@@ -143,7 +143,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
         return
     closed = Latch()
     _closings.add(closed)
-    # The thread pops `close`, so that no reference remains.
+    # The thread pops `close`, so that no reference to the function remains.
     pending = [close]
 
     def work() -> None:
@@ -154,7 +154,7 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
             closed.set()
 
     def start_thread() -> None:
-        # `threading.current_thread` would permanently register a dummy thread.
+        # In this raw thread, `threading.current_thread` would register a permanent dummy thread.
         try:
             threading.Thread(target=work, name=NAME, daemon=True).start()
         except RuntimeError:
@@ -184,7 +184,7 @@ def _close_all() -> None:
         if run.is_ours and run.pool.supervisor is not None:
             run.pool.supervisor.hurry(deadline)
     await_closings(EXIT_SECONDS)
-    # The stack closes every run even if one raises.
+    # The stack closes every run, even if closing one of them raises.
     with contextlib.ExitStack() as stack:
         stack.callback(await_left, EXIT_SECONDS)
         for run in list(_runs):
@@ -194,7 +194,7 @@ def _close_all() -> None:
 
 def _interrupt_all() -> None:
     """End all iterators in a forked process, so that it does not use its parent's rings."""
-    # The threads do not exist in the child.
+    # The threads that close runs do not exist in the child.
     _closings.clear()
     for run in _runs:
         run.interrupt()

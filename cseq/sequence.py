@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
     ) -> None:
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: arguments.ThreadType = thread_type
-        # Other ranks do not know this seed.
+        # Other ranks do not know a drawn seed.
         self._drawn = self._own_seed = seed is None
         self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
@@ -352,7 +352,7 @@ class MSequence(Manager, Generic[B_co]):
             elif run is None or not run.is_ours or place.progress is not run.pool.feed:
                 self._place = place.moved(self._sampler, number)
             else:
-                # Another thread that holds the lock is fetching the first batch. Keep its iterator.
+                # If another thread holds the lock to fetch the first batch, keep its iterator.
                 with run.lock.hold(0) as hold:
                     if place.begun or not hold.has:
                         self._place = place.moved(self._sampler, number)
@@ -680,6 +680,6 @@ class MSequence(Manager, Generic[B_co]):
             elif self._run is not None:
                 self._run.interrupt()
             job, place = self._job._replace(sampler=sampler), Place(epoch, consumed, Tally(tokens))
-            # Assign both in one statement, because a signal handler could read them in between.
+            # Assign both in one statement. A signal handler could run between two statements.
             self._place, self._job = place, job
             self._own_seed = False

@@ -29,20 +29,20 @@ __all__ = [
 
 # The stages of a ticket.
 INDEXER, CONVERTER = 0, 1
-# Ticket status values: a batch, or flags for an exception and for the end.
+# Ticket status: 0 for a batch, or flags for an exception and for the end of the items.
 BATCH, RAISED, ENDED = 0, 1, 2
 
-# An idle runner wakes up once a second.
+# How long an idle runner sleeps before it wakes up to check the ring.
 IDLE_NS = 1_000_000_000
-# How long to spin: about as long as a sleep takes, alone or with two GIL handovers. LONG_SPIN_NS is
-# for cores that would otherwise be idle.
+# How long to spin. SPIN_NS is roughly the cost of a sleep, and GIL_SPIN_NS adds two GIL handovers.
+# LONG_SPIN_NS is for cores that would otherwise be idle.
 SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
 
-# How many seconds a busy runner may continue when its batch is no longer needed.
+# How long a busy runner may continue after its batch is no longer needed, in seconds.
 HURRY = 0.5
-# A worker can take this many times `timeout` to start.
+# The time limit for starting a worker, as a multiple of `timeout`.
 START_SHARE = 10
 
 

@@ -1,7 +1,7 @@
 """The machine or container: control groups, cores, library threads, memory.
 
 Most libraries read the environment only when they are loaded. A forked process inherits loaded
-libraries, so the limits for torch and OpenBLAS are set with calls.
+libraries, so torch and OpenBLAS are limited with function calls instead.
 
 ::
 
@@ -96,18 +96,18 @@ def number(path: str) -> int | None:
 
 
 def fields(path: str) -> dict[str, int]:
-    """Return the lines of a file that consist of a name and a number, as a dict."""
+    """Return a dict of the names and numbers in a file that has one pair per line."""
     words = [line.split() for line in lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
 
 OPENMP = "OMP_NUM_THREADS"
-# If one of these is unset, its library reads the OPENMP variable, as torch does.
+# If one of these variables is unset, its library uses OMP_NUM_THREADS instead, as torch does.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-# Names of the same function in different OpenBLAS builds.
+# Names of the function that sets the thread count, in different OpenBLAS builds.
 OPENBLAS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -187,16 +187,16 @@ def limit_threads(threads: int | None) -> None:
             set_number(threads)
 
 
-# The number of modules at the last search, and the thread count and setter of each OpenBLAS.
+# Cache of `find_openblas`: the number of modules at the last search, and its result.
 _openblas: tuple[int, list[tuple[Any, Any]]] = 0, []
 
 
 def find_openblas() -> list[tuple[Any, Any]]:
-    """Return the thread count and setter of each loaded OpenBLAS (Linux only).
+    """Return the thread-count variable and setter of each loaded OpenBLAS (Linux only).
 
     Forked children reuse the result. In a forked child, OpenBLAS reads the number of threads to
-    start from an internal variable, and each thread spins for 75 ms. Set this variable before
-    calling the setter. Builds that hide it, such as NumPy 2.5's, keep their number of threads.
+    start from this internal variable, and each thread spins for 75 ms. Set the variable before
+    calling the setter. Builds that hide the variable, such as NumPy 2.5's, are not limited.
     """
     global _openblas
     if _openblas[0] != len(sys.modules):
@@ -218,10 +218,10 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# For each file with a memory limit, the files with the usage and with the out-of-memory kills.
+# Files with the memory usage and the out-of-memory kills, keyed by the file with the limit.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-# The memory size to assume if it is unknown.
+# The memory size to assume if the real one is unknown.
 UNKNOWN_RAM = 8 * GIB
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {

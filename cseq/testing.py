@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["await_workers", "check_order", "kill", "pids"]
 
-# How often to poll, in seconds.
+# Polling interval in seconds.
 PAUSE = 0.001
 
 
@@ -76,7 +76,7 @@ def kill(running: Any, worker: int, number: int = KILL) -> int | None:
 def pids(running: Any) -> list[int | None]:
     """Return the process ids of the workers, with None for a worker that has not started yet.
 
-    A dead forked worker is replaced when the loop waits, or by `await_workers`.
+    Dead forked workers are replaced while the loop is waiting, or by `await_workers`.
     """
     return supervisor_of(running).pids()
 

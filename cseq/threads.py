@@ -107,7 +107,7 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# For each greenlet library, the function that checks whether a module is patched.
+# Functions that check whether a module is patched, keyed by greenlet library.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
@@ -131,8 +131,8 @@ _left: set[Threads] = set()
 def leave_running(threads: Threads) -> None:
     """Make interpreter exit wait for these threads.
 
-    Before Python 3.14, a thread that reacquires the GIL at exit is unwound. With C++ functions on
-    its stack, as with torch, the process aborts.
+    Before Python 3.14, the stack of a thread that reacquires the GIL at exit is unwound. If there
+    are C++ functions on the stack, as with torch, the process aborts.
     """
     _left.difference_update([group for group in _left if not group.join(0.0)])
     if sys.version_info < (3, 14):

@@ -35,9 +35,9 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# In ns. `baseTimeNanoseconds` is a multiple of this, as in torch's profiler.
+# A quarter of a year in ns. As in torch's profiler, `baseTimeNanoseconds` is a multiple of it.
 QUARTER = 7_889_238 * 10**9
-# A loop's row is its thread id plus MADE_UP. The rows of runners start at RUNNERS.
+# The row numbers of loops start at MADE_UP, and the row numbers of runners at RUNNERS.
 MADE_UP = 1 << 30
 RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1
@@ -306,7 +306,7 @@ def _clocks() -> Iterator[tuple[int, int, int]]:
         yield now_ns(), time.time_ns(), now_ns()
 
 
-# True if CSEQ_TRACE was read, or does not apply to this process.
+# Whether CSEQ_TRACE has been handled already, or does not apply to this process.
 _was_asked = False
 
 
