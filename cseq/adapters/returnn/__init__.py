@@ -170,15 +170,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
-        # The serial number and arguments of the last `init_seq_order`, and the order if known.
+        # The serial number, arguments and order (if known) of the latest `init_seq_order` call.
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
-        # Whether an epoch is running, its items, and the number consumed.
+        # Whether an epoch is running, an iterator over its items, and the number of items taken.
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # The largest `complete_frac` and the number of frames per data key so far.
+        # So far in this epoch: the largest `complete_frac`, and the frame count of each data key.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -191,7 +191,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         make, (cls, arguments, state) = super().__reduce__()
-        # The copy's `__init__` adds all arguments of `Dataset` to `dataset`, so restore it.
+        # The copy's `__init__` adds all arguments of `Dataset` to `dataset`, so restore the dict.
         state |= {"dataset": self.dataset, "_asked": self._asked}
         return make, (cls, arguments, state)
 
@@ -298,7 +298,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         """Stop the workers now. The next use restarts them."""
         streams, self._streams = self._streams, None
         self._is_under_way, self._items = False, iter(())
-        # Does nothing in a forked process.
+        # In a forked process, this does not stop the parent's workers.
         if streams is not None:
             streams.close()
 

@@ -90,7 +90,7 @@ class SequenceProducer:
         self._dedicated = sharding_method == "dedicated"
         self._number = number
         self._num_workers = num_workers
-        # Created on first use, and again after `finish` has dropped it.
+        # The dataset is created on first use, and again after `finish` has dropped it.
         self._dataset: Any = None
         # The serial number of the prepared request, and this epoch's data keys.
         self._serial: int | None = None
@@ -234,5 +234,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return a copy of an error with only its text, for the trainer."""
+    """Return a copy of an error that keeps only its text, so that it can be pickled."""
     return type(error)(*map(str, error.args))

@@ -75,8 +75,8 @@ class BatchSampler:
             raise ValueError(
                 f"order={order!r} was created without a number of samples; create it with one"
             )
-        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: True once the seed has
-        # been drawn, None before that. `_is_agreed`: the seed is the same as on rank 0.
+        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: None if the seed is yet to
+        # be drawn, True if it was drawn. `_is_agreed`: the seed is the same as on rank 0.
         self._takes_any = seed is None
         self._is_drawn = None if seed is None else False
         self._is_agreed = False
@@ -93,8 +93,8 @@ class BatchSampler:
             world_size=world_size,
             pad=flag("pad", pad),
         )
-        # (epoch, consumed units) at the start of the next `iter`, and after the latest batch.
-        # `_now` is None if the latest batch's epoch is over.
+        # Positions (epoch, consumed units): `_next` is where the next `iter` starts. `_now` is the
+        # position after the latest batch, or None if its epoch is over.
         self._next = 0, 0
         self._now: tuple[int, int] | None = None
 

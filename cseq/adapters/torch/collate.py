@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# Above WATCHED bytes, a copy costs more than intercepting torch's functions. If that saves no
-# copies, only one in EVERY batches is intercepted.
+# Above WATCHED bytes, a copy costs more than intercepting torch's functions. If interception saves
+# no copies, it is tried for only one in EVERY batches.
 WATCHED, EVERY = 1 << 20, 32
 
 

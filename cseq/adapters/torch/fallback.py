@@ -32,7 +32,7 @@ UNUSABLE = (
     "load_state_dict({}) to drop the state. This loader falls back to torch's iterator because %s"
 )
 
-# Number of iterators created, by loader class and reason for the fallback.
+# Number of iterators created, keyed by loader class and reason for the fallback.
 made: Counter[tuple[str, str | None]] = Counter()
 
 
@@ -43,7 +43,7 @@ def note(loader: DataLoader[Any], reason: str | None) -> None:
 
 
 def lines() -> Iterator[str]:
-    """Yield a line of the summary for each loader class and reason."""
+    """Yield one summary line for each loader class and reason."""
     for (loader, reason), count in made.items():
         number = "1 iterator" if count == 1 else f"{count} iterators"
         whose = "cseq's" if reason is None else f"torch's own, because {reason}"
@@ -55,7 +55,7 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 
     Some libraries register reducers with multiprocessing.
     """
-    # On Windows, this requires a child process.
+    # On Windows, a trial would require a child process.
     if os.name == "nt":
         return True
     from cseq.processes.spawning import spawning
@@ -148,7 +148,7 @@ def make_iterator(
     has_processes = loader.num_workers > 0 and options.worker_method != "thread"
     reason = reason_against(loader, options.worker_method)
     if reason is None:
-        # Imported here because it loads the engine.
+        # Imported here, because importing this module loads the engine.
         from cseq.adapters.torch.iterator import LoaderIterator
 
         if has_processes:
@@ -163,13 +163,13 @@ def make_iterator(
             if before is None or not _can_torch(loader):
                 error.args = (reason,)
                 raise
-            # The failed attempt may have drawn numbers.
+            # The failed attempt may have drawn random numbers.
             set_sources(before[0])
             chosen.set_state(before[1])
     if reason is not None:
         if resume is not None:
             raise ValueError(UNUSABLE % reason)
-        # The version of torch affects all loaders, so warn once.
+        # An unsupported version of torch affects all loaders, so warn only once.
         warned = data.DataLoader if reason is names.REASON else loader
         if warned not in _warned:
             _warned.add(warned)

@@ -22,7 +22,7 @@ def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     size = getattr(sampler, "batch_size", None)
     drops = bool(getattr(sampler, "drop_last", False))
     name = type(dataset).__name__
-    # cseq orders warn about this.
+    # For cseq orders, a different warning covers this.
     if drops and not any(counts) and not hasattr(sampler, "state_after"):
         warn(
             f"dataset={name} has fewer samples than batch_size={size}, so with drop_last=True an "

@@ -62,7 +62,7 @@ class LoaderIterator(names.Workers):
     _num_yielded: int
     _base_seed: Any
     _sampler_iter: Any
-    # The thread that executes `__next__`, or 0.
+    # The thread that is executing `__next__`, or 0.
     _taker = 0
     _shutdown = True
 
@@ -86,7 +86,7 @@ class LoaderIterator(names.Workers):
             self._check_threads(type(loader.dataset).__name__)
         keys = Keys(loader, keeps_state=self._keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, keys, rng=options.rng)
-        # torch draws a seed here, but a resumed epoch has one, so restore the generator afterwards.
+        # torch draws a seed here. A resumed epoch already has one, so restore the generator.
         goes_on = resume is not None and resume["base_seed"] is not None
         trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
@@ -95,10 +95,10 @@ class LoaderIterator(names.Workers):
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
-        # Resuming a map-style data set does not remake batches, so save every state.
+        # Map-style epochs resume without remaking batches, so save the state after every batch.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        # The worker that made the latest batch (if needed), the data set's state after the batch,
-        # and the exception that replaces the batch.
+        # `_maker`: the worker that made the latest batch, if needed. `_after`: the state of the
+        # data set after that batch. `_error`: the exception to raise instead of the batch.
         self._maker = 0
         self._after: bytes | None = None
         self._error: BaseException | None = None
@@ -195,7 +195,7 @@ class LoaderIterator(names.Workers):
         self._pinner.forget()
         keys, is_seeded = self.progress.keys, self._is_seeded
         if first_iter:
-            # torch creates two iterators of the sampler for the first epoch.
+            # For the first epoch, torch creates two iterators over the sampler.
             if self._num_workers and not is_seeded:
                 keys.look_again(resume if self._persistent_workers else None)
                 names.Base._reset(self, loader, first_iter)
@@ -205,7 +205,7 @@ class LoaderIterator(names.Workers):
                 self._streams.ask("get_ready", behind=True)
             keys = Keys(loader, keeps_state=self._keeps_state)
             names.Base._reset(self, loader, first_iter)
-            # A new iterator draws a base seed.
+            # Draw a base seed, as a new iterator would.
             if is_seeded:
                 drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
                 self._base_seed = drawn.item()
@@ -241,7 +241,7 @@ class LoaderIterator(names.Workers):
             )
             for number in range(len(progress.counts))
         ]
-        # The previous epoch has changed the data set.
+        # The previous epoch may have changed the data set, so save its state again.
         if self._shares_state and resume is None:
             dataset: Any = self._dataset
             progress.states = [dumps({"dataset": dataset.state_dict(), "made": 0})]
@@ -276,7 +276,7 @@ class LoaderIterator(names.Workers):
         try:
             while True:
                 count = self._num_yielded
-                # torch's method warns about too many batches, and labels them in profiles.
+                # torch's method warns about excess batches, and labels batches in profiles.
                 if self._IterableDataset_len_called is not None or names.profiler_enabled():
                     batch = names.Base.__next__(self)
                 else:
@@ -295,7 +295,7 @@ class LoaderIterator(names.Workers):
                     raise failed
         finally:
             self._taker = 0
-            # The traceback refers to this frame and would keep the workers alive.
+            # The exception's traceback refers to this frame, which would keep the workers alive.
             failed = None
 
     def _next_data(self) -> Any:
@@ -411,7 +411,7 @@ class LoaderIterator(names.Workers):
         self._ended = True
         self._pinner.close()
         if self._num_workers:
-            # An interrupted `close` has already saved the counts.
+            # An earlier call that was interrupted may have saved the statistics already.
             if self.progress.stats is None:
                 self.progress.stats = self.stats()
             self._streams.close()

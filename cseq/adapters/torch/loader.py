@@ -125,7 +125,7 @@ class DataLoader(Torchs[T_co]):
     _begun: int | None = None
     _progress: LoaderProgress | None = None
     _reason: str | None = None
-    # Where the next `iter` resumes.
+    # The state from which the next `iter` resumes.
     _loaded: dict[str, Any] | None = None
     _is_strict = True
     _has_warned = False
@@ -199,7 +199,7 @@ class DataLoader(Torchs[T_co]):
                 every = integer("snapshot_every_n_steps", snapshot_every_n_steps, least=0)
             self.snapshot_every_n_steps = every
             self.max_restarts = integer("max_restarts", max_restarts, least=0)
-            # Import this now to avoid a delay in the first loop.
+            # Import this module now to avoid a delay in the first loop.
             import cseq.adapters.torch.iterator  # noqa: F401
 
         @data.DataLoader.multiprocessing_context.getter
@@ -276,7 +276,7 @@ class DataLoader(Torchs[T_co]):
             "seed": layers.seed,
             "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
-            # In an unknown sampler, `__len__` may draw numbers or prepare the next epoch.
+            # The `__len__` of an unknown sampler may draw numbers or prepare the next epoch.
             "batches": None if shares is None else len(self._index_sampler),
             **(NOT_SHARED if shares is None else shares._asdict()),
         }
@@ -302,7 +302,7 @@ class DataLoader(Torchs[T_co]):
         RuntimeError
             If no epoch has started, or the loader has no workers.
         """
-        # `install` adds this method to torch's class.
+        # `install` also adds this method to torch's class, so `_progress` may be missing.
         progress = vars(self).get("_progress")
         iterator = None if progress is None else progress.iterator()
         stats: Stats | None = getattr(progress, "stats", None)
@@ -437,7 +437,7 @@ class DataLoader(Torchs[T_co]):
         resume = self._resume(loaded, strict=flag("strict", strict))
         own: Any = None if resume is None else resume["sampler"].get("sampler")
         order: Any = self.batch_sampler
-        # Check the state with a copy of the sampler first.
+        # First check that a copy of the sampler accepts the state.
         if own is not None and hasattr(order, "state_after"):
             copy.copy(order).load_state_dict(own, strict=strict)
         self._loaded, self._is_strict, self._iterator = loaded, strict, None

@@ -56,7 +56,7 @@ def settle_pinning(device: str | None) -> Any:
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Look this up here, because the current device of the pinning thread is the first one.
+    # Look up the index here, because the pinning thread starts with the first device.
     index = module.current_device()
 
     def settle() -> None:

@@ -245,7 +245,7 @@ def sources_of(layers: Layers) -> dict[str, Source]:
 # Number of samples to convert to a list at a time.
 TOGETHER = 2048
 
-# torch samplers that yield a permutation or a prefix, and the attribute to permute.
+# torch samplers that yield a permutation or a prefix of one, and the attribute they permute.
 PERMUTED = {
     RandomSampler: "data_source",
     SubsetRandomSampler: "indices",
@@ -282,7 +282,7 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
             yield keys[k : k + size]
     n = len(inner.data_source) if type(inner) is RandomSampler else 0
     if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
-        # RandomSampler draws whole permutations, plus a truncated one for the rest.
+        # RandomSampler draws another permutation for the remainder, even if that is empty.
         torch.randperm(n, generator=inner.generator, dtype=order.dtype)
     if end < count and skip * size <= end and not outer.drop_last:
         yield listed(order[end:])
@@ -297,7 +297,7 @@ def order_of(inner: object, start: int = 0) -> torch.Tensor | None:
         return None
     samples: Sized = getattr(inner, PERMUTED[type(inner)])
     n = len(samples)
-    # torch draws the same numbers for both types.
+    # torch draws the same permutation for both dtypes.
     kind = torch.int32 if n < 2**31 else torch.int64
     if type(inner) is DistributedSampler:
         total, ranks, first = inner.total_size, inner.num_replicas, start + inner.rank
@@ -413,7 +413,7 @@ class Keys:
         self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        # State before the first key, number of keys before it, and the sampler's state after it.
+        # The state before the first key, that key's number, and the sampler's own state after it.
         self._state: State | None = None
         self._base = 0
         self._own: State = {}
@@ -425,7 +425,7 @@ class Keys:
         """
         if resume is not None and resume["_iterator_finished"]:
             self._set_generators(resume)
-        # `iter` of torch's own samplers draws nothing.
+        # Calling `iter` on torch's own samplers draws no random numbers.
         draws_nothing = type(self.layers.outer) in (BatchSampler, *OWN)
         self._before: State = {} if draws_nothing else read_sources(self._sources)
 
@@ -469,16 +469,16 @@ class Keys:
         if "sampler" in state and self._sampler is not None:
             own = state["sampler"]
             begun, base, noted_at = state.get("begun", (own, 0, 0))
-            # accelerate has reduced the number of batches in the state.
+            # accelerate has reduced the number of batches, so recompute the sampler's state.
             if self._after is not None and yielded < noted_at:
                 self._sampler.load_state_dict(begun, **self._options)
                 own = self._after(begun, yielded - base)
             self._sampler.load_state_dict(copy.deepcopy(own), **self._options)
             iterator = iter(layers.outer)
-            # cseq's BatchSampler starts at its own position.
+            # cseq's BatchSampler starts at its own position, so skip no keys.
             if self._after is not None:
                 self._base, yielded = yielded, 0
-        # With `chain`, an exception from the first key does not end the iterator.
+        # With `chain`, an exception while drawing the first key does not end the iterator.
         if self._keeps_state:
             iterator = chain(map(self._first_of, (iterator,)), iterator)
         return islice(iterator, yielded, None) if yielded else iterator
@@ -530,7 +530,7 @@ class Keys:
                 self._compare(before)
         finally:
             set_sources(trainers)
-            # A RandomSampler draws a number for its first key.
+            # A RandomSampler draws a random number before its first key.
             if not skip and not start and type(layers.inner) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()
         yield key

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["install", "installed", "is_installed", "uninstall"]
 
 _original: Callable[[Any], Any] | None = None
-# torch's class, even if `torch.utils.data.DataLoader` is cseq's.
+# torch's own class, even if `torch.utils.data.DataLoader` has been replaced with cseq's.
 _class: Any = DataLoader.__mro__[1]
 
 

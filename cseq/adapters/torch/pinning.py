@@ -91,7 +91,7 @@ def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> 
     """Pin batches until the queue returns None. Keep no batch alive while waiting."""
     settle()
     while (job := jobs.get()) is not None:
-        # The trainer tries again and raises the exception.
+        # If pinning fails, the trainer tries again and raises the exception.
         with contextlib.suppress(BaseException):
             job.batch = names.pin(job.batch, device)
             job.is_pinned = True

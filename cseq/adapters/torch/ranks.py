@@ -22,12 +22,12 @@ log = logging.getLogger("cseq")
 
 # Seconds until a waiting rank logs a warning.
 PATIENCE = 10.0
-# Attributes for the rank and the world size in accelerate's samplers and DistributedSampler.
+# The rank and world-size attributes of accelerate's samplers and of DistributedSampler.
 NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
 # Maximum nesting depth of samplers.
 MOST = 4
 
-# Number of orders numbered so far, by name and number of samples.
+# How many orders have been numbered, keyed by name and number of samples.
 _made: Counter[tuple[str, int | None]] = Counter()
 
 

@@ -181,7 +181,7 @@ def resumed(
     counts, ended, base_seed = state["counts"], state["ended"], state["base_seed"]
     if not is_divided:
         counts, ended = [0] * several, [False] * several
-    # accelerate, for example, changes the number of batches.
+    # The number of batches may have been changed, for example by accelerate.
     elif sum(counts) != yielded:
         counts = [len(range(number, yielded, several)) for number in range(several)]
     workers = workers if has_states else [None] * several
@@ -250,7 +250,7 @@ def _is_sampler(kept: list[State]) -> bool:
     return value.get("base", 0) in (0, 1) and both.keys() == {"iter", "first"}
 
 
-# Each returns False or raises if its part of a state is malformed.
+# Checks for the parts of a state. A check returns False or raises if its part is malformed.
 FORM: dict[str, Callable[[Any, State], object]] = {
     "kind": lambda kind, _: kind in ("map", "iterable"),
     **dict.fromkeys(("num_workers", *NUMBERS), _is_number),

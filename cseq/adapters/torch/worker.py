@@ -241,8 +241,8 @@ class Fetcher:
         base_seed = self._epoch.base_seed
         seed = base_seed + self._number
         random.seed(seed)
-        # torch records a stack trace for each unused device. With the default limit, this reads
-        # source files.
+        # torch records a stack trace for each unused device. With the default traceback limit, it
+        # would read source files.
         limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
         try:
             torch.manual_seed(seed)
@@ -261,7 +261,7 @@ class Fetcher:
     def _open(self, *, is_new: bool) -> None:
         """Create the fetcher. A new worker restores the data set first."""
         epoch = self._epoch
-        # An IterableDataset may draw numbers in `iter`.
+        # The `iter` of an IterableDataset may draw random numbers.
         if self._seeds is not None:
             self._seed(self._number)
         state = {} if epoch.state is None or not is_new else pickle.loads(epoch.state)
@@ -330,7 +330,7 @@ class Fetcher:
         try:
             batch = self._fetcher.fetch(key)
         except BaseException as error:
-            # The data set may have forked this process.
+            # This process may be a copy that the data set has forked.
             is_copy = fork_depth() != self._depth
             if is_copy or not (self.IN_WORKER or isinstance(error, Exception)):
                 raise
@@ -390,7 +390,7 @@ class ThreadFetcher(Fetcher):
 
 
 class FetcherHere(Fetcher):
-    """A producer in the trainer, without `Streams`."""
+    """A producer that runs in the trainer, without `Streams`."""
 
     IN_WORKER = False
     latest = 0
@@ -406,7 +406,7 @@ class FetcherHere(Fetcher):
         self._call(partial(self._open, is_new=True))
         if keys is None:
             self._call(self._drop, epoch.first)
-        # The trainer reads the state when it needs it.
+        # The trainer reads the state of the data set on demand.
         state, self._state = self._state, None
         return state
 
@@ -414,7 +414,7 @@ class FetcherHere(Fetcher):
         return self
 
     def __next__(self) -> object:
-        # An exception below could exhaust the sampler.
+        # A RecursionError below could exhaust the sampler, so check the depth first.
         check_depth()
         if self._keys is not None:
             self._context.item, key = next(self._keys)

@@ -100,7 +100,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         If `multiprocessing_context` is not an available start method.
     """
 
-    # `__del__` also runs if `__init__` has raised, so these are class attributes.
+    # `__del__` runs even if `__init__` raises, so these are class attributes.
     _streams: Streams | None = None
     _relay: Relay | None = None
     _outlet: Outlet | None = None
@@ -137,7 +137,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         self.max_restarts = integer("max_restarts", max_restarts, least=0)
         self.timeout = seconds("timeout", timeout)
         self.repeat_epochs = flag("repeat_epochs", repeat_epochs)
-        # The user's last datapipe in this process.
+        # The last datapipe of the user's graph that runs in this process.
         self._end_datapipe: DataPipe = None
         # The number of the current epoch, and its state without the position.
         self._number = 0

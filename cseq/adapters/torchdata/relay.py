@@ -72,7 +72,7 @@ class Relay:
         self._num_workers = num_workers
         # Protects the stream and the next four attributes.
         self._lock = Lock()
-        # 0 if no epoch is running.
+        # The number of the current epoch, or 0 if no epoch is running.
         self._epoch = 0
         self._items: Iterator[tuple[int, bytes]] = iter(())
         # The items still to be sent to each worker.
@@ -161,7 +161,7 @@ class Relay:
         if not self._streams._run.is_ours:
             return
         self._is_closed = True
-        # This unblocks `accept`, or fails if the listener is closed.
+        # Connecting unblocks `accept`, or fails if the listener is already closed.
         with contextlib.suppress(OSError, EOFError):
             Client(self.address[0]).close()
         self._thread.join(time.monotonic() + ENDING)
