@@ -1,19 +1,19 @@
-"""Feed training loops in order, each sample once, reproducibly for a given seed.
+"""Feed batches to training loops in order, each sample once, reproducibly for a given seed.
 
 Each batch has a ticket in a cell of a ring. The cell's state shows the progress::
 
-    main process      worker of stage 1       worker of stage 2       main process
+    main process      stage 1 worker          stage 2 worker          main process
 
     sampler ─► POSTED ─► INDEXING ─► INDEXED ─► CONVERTING ─► READY ─► loop ─► FREE
-    indices of          user's                 CPU → CUDA             in the order
-    (seed, epoch)       indexer[…]             device                 of tickets
+    indices of          user's                 CPU → CUDA             in ticket
+    (seed, epoch)       indexer[…]             device                 order
 
 Without a CUDA device, READY follows INDEXING, and tensors are created when a batch is decoded.
-Processes exchange data through shared-memory slots, and threads share the objects. Start with
+Processes exchange data through shared-memory slots; threads share the objects. Start with
 docs/inside/architecture.md and the starred modules. Each module imports only modules below it::
 
     cseq/
-    ├── testing.py      helpers for tests of training scripts: kill workers, wait for workers
+    ├── testing.py      helpers for testing training scripts: kill workers, wait for workers
     ├── __main__.py     the cseq command: runs a script with cseq's DataLoader instead of torch's
     ├── observe/        tools for users: reports; cseq run --watch, bench, doctor, top
     ├── adapters/       interfaces to other libraries: loaders, frameworks, metrics systems
@@ -22,7 +22,7 @@ docs/inside/architecture.md and the starred modules. Each module imports only mo
     ├── sequence.py     ★ MSequence: its arguments, epochs and states
     ├── stream.py       a stream of items from each worker process
     ├── manager.py      ★ a manager's lifecycle: start, use in a `with`, finish
-    ├── runs.py         ★ one run of a manager or loader; all runs of the process
+    ├── runs.py         ★ one run of a manager or loader; all runs in the process
     ├── tracing.py      a trace of every batch, recorded and written as JSON
     ├── report/         a page about a run: SVG figures, HTML, the doctor's findings
     ├── fleet/          batches from other machines: each thread requests batches from one actor
@@ -30,18 +30,18 @@ docs/inside/architecture.md and the starred modules. Each module imports only mo
     │                   _feed posts tickets and retrieves batches and items
     ├── arguments.py    the arguments of MSequence: types and checks
     ├── options.py      worker options for MSequence and Streams
-    ├── store/          shards and decoded samples, shared by all processes of a machine
-    ├── order/          ★ the order of the samples and each rank's part; the loop's position
+    ├── store/          shards and decoded samples, shared by all processes on a machine
+    ├── order/          ★ the sample order and each rank's part; the loop's position
     ├── indexing/       ★ inside a worker: user code turns indices into a batch
     ├── converter/      batch → tensors: on the CPU during decoding, on CUDA in stage 2
-    ├── processes/      worker processes: start, replacement after a death, shutdown
+    ├── processes/      worker processes: starting, replacing and stopping them
     ├── encoding/       ★ batches, exceptions and the user's worker, encoded for another process
-    ├── measure/        counts and times of a run; the cause of waiting
+    ├── measure/        a run's counts and timings; why the loop waits
     ├── memory/         ★ the shared memory that holds batches
-    ├── stage.py        ★ the loop of every runner: claim, work, publish
+    ├── stage.py        ★ the loop that every runner executes: claim, work, publish
     ├── check.py        argument checks
     ├── files.py        atomic text files, and file locks
-    ├── threads.py      threads that are safe with signal handlers; logging in another thread
+    ├── threads.py      threads that tolerate signal handlers; logging in another thread
     ├── system.py       the machine or container: cores, library threads, memory
     ├── _work.pyx       ★ runners and their work: making and publishing batches
     ├── _lock.pyx       locks and latches that survive signal handlers
@@ -182,7 +182,7 @@ if not typing.TYPE_CHECKING:
         try:
             return getattr(torch, name)
         except ImportError as error:
-            # `from cseq import DataLoader` would hide the message of an AttributeError.
+            # `from cseq import DataLoader` would hide an AttributeError's message.
             if error.name != "torch" or sys._getframe(1).f_code.co_name == "_handle_fromlist":
                 raise
             raise AttributeError(str(error), name=name) from error

@@ -180,7 +180,7 @@ def _tell_engines(pid: int) -> None:
 
 
 def _run_module(name: str) -> None:
-    """Run a module like ``python -m``."""
+    """Run a module as ``python -m`` does."""
     _enter(os.getcwd())
     try:
         spec = importlib.util.find_spec(name)
@@ -193,7 +193,7 @@ def _run_module(name: str) -> None:
 
 
 def _run_script(script: str) -> None:
-    """Run a file, a folder or an archive like ``python``."""
+    """Run a file, a folder or an archive as ``python`` does."""
     # An absolute path stays valid after a chdir. `abspath` would remove a `..` after a symbolic
     # link.
     path = os.path.join(os.getcwd(), script)

@@ -69,9 +69,9 @@ MOST_EPOCHS = 2**63
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 BATCH_SIZE = 32
 AUTO = "auto"
-# 'auto' starts with up to AUTO_START workers and a buffer of at least FIRST_BUFFER batches. The
-# maximum is MOST_READERS workers per core, clipped to [LEAST_READERS, AUTO_READERS] but at least
-# one per core, and AUTO_BUFFER batches or AUTO_WORDS indices.
+# 'auto' starts with up to AUTO_START workers and at least FIRST_BUFFER batches. It may grow to
+# MOST_READERS workers per core, within [LEAST_READERS, AUTO_READERS] but at least one per core,
+# and to AUTO_BUFFER batches or AUTO_WORDS indices, but at least two batches per worker.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
 # Each batch is mapped in two processes, and Linux allows about 65000 mappings per process.
@@ -102,7 +102,7 @@ def explained(initialise: F) -> F:
 def sizes_of(
     num_workers: object, buffer: Any, thread_type: str, words: int
 ) -> tuple[Size, Size, tuple[bool, bool]]:
-    """Validate `num_workers` and `buffer` for cells of `words` indices each.
+    """Validate `num_workers` and `buffer` for cells that hold `words` indices each.
 
     Return the initial size, the maximum size, and whether each argument is 'auto'.
     """
@@ -148,7 +148,7 @@ def is_auto(name: str, value: object) -> bool:
 def workers_of_auto() -> tuple[int, int]:
     """Return the initial and the maximum number of workers for 'auto'.
 
-    At first, one core is left for the loop. Workers that wait for a disk can outnumber the cores.
+    At first, one core is left for the loop. Workers that wait on a disk can outnumber the cores.
     """
     cores = share()
     start = max(1, min(AUTO_START, cores - 1))
@@ -156,14 +156,14 @@ def workers_of_auto() -> tuple[int, int]:
 
 
 class Job(NamedTuple):
-    """The validated arguments of an `MSequence`.
+    """Validated arguments for an `MSequence`.
 
     Attributes
     ----------
     output : Output
         The output for `out_type` and `dtype`.
     num_workers, buffer : int
-        The maximum numbers of workers and of batches in progress or ready.
+        The maximum number of workers, and of batches that are in progress or ready.
     num_converters : int
         The number of converters, or 0 without CUDA.
     start : Size
@@ -226,7 +226,7 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
-    """Validate `worker`. Return the user's worker, and the fleet if one was passed, else None."""
+    """Validate `worker`. Return the user's worker and the fleet, or None if no fleet was passed."""
     if thread_type not in KINDS:
         raise TypeError(f"thread_type={thread_type!r} is unknown; pass one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
@@ -292,7 +292,7 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
     number = MOST_EPOCHS if repeat is True else integer("repeat", repeat, most=MOST_EPOCHS)
     if number > 1 and not ordered:
         raise ValueError(
-            f"repeat={repeat!r} cannot be combined with ordered=False, because batches of two "
+            f"repeat={repeat!r} cannot be combined with ordered=False, because batches from two "
             "epochs would be mixed; pass ordered=True, or call iter() for each epoch"
         )
     if number > 1 and not (pad or drop_last):
@@ -307,7 +307,7 @@ def repeat_of(repeat: object, *, ordered: bool, pad: bool, drop_last: bool) -> i
 def converters_of(workers: int, converters: int | None, thread_type: ThreadType) -> int:
     """Validate or choose the number of converters.
 
-    One converter is enough for worker processes, because their slots are page-locked. Batches of
+    One converter is enough for worker processes, because their slots are page-locked. Batches from
     worker threads must first be copied to page-locked memory.
     """
     if converters is None:
@@ -324,7 +324,7 @@ def converters_of(workers: int, converters: int | None, thread_type: ThreadType)
 
 
 def dtype_of(worker: object, dtype: object) -> object:
-    """Resolve 'auto': None for a dataset or a worker with its own order, else 'float32'."""
+    """Resolve 'auto': None if `worker` is a dataset or has its own order, else 'float32'."""
     if not isinstance(dtype, str) or dtype != "auto":
         return dtype
     is_kept = indexer.takes_samples(worker) or own_order(worker) is not None

@@ -35,7 +35,7 @@ MOST_WORKERS = 2**15 - 1
 # Tables store each value in 4 bytes.
 MOST_VALUES = 2**32
 
-# Hints for keywords of other libraries, mostly torch's DataLoader.
+# Hints for keywords from other libraries, mostly torch's DataLoader.
 ELSEWHERE = {
     "batch_sampler": "pass batch_size, shuffle, drop_last and shard; to choose the samples, pass "
     "an array of their indices as dset_size",
@@ -58,7 +58,7 @@ ELSEWHERE = {
     "workers": "use num_workers=",
 }
 
-# Hints for when `worker` is a dataset: the collate function goes to `from_dataset`.
+# Hints if `worker` is a dataset: pass the collate function to `from_dataset` instead.
 OF_DATASET = ELSEWHERE | {
     "collate": "pass cseq.from_dataset(dataset, collate=...) as `worker`",
     "collate_fn": "pass cseq.from_dataset(dataset, collate=...) as `worker`",

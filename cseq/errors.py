@@ -4,7 +4,7 @@
 
     CseqError
     ├── WorkerError       (RuntimeError)  an indexer raised an exception that cannot be pickled
-    ├── WorkerDied        (RuntimeError)  worker processes died too often, in total or at one batch
+    ├── WorkerDied        (RuntimeError)  worker processes died too often, in total or on one batch
     ├── WorkerTimeout     (TimeoutError)  a batch took longer than `timeout`
     └── RemoteTraceback                   a traceback from another process, used as ``__cause__``
 
@@ -20,7 +20,7 @@ __all__ = ["CseqError", "RemoteTraceback", "WorkerDied", "WorkerError", "WorkerT
 
 
 class CseqError(Exception):
-    """The base class of cseq's own errors."""
+    """Base class for cseq's own errors."""
 
 
 class WorkerError(CseqError, RuntimeError):
@@ -31,7 +31,7 @@ class WorkerError(CseqError, RuntimeError):
 
 
 class WorkerDied(CseqError, RuntimeError):
-    """Workers died more than `max_restarts` times, or repeatedly at startup or at one batch.
+    """Workers died more than `max_restarts` times, or repeatedly at startup or on one batch.
 
     Attributes
     ----------
@@ -40,9 +40,9 @@ class WorkerDied(CseqError, RuntimeError):
     indices : list of int
         The sample indices of that batch, or an empty list if there was no batch.
     exitcode : int or None
-        The exit code, the negative signal number, or None if it is unknown.
+        The exit code (if negative, a signal number), or None if it is unknown.
     worker : int or None
-        The number of the worker, starting with 0.
+        The worker number, starting from 0.
     pid : int or None
         The process id of the worker.
     """
@@ -77,12 +77,12 @@ class RemoteTraceback(CseqError):
     Attributes
     ----------
     worker : int or None
-        The number of the worker that raised the error, starting with 0, or None if it is unknown.
+        The number, from 0, of the worker that raised the error, or None if it is unknown.
     process : str
         A description of the process.
     own : str or None
-        The text of the resulting exception if it already contains the traceback. In this case,
-        ``str()`` of this object is short, so a report shows the traceback only once. ``args[0]``
+        The text of the resulting exception if it already contains the traceback. If so, this
+        object's ``str()`` is short, so that a report shows the traceback only once. ``args[0]``
         is always the traceback.
     """
 

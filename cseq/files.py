@@ -19,7 +19,7 @@ __all__ = ["locked", "whole"]
 def whole(path: str) -> Iterator[IO[str]]:
     """Write a text file atomically. If the name ends in .gz, the text is compressed.
 
-    The name in an OSError is `path`, even if the temporary file caused the error.
+    An OSError names `path`, even if the temporary file caused the error.
     """
     part = f"{path}.{os.getpid()}.part"
     try:

@@ -1,4 +1,4 @@
-"""The base class of managers, which starts and finishes runs."""
+"""Base class for managers: starts and finishes runs."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def pool_of(kind: str, job: Job) -> Pool[Batches]:
 
 
 class Manager:
-    """The base class of managers, which holds the current run and a lock.
+    """Base class for managers: holds the current run and a lock.
 
-    Between runs, `_stats` and `_skipped` describe the last run. `_logged_causes` contains the
-    causes of waiting that have been logged, because each is logged only once.
+    Between runs, `_stats` and `_skipped` describe the last run. `_logged_causes` lists the
+    causes of waiting that have already been logged, as each is logged only once.
     """
 
     def __init__(self) -> None:
@@ -165,7 +165,7 @@ class Manager:
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End the run, if any. If a signal handler raises, call this again."""
+        """End the run, if any. If a signal handler raises in it, call it again."""
         self._is_entered = False
         run = self._run
         if run is not None:
@@ -208,12 +208,12 @@ class Manager:
                 self._end(error)
 
     def stats(self) -> Stats:
-        """Return counts and times since the last start.
+        """Return counts and timings since the last start.
 
         Returns
         -------
         Stats
-            A snapshot of batch counts, times, and the limiting factor (`Stats.bottleneck`).
+            A snapshot of batch counts, timings, and the limiting factor (`Stats.bottleneck`).
 
         Examples
         --------
@@ -236,7 +236,7 @@ class Manager:
         Parameters
         ----------
         since : Stats, optional
-            An earlier result of `stats` from this run. The advice then covers only later batches.
+            An earlier `stats()` result from this run. The advice then covers only later batches.
 
         Returns
         -------
@@ -281,7 +281,7 @@ class Manager:
 
     @property
     def skipped(self) -> list[Skipped]:
-        """The samples and batches skipped since the last start because of ``on_error='skip'``.
+        """The samples and batches that ``on_error='skip'`` has skipped since the last start.
 
         The list contains the latest 1000 entries, with the attributes ``epoch``, ``batch``,
         ``sample`` (None for a whole batch), ``error`` and ``indices``. The total number of skipped

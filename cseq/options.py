@@ -20,7 +20,7 @@ class WorkerOptions(NamedTuple):
     Attributes
     ----------
     memory_limit : int or None
-        The limit in bytes, or None for a quarter of a rank's memory.
+        The limit in bytes, or None for the default (a quarter of a rank's memory).
     """
 
     start_method: str | None = None

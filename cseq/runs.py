@@ -1,4 +1,4 @@
-"""The runs of managers, loaders and streams in this process.
+"""Runs of the managers, loaders and streams in this process.
 
 When a run's generation number changes, all its iterators end, even in other threads and forked
 processes.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
-# Name of the threads that close the runs of garbage-collected owners.
+# Name of the threads that close runs whose owners were garbage-collected.
 NAME = "cseq-close"
 # Maximum wait for runs and threads to end at interpreter exit.
 EXIT_SECONDS = 15.0
@@ -107,7 +107,7 @@ class Run(Generic[K]):
         if self.is_ours and not self._close_pool():
             self.lock.put_off(partial(self.close, hurried=self.pool.is_hurried))
         elif self._finalizer is not None:
-            # Detach the finalizer last, so that it repeats an interrupted `close`.
+            # Detach the finalizer last, so that it can redo `close` after an interruption.
             self._finalizer.detach()
 
     def _close_pool(self) -> bool:
@@ -129,7 +129,7 @@ _closings: set[Latch] = set()
 
 
 def present() -> list[Run[Any]]:
-    """Return the active runs of this process."""
+    """Return the active runs in this process."""
     return [run for run in list(_runs) if run.is_ours and not run.is_ended]
 
 
@@ -160,8 +160,8 @@ def close_elsewhere(close: Callable[[], object], pid: int) -> None:
         except RuntimeError:
             work()
 
-    # `threading.Thread` acquires locks that this thread may hold. RuntimeError means that no more
-    # threads can be started.
+    # `threading.Thread` acquires locks that this thread may already hold. RuntimeError means that
+    # no more threads can be started.
     try:
         _thread.start_new_thread(start_thread, ())
     except RuntimeError:
@@ -193,7 +193,7 @@ def _close_all() -> None:
 
 
 def _interrupt_all() -> None:
-    """End all iterators in a forked process, so that it does not use its parent's rings."""
+    """End all iterators in a forked process, to keep it from using its parent's rings."""
     # The threads that close runs do not exist in the child.
     _closings.clear()
     for run in _runs:

@@ -47,7 +47,7 @@ MOST_EPOCH = 2**64 - 1
 
 
 class MSequence(Manager, Generic[B_co]):
-    """The base class of managers, which deliver batches made by workers to a loop in order.
+    """Base class for managers, which deliver batches from workers to a loop in order.
 
     By default, each epoch contains every sample once.
 
@@ -55,7 +55,7 @@ class MSequence(Manager, Generic[B_co]):
     ----------
     worker : class, callable or indexer
         Creates an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is a
-        new one-dimensional ``int64`` array. A class or another callable without arguments is called
+        new one-dimensional ``int64`` array. A class or other callable without arguments is called
         once in every worker process or thread (one thread at a time). An object that already has
         ``__getitem__``, such as an array, is used as the indexer: each process gets a copy, while
         threads share the object. A torch ``Dataset`` or Dataset class is passed to `from_dataset`.
@@ -76,8 +76,8 @@ class MSequence(Manager, Generic[B_co]):
         during the run. Defaults to 10, or to 'auto' on a Ray cluster.
     shuffle : bool or 'feistel'
         True shuffles each epoch differently, depending only on the seed, the epoch and the number
-        of samples. 'feistel' uses no table: use it for more than about 10**9 samples. False keeps
-        the samples in order. For ``order=``, use `Shuffled` and `Sequential`.
+        of samples. 'feistel' needs no table: use it for more than about 10**9 samples. False keeps
+        the samples in order. The equivalents for ``order=`` are `Shuffled` and `Sequential`.
     thread_type : 'proc', 'thread' or 'ray'
         Whether workers are processes, threads, or processes on a Ray cluster.
     out_type : str, None, torch.device or callable
@@ -87,9 +87,9 @@ class MSequence(Manager, Generic[B_co]):
     seed : int, optional
         An integer in [0, 2**64). By default, cseq draws a seed, available as the property `seed`.
     dtype : data type, 'auto' or None
-        The type of numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps the type of each array,
-        which integer labels require. 'auto' means None if `worker` comes from `from_dataset` or has
-        its own order, and 'float32' otherwise.
+        The type for numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type, as
+        integer labels require. 'auto' means None if `worker` comes from `from_dataset` or has its
+        own order, and 'float32' otherwise.
     drop_last : bool
         Whether to drop the last batch if it is smaller than the others.
     ordered : bool
@@ -101,8 +101,8 @@ class MSequence(Manager, Generic[B_co]):
         the same number of samples, so up to ``world_size - 1`` samples from the start of an epoch
         are repeated at its end. A torch process group or a one-dimensional DeviceMesh determines
         the rank of this process. 'auto' detects the shard at the first `start` or ``len`` from a
-        Ray Train worker, an initialized torch process group, JAX, or the environment variables of
-        torchrun, Lightning, Open MPI, MPICH or srun. A later detection must give the same result.
+        Ray Train worker, an initialized torch process group, JAX, or the environment variables set
+        by torchrun, Lightning, Open MPI, MPICH or srun. Later detections must agree with the first.
         If several ranks share a model, 'auto' raises an error; pass ``mesh["dp"]`` instead.
     on_error : 'raise' or 'skip'
         With 'raise', the loop raises the indexer's exception. With 'skip', cseq logs the exception
@@ -139,8 +139,8 @@ class MSequence(Manager, Generic[B_co]):
         while the loop uses the last batches of the current one. `max_restarts` covers all epochs.
     seed_globals : bool
         Whether to seed `random`, ``numpy.random`` and torch's CPU generator before each batch, from
-        the same inputs as `rng`. Applies to worker processes and test mode, and only to imported
-        modules. Worker threads do not seed the generators, which the training loop also uses.
+        the same inputs as `rng`. Applies to worker processes and test mode, and only to modules
+        already imported. Worker threads share these generators with the loop and do not seed them.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class MSequence(Manager, Generic[B_co]):
     ) -> None:
         worker, fleet = arguments.fleet_of(worker, thread_type)
         self._thread_type: arguments.ThreadType = thread_type
-        # Other ranks do not know a drawn seed.
+        # The other ranks cannot know a seed that this rank draws.
         self._drawn = self._own_seed = seed is None
         self._shard = shards.check_shard(shard)
         self._automatic = self._shard is None
@@ -267,7 +267,7 @@ class MSequence(Manager, Generic[B_co]):
         return in_notebook(self.stats(), [(type(self).__name__, ""), *self._facts()])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the names and values shown in the `repr`."""
+        """Yield the names and values that `repr` shows."""
         with self._look():
             auto, run, sampler = self._job.auto, self._run, self._sampler
             order = sampler.order
@@ -300,7 +300,7 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def dset_size(self) -> int:
-        """The number of samples. Without an `order`, all ranks together cover them in an epoch."""
+        """The number of samples, over all ranks. An `order` may not cover them all in an epoch."""
         return self._sampler.dset_size
 
     @property
@@ -330,8 +330,8 @@ class MSequence(Manager, Generic[B_co]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iterator, or of the latest one if it has yielded no batch yet.
 
-        A position in this epoch from `load_state_dict` is kept. A loop in the middle of this epoch
-        continues, and the next ``iter()`` restarts the epoch, unless it is over by then.
+        If `load_state_dict` set a position in this epoch, it is kept. A loop in the middle of this
+        epoch continues, and if it has not finished by the next ``iter()``, the epoch starts over.
 
         Parameters
         ----------
@@ -375,21 +375,21 @@ class MSequence(Manager, Generic[B_co]):
         return
 
     def indices(self, epoch: int, batch: int) -> NDArray[np.int64]:
-        """Return the sample indices of a batch in any epoch. See `remake` for the arguments."""
+        """Return the sample indices of a batch from any epoch. See `remake` for the arguments."""
         sampler, consumed = self._any(epoch)
         return remaking.locate(sampler, epoch, batch, consumed)[0].samples(0)[0]
 
     def remake(self, epoch: int, batch: int) -> Remade:
-        """Recreate a batch of any epoch in the calling thread, exactly as the loop received it.
+        """Recreate a batch from any epoch in the calling thread, exactly as the loop received it.
 
-        Examine a slow or skipped batch with a debugger or profiler. The call creates a new indexer
-        and does not affect the run.
+        Use this to examine a slow or skipped batch with a debugger or profiler. The call creates a
+        new indexer and does not affect the run.
 
         Parameters
         ----------
         epoch, batch : int
-            The numbers in messages, `skipped` and `worker_info`. In a resumed epoch, the batches
-            before the resume are counted with the current batch size.
+            The epoch and batch number, as in messages, `skipped` and `worker_info`. In a resumed
+            epoch, earlier batches are counted as if they had the current batch size.
 
         Returns
         -------
@@ -432,9 +432,9 @@ class MSequence(Manager, Generic[B_co]):
         ----------
         compat : bool, optional
             If False, CUDA converters are processes instead of threads. This is slower, because the
-            loop waits for the device whenever it opens the memory of a converter.
+            loop waits for the device whenever it opens a converter's memory.
         trace : str or path, optional
-            The file for a trace of every batch until `finish`. See `cseq.trace`.
+            The file to which to write a trace of every batch until `finish`. See `cseq.trace`.
 
         Returns
         -------
@@ -445,7 +445,7 @@ class MSequence(Manager, Generic[B_co]):
         Raises
         ------
         TypeError
-            If `worker` cannot be pickled for worker processes. The message names the part at fault.
+            If `worker` cannot be pickled for worker processes. The message says which part.
         OSError
             If the method is called inside the manager's own ``with``.
         """
@@ -539,8 +539,8 @@ class MSequence(Manager, Generic[B_co]):
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """Change the weights of the manager's `Mixture`, starting with the next batch.
 
-        The weights apply until the next change. The epoch size does not change, each source
-        continues at its position, and prefetched batches are made again. With several ranks, call
+        The weights apply until the next change. The epoch size stays the same, each source
+        continues from its position, and prefetched batches are remade. With several ranks, call
         this method on every rank after the same batch. A state includes the weights. To load it,
         create the mixture with the same initial weights.
 
@@ -606,7 +606,7 @@ class MSequence(Manager, Generic[B_co]):
         Returns
         -------
         dict
-            A few JSON values that are the same on every rank. Batches that are ready but not yet
+            A few JSON values, identical on every rank. Batches that are ready but not yet
             delivered are not counted, so a resumed loop receives them.
 
         Raises
@@ -649,7 +649,7 @@ class MSequence(Manager, Generic[B_co]):
         TypeError
             If `state` is not a result of `state_dict`.
         ValueError
-            If the state has a different seed, order or version. The message names both values.
+            If the state has a different seed, order or version. The message gives both values.
         OSError
             If the seed or the order would change inside the manager's own ``with``.
 

@@ -1,6 +1,6 @@
-"""The loop of a runner: claim a ticket, work, publish.
+"""A runner's loop: claim a ticket, work, publish.
 
-Processes publish batches in shared-memory slots. Threads pass the objects.
+Processes publish batches in shared-memory slots. Threads pass the objects themselves.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = [
 
 # The stages of a ticket.
 INDEXER, CONVERTER = 0, 1
-# Ticket status: 0 for a batch, or flags for an exception and for the end of the items.
+# Ticket status: 0 for a batch, or flags for a raised exception and the end of the items.
 BATCH, RAISED, ENDED = 0, 1, 2
 
 # How long an idle runner sleeps before it wakes up to check the ring.
 IDLE_NS = 1_000_000_000
 # How long to spin. SPIN_NS is roughly the cost of a sleep, and GIL_SPIN_NS adds two GIL handovers.
-# LONG_SPIN_NS is for cores that would otherwise be idle.
+# LONG_SPIN_NS is used if there are cores to spare.
 SPIN_NS = 20_000
 GIL_SPIN_NS = 50_000
 LONG_SPIN_NS = 200_000
@@ -49,7 +49,7 @@ START_SHARE = 10
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield the number of each overdue runner and text for the error message.
+    """Yield each overdue runner's number, and text for the error message.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def overdue(
 
 
 def spin_ns(runners: int, *, turns: bool = False) -> int:
-    """Return the time to spin in ns, which is short if cores are scarce and 0 on a single core."""
+    """Return how long to spin, in ns: briefly if cores are scarce, not at all on a single core."""
     if cores() == 1:
         return 0
     return GIL_SPIN_NS if turns else SPIN_NS if runners >= cores() else LONG_SPIN_NS

@@ -1,7 +1,7 @@
 """A stream of items from each worker process, each in its own order.
 
 The trainer requests items in advance by posting tickets on each worker's ring. A replacement
-processes the tickets of a dead worker again. See docs/inside/streams.md.
+reprocesses a dead worker's tickets. See docs/inside/streams.md.
 
 ::
 
@@ -12,7 +12,7 @@ processes the tickets of a dead worker again. See docs/inside/streams.md.
       begin(assignments, keys)   ── cell, or request ──► producer.make(key)
 
 In an epoch of *keys*, each item is made from a key. The trainer first draws `prefetch` keys per
-worker from an iterator, and then one more key for each item that the loop receives.
+worker from an iterator, then one more for each item that the loop receives.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ class Streams:
     num_workers : int
     prefetch : int
         The maximum number of items per worker that are requested, in progress, or waiting. In an
-        epoch of keys, the number of keys per worker that are drawn ahead of the consumed items.
+        epoch of keys, how many keys per worker are drawn ahead of consumption.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start processes. Defaults to a fork server where available.
     max_restarts : int
         The maximum number of dead worker processes to replace per epoch.
     timeout : float, optional
-        The time limit for an item or a call in seconds, after which `on_timeout` applies. The time
+        The time limit for an item or a call in seconds, after which `on_timeout` applies. The clock
         starts when the worker begins or when the loop starts waiting, whichever is later. A worker
         can take ten times as long to start.
     on_timeout : 'raise' or 'restart'
@@ -73,18 +73,18 @@ class Streams:
         See `MSequence`.
     errors : 'raise' or 'return'
         Whether to raise an item's exception, or to return an `ItemFailure` with the ``error`` and
-        the number of the ``worker``.
+        the ``worker`` number.
     naming : Naming
         The name of an item in messages, and the number of samples in an item.
     lethal : 'raise' or 'return'
-        In an epoch of keys, an item that has killed three workers results in `WorkerDied`. With
+        In an epoch of keys, an item that has killed three workers causes a `WorkerDied` error. With
         'raise', the error ends the streams. With 'return', the error replaces only that item.
     launch : 'now' or 'begin'
-        With 'now', the constructor starts the workers. With 'begin', the workers are started by the
-        first `ask`, or by the first `begin` after it has posted work. A forked worker then makes
-        its first items while others are forked, and inherits the changes made by the key iterator.
+        With 'now', the constructor starts the workers. With 'begin', the first `ask` starts
+        them, or the first `begin`, once it has posted work. A forked worker then makes its first
+        items while others are being forked, and inherits changes that the key iterator has made.
     kind : 'processes' or 'threads'
-        The kind of workers. With threads, nothing is pickled: workers share `producer`, assignments
+        The kind of worker. With threads, nothing is pickled: workers share `producer`, assignments
         and keys with the trainer, and items with the loop. A thread cannot die or be replaced.
 
     Raises
@@ -99,7 +99,7 @@ class Streams:
     producer can reuse its buffers. An item remains valid while any part of it is referenced.
 
     If an item cannot be made, an exception is raised at the item's position. Its ``__cause__``
-    contains the worker's traceback, and ``__cause__.worker`` is the number of the worker. An
+    contains the worker's traceback, and ``__cause__.worker`` is the worker's number. An
     exception in `Producer.items` ends the worker's stream until the next `begin`. If
     `KeyProducer.make` raises, or an item cannot be pickled or decoded, the epoch continues.
 
@@ -188,7 +188,7 @@ class Streams:
         Parameters
         ----------
         assignments : sequence
-            The argument of ``begin`` for each worker. It is pickled and can have any size.
+            The argument of ``begin`` for each worker, which is pickled and can be of any size.
         keys : iterator, optional
             If given, items are ``producer.make(key)`` instead of ``producer.items(start)``. A key
             can be any object that can be pickled. This method draws `prefetch` keys per worker.
@@ -199,10 +199,10 @@ class Streams:
             If False, items are returned as they become ready, oldest first.
         assign : 'turn' or 'free'
             With 'turn', keys are assigned round-robin. With ``ordered=False``, a worker is skipped
-            while it has `prefetch` keys with unconsumed items. With 'free', each key is assigned to
+            while `prefetch` of its keys have unconsumed items. With 'free', each key is assigned to
             the worker with the fewest pending keys.
         first : int
-            The first worker in the rotation, both for keys and for ``iter``.
+            The worker with which the rotation starts, for keys as well as ``iter``.
 
         Returns
         -------
@@ -222,8 +222,8 @@ class Streams:
         """
         if len(assignments) != self.num_workers:
             raise ValueError(
-                f"got {len(assignments)} assignments for {self.num_workers} workers; pass one for "
-                "each"
+                f"got {len(assignments)} assignments for {self.num_workers} workers; pass one per "
+                "worker"
             )
         free = choice("assign", assign, ("turn", "free")) == "free"
         ordered = flag("ordered", ordered)
@@ -287,7 +287,7 @@ class Streams:
 
     @property
     def latest(self) -> int:
-        """The worker that made the latest item."""
+        """The number of the worker that made the latest item."""
         worker: int = self._feed.latest
         return worker
 
@@ -317,7 +317,7 @@ class Streams:
         self._run.close()
 
     def stats(self) -> Stats:
-        """Return counts and times. Items count as batches. `naming` sets the number of samples."""
+        """Return counts and timings. Items count as batches. `naming` sets the samples per item."""
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:

@@ -62,9 +62,9 @@ ROOT = "/"
 
 
 def groups(root: Folder, controller: str, name: str, old: str) -> Iterator[tuple[str, str]]:
-    """Yield the folders of this process's control groups and their ancestors, and a file name.
+    """Yield (folder, file name) for this process's control groups and their ancestors.
 
-    The file name is `name`, or `old` for cgroups v1. In a container, a folder may not exist.
+    The file name is `name`, or `old` for cgroups v1. In a container, a folder may be missing.
     """
     for line in lines(join(root, "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
@@ -96,7 +96,7 @@ def number(path: str) -> int | None:
 
 
 def fields(path: str) -> dict[str, int]:
-    """Return a dict of the names and numbers in a file that has one pair per line."""
+    """Parse a file with one name and number per line into a dict."""
     words = [line.split() for line in lines(path)]
     return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdigit()}
 
@@ -107,7 +107,7 @@ FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
 
-# Names of the function that sets the thread count, in different OpenBLAS builds.
+# Names that OpenBLAS builds give to the function that sets the thread count.
 OPENBLAS = (
     "openblas_set_num_threads",
     "openblas_set_num_threads64_",
@@ -132,7 +132,7 @@ def share() -> int:
 
 
 def quota(root: Folder = ROOT) -> float | None:
-    """Return the CPU quota of the control groups in cores, or None if there is no quota."""
+    """Return the control groups' CPU quota in cores, or None if there is no quota."""
     limits = []
     for group, name in groups(root, "cpu", "cpu.max", "cpu.cfs_quota_us"):
         words = " ".join(lines(join(group, name))).split()
@@ -150,7 +150,7 @@ def neighbours() -> int:
 
 
 def gpu_is_idle() -> bool | None:
-    """Return whether the GPU is idle, or None without CUDA or during a graph capture."""
+    """Return whether the GPU is idle, or None if CUDA is unused or capturing a graph."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
         return None
@@ -163,7 +163,7 @@ def gpu_is_idle() -> bool | None:
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to `environ` so that libraries use at most `threads` threads.
 
-    Omit variables that the user has set, directly or by OMP_NUM_THREADS. For None, return {}.
+    Omit variables that the user has set, directly or through OMP_NUM_THREADS. For None, return {}.
     """
     if threads is None:
         return {}
@@ -173,7 +173,7 @@ def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[st
 
 
 def limit_threads(threads: int | None) -> None:
-    """Limit the threads of libraries in a forked process."""
+    """Limit the number of threads that libraries use in a forked process."""
     if threads is None:
         return
     ours = thread_variables(threads, os.environ)
@@ -218,10 +218,10 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Files with the memory usage and the out-of-memory kills, keyed by the file with the limit.
+# Names of the files with memory usage and out-of-memory kills, keyed by the limit's file name.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
-# The memory size to assume if the real one is unknown.
+# The amount of memory to assume if the actual amount is unknown.
 UNKNOWN_RAM = 8 * GIB
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
@@ -237,8 +237,8 @@ def memory_limit_of(value: int | str | None, name: str = "memory_limit") -> int:
     ----------
     value : int, str or None
         A number of bytes, a number with a unit, such as ``'2GiB'`` or ``'500 MB'``, or None for
-        this rank's share of a quarter of the memory of the machine or control group. With 0,
-        batches are always copied out of their slots.
+        this rank's share of a quarter of the machine's or control group's memory. With 0, batches
+        are always copied out of their slots.
 
     Raises
     ------
@@ -274,7 +274,7 @@ def _parse_size(text: str, name: str) -> int:
 
 
 def default_memory_limit(root: Folder = ROOT) -> int:
-    """Return a rank's share of a quarter of the memory, in bytes."""
+    """Return a quarter of the memory, divided by the number of ranks, in bytes."""
     limits = [number(join(group, limit)) for group, limit in _groups(root)]
     return min([_ram(), *(limit for limit in limits if limit is not None)]) // (4 * neighbours())
 

@@ -1,4 +1,4 @@
-"""Helpers for testing training scripts: kill or await workers, check an order.
+"""Helpers for testing training scripts: kill workers, wait for them, or check an order.
 
 ::
 
@@ -8,10 +8,10 @@
                 cseq.testing.kill(manager, 0)  # training continues with the same batches
             train(batch)
 
-The argument `running` is an object with worker processes: an `MPSequence` between `start` and
+The `running` argument is an object that has worker processes: an `MPSequence` between `start` and
 `finish`, a `cseq.stream.Streams`, a `cseq.DataLoader` or its iterator, or one of the classes in
 `cseq.adapters` for RETURNN (``MultiProcDataset``) or torchdata (``MultiProcessingReadingService``).
-Workers have the same numbers as in `worker_info`. Converter processes have higher numbers. The
+Workers have the same numbers as in `worker_info`. Converter processes have higher numbers. These
 functions raise
 
 TypeError

@@ -1,8 +1,8 @@
 """Threads that start and join safely even if a signal handler raises at any time.
 
 `threading` is written in Python: if a handler (Ctrl-C) raises in ``Thread.start`` or
-``Event.wait``, a lock can remain acquired forever. Here, the main thread only calls C functions, so
-a handler runs between them or in `Latch.wait`. Other threads do not run handlers.
+``Event.wait``, a lock can stay locked forever. Here, the main thread only calls C functions, so
+a handler can run only between them or in `Latch.wait`. Other threads do not run handlers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("cseq")
 
 
 class Threads:
-    """Threads that start and join together. `begun` is set just before they run."""
+    """Threads that are started and joined as a group. `begun` is set just before they run."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
@@ -98,7 +98,7 @@ class Threads:
             self._started.set()
 
     def join(self, deadline: float) -> list[str]:
-        """Wait until `deadline` (time.monotonic). Return the names of threads that still run."""
+        """Wait until `deadline` (time.monotonic). Return the names of threads still running."""
         if self.begun and not self._started.wait(max(0.0, deadline - time.monotonic())):
             return [thread.name for thread in self._threads]
         for thread in self._threads:
@@ -107,7 +107,7 @@ class Threads:
         return [thread.name for thread in self._threads if thread.is_alive()]
 
 
-# Functions that check whether a module is patched, keyed by greenlet library.
+# For each greenlet library, the function that checks whether a module is patched.
 GREENLETS = {"gevent.monkey": "is_module_patched", "eventlet.patcher": "is_monkey_patched"}
 
 
@@ -149,7 +149,7 @@ def await_left(seconds: float) -> None:
 
 
 def thread_limits(root: str = ROOT) -> str:
-    """Return an error message with the limits on threads and processes."""
+    """Return an error message that states the limits on threads and processes."""
     known = []
     if resource is not None and hasattr(resource, "RLIMIT_NPROC"):
         soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)

@@ -35,7 +35,7 @@ log = logging.getLogger("cseq")
 
 TICKETS = 100_000
 MOST_TICKETS = 1 << 24
-# A quarter of a year in ns. As in torch's profiler, `baseTimeNanoseconds` is a multiple of it.
+# A quarter of a year in ns. `baseTimeNanoseconds` is a multiple of this, as in torch's profiler.
 QUARTER = 7_889_238 * 10**9
 # The row numbers of loops start at MADE_UP, and the row numbers of runners at RUNNERS.
 MADE_UP = 1 << 30
@@ -224,7 +224,7 @@ class Writing:
         yield from self._headings()
 
     def _loop(self, taken: np.ndarray[Any, Any], thread: int) -> Iterator[str]:
-        """Yield the waits and training steps of one thread, and the work on its batches."""
+        """Yield a thread's waits and training steps, and the work done on its batches."""
         inline = [number for number, pool in self._pools.items() if pool.kind == "inline"]
         is_inline = np.isin(taken["feed"], inline)
         asked = np.where(is_inline, taken["started"], taken["asked"])
@@ -268,13 +268,13 @@ class Writing:
                 yield self._slice(f"index {ticket} (lost)", since, event.ns, row)
 
     def _runner(self, pool: Lanes, runner_number: int) -> int:
-        """Return the row of a runner. A replacement uses the same row."""
+        """Return a runner's row. A replacement runner uses the same row."""
         row = self._runners.setdefault((pool.number, runner_number), RUNNERS + len(self._runners))
         self._names[row] = self._title(pool, runner_number)
         return row
 
     def _title(self, pool: Lanes, runner_number: int) -> str:
-        """Return a runner's name, with its manager if there are several."""
+        """Return a runner's name, including its manager if there are several."""
         if len(self._pools) == 1:
             return pool.name(runner_number)
         return f"{pool.name(runner_number)} of manager {1 + list(self._pools).index(pool.number)}"

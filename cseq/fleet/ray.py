@@ -72,7 +72,7 @@ TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
 AGAIN, PAUSE = 0.1, 0.05
 # Seconds after which a thread retries its own agent, or logs that no agent is ready.
 AWAY, SHORT = 2.0, 10.0
-# Exceptions for an agent that is not ready yet (`OPEN`) or is lost (`LOST`).
+# Exceptions that mean an agent is not ready yet (`OPEN`) or is lost (`LOST`).
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -92,7 +92,7 @@ class Raised(NamedTuple):
 
 
 def versions() -> str:
-    """Return the versions that must be the same in the trainer and the agent."""
+    """Return the versions that must match between the trainer and the agent."""
     python, numpy = ".".join(map(str, sys.version_info[:2])), np.__version__.partition(".")[0]
     return f"cseq {sys.modules['cseq'].__version__}, Python {python} and numpy {numpy}"
 
@@ -122,7 +122,7 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Set the worker, because Ray drops constructor arguments. Return the PID and the node."""
+        """Set the worker here, as Ray drops constructor arguments. Return the PID and the node."""
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "
@@ -177,7 +177,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch. If this imports a module with a random generator, make the batch again."""
+        """Make a batch. Remake it if this imports a module with a random generator."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
             if self._threads is not None and system.OPENMP not in own:
@@ -202,7 +202,7 @@ class RayFleet:
     """Worker processes on a Ray cluster: Ray actors that make batches.
 
     Pass a fleet to `RaySequence` instead of `worker`. Several ranks and sequences can use a fleet
-    at the same time. A pickled fleet, as for a Ray task or a `TorchTrainer`, refers to the same
+    at the same time. A fleet that is pickled for a Ray task or a `TorchTrainer` refers to the same
     actors. The constructor calls ``ray.init()`` if necessary, and does not wait for the actors.
 
     Parameters
@@ -212,7 +212,7 @@ class RayFleet:
         read-only.
     nodes, num_workers : int, optional
         The fleet has `nodes` times `num_workers` processes. If both are omitted, it has as many as
-        all nodes can run at startup. If one is omitted, it defaults to the number of nodes with
+        all nodes can run at creation. If one is omitted, it defaults to the number of nodes with
         enough CPUs, or to the number of workers that the largest node can run.
     num_cpus : float
         The number of CPUs per worker process.
@@ -285,7 +285,7 @@ class RayFleet:
         return self._worker
 
     def ask(self, handle: ray.Handle) -> ray.ObjectRef[tuple[int, str]]:
-        """Call `Agent.about` to set the worker of an actor and request its PID and node."""
+        """Call `Agent.about` to set an actor's worker and get its PID and node."""
         return handle.about.remote(self._payload, versions())
 
     def close(self) -> None:
@@ -439,7 +439,7 @@ class Caller:
 
 
 def of_fleet(job: Job) -> Job:
-    """Return a copy of a job, with one thread per agent. Create a fleet if none was passed."""
+    """Return a copy of a job with one thread per agent. Create a fleet if none was passed."""
     fleet, options = job.fleet, job.options
     if fleet is None:
         own: dict[str, Any] = {"timeout": options.timeout, "threads": options.threads}
@@ -485,7 +485,7 @@ class FleetCrew(ThreadCrew):
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Make the training loop raise the error, which would occur with every agent. Return it."""
+        """Make the loop raise an error that would occur on any agent. Return the error."""
         self._group.fail(error)
         return error
 

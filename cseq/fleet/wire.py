@@ -20,7 +20,7 @@ from cseq._memory import Block, Loan, Memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    # A pickle, and the buffers that it refers to.
+    # A pickle and the buffers it refers to.
     Message: TypeAlias = tuple[bytes, list[Any]]
 
 __all__ = ["Buffers", "Connection"]
@@ -56,7 +56,7 @@ class Buffers:
 
 
 class Connection:
-    """One end of a connection. Creating it fails if the other end does not have the key."""
+    """One end of a connection. The constructor fails if the other end does not have the key."""
 
     def __init__(self, raw: socket.socket, key: bytes, *, is_agent: bool) -> None:
         self._raw, self._out = raw, raw.makefile("wb", SMALL)
@@ -76,7 +76,7 @@ class Connection:
             deadline.cancel()
 
     def _prove(self, key: bytes, *, is_agent: bool) -> None:
-        """Prove that this end has the key, and check the other end."""
+        """Prove that this end has the key, and check that the other end does."""
         proofs = [connection.deliver_challenge, connection.answer_challenge]
         with connection.Connection(self._raw.dup().detach()) as copy:
             try:

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "look", "report"]
 
-# Maximum fraction of throttled periods.
+# Fraction of throttled periods above which to warn.
 THROTTLED = 0.05
-# Maximum percentage of the last 10 s in which a task was waiting for a core.
+# Percentage of the last 10 s with a task waiting for a core, above which to warn.
 PRESSED = 20.0
-# Number of clock readings to average, and maximum duration of a reading in ns.
+# Number of clock readings to average, and ns per reading above which to warn.
 READINGS, SLOW_CLOCK = 1000, 250
-# Minimum number of processes that can still be started: a base number, plus a number per core.
+# Number of processes that must still be startable: a base number, plus a number per core.
 PROCESSES = 32, 4
 
 
@@ -90,7 +90,7 @@ def threads() -> Iterator[Finding]:
 
 
 def kills() -> Iterator[Finding]:
-    """Check for processes that were killed for lack of memory."""
+    """Check for processes that were killed because memory ran out."""
     killed = oom_kills(ROOT)
     if killed:
         yield Finding(

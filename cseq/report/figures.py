@@ -70,7 +70,7 @@ def _at(value: float) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values from `low` to `high` to coordinates from `start` to `end`.
+    """Maps values in [low, high] to coordinates in [start, end].
 
     If `times` is set, values are in seconds, and ticks are at values such as 15 and 60.
     """
@@ -92,7 +92,7 @@ class Axis:
 
     @property
     def ticks(self) -> list[float]:
-        """The round values to label."""
+        """The round values at which to draw ticks."""
         if self.logarithmic:
             first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
             every = max(0, last - first - 2) // MOST_TICKS + 1
@@ -173,7 +173,7 @@ class Chart(Drawing):
         self.y = Axis(*y, HEIGHT - 28, 24)
 
     def grid(self, x: Callable[[float], str], y: Callable[[float], str] | None = number) -> None:
-        """Draw horizontal grid lines. `x` and `y` format the labels of the ticks."""
+        """Draw horizontal grid lines and tick labels. `x` and `y` format the labels."""
         for value in self.y.ticks if y else ():
             at = self.y.coordinate(value)
             self.rect(self.x.start, at - 0.5, self.x.end - self.x.start, 1, "line")

@@ -36,7 +36,7 @@ __all__ = ["Part", "in_notebook", "page", "write"]
 
 # Figures over time have at most `INTERVALS` intervals and at least `LEAST_POINTS` points.
 INTERVALS, LEAST_POINTS = 120, 4
-# Maximum number of rows in the figure of workers over time.
+# Maximum number of rows in the figure that shows workers over time.
 MOST_ROWS = 16
 SLOWEST = 8
 RANKS = ("RANK", "WORLD_SIZE")
@@ -68,7 +68,7 @@ SHEET = STYLE + RULES
 
 
 class Part(NamedTuple):
-    """A manager, loader or stream on the page. `has_remake` adds code to remake batches."""
+    """A manager, loader or stream on the page. If `has_remake`, show how to remake batches."""
 
     name: str
     facts: str
@@ -152,7 +152,7 @@ def verdict(stats: Stats) -> str:
 
 
 def tiles(stats: Stats) -> str:
-    """Return the most important numbers as a row of tiles."""
+    """Return the key figures as a row of tiles."""
     rates, count = stats.as_dict(""), stats.num_workers
     shown = [
         (number(rates["batches_per_s"]), "batches a second"),
