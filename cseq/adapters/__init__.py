@@ -1,4 +1,4 @@
-"""Adapters for other libraries, with one package or module per library.
+"""Adapters for other libraries, one package or module per library.
 
 ``torch``          `DataLoader`: torch's loader with cseq's workers
 ``returnn``        `MultiProcDataset`: a RETURNN dataset that loads sequences in worker processes
@@ -9,7 +9,7 @@
 ``keras``          `Batches`, `SaveState`
 ``torchtitan``     `TokenDataLoader`, which feeds `cseq.tokens` rows to torchtitan's trainer
 
-cseq does not import adapters on its own. Importing one raises an ImportError with install
+cseq does not import adapters automatically. Importing one raises an ImportError with install
 instructions if its library is missing.
 """
 

@@ -47,7 +47,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """A callback that saves and restores the model and the state of a manager.
+    """A callback that saves and restores the model and a manager's state.
 
     If the folder contains a checkpoint, `fit` resumes with the next batch. Checkpoints are replaced
     atomically.
@@ -88,7 +88,7 @@ class SaveState(Callback):  # type: ignore[misc]
             self.save()
 
     def save(self) -> None:
-        """Save a checkpoint and replace the previous one."""
+        """Save a checkpoint, replacing the previous one."""
         state = self._manager.state_dict()
         os.makedirs(self._folder, exist_ok=True)
         # Keep the previous weights until the state refers to the new file.

@@ -1,4 +1,4 @@
-"""Lightning support: a data module, a callback for exact resumes, and a monitor."""
+"""Lightning support: a data module, a callback for exact resumption, and a monitor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cseq.sequence import MSequence
 
     class Loop(Protocol):
-        """The part of Lightning's loops used here."""
+        """The part of Lightning's loop API used here."""
 
         total_batch_idx: int
         restarted_on_last: bool
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
         def setup_data(self) -> object: ...
 
     class Strategy(Protocol):
-        """The part of Lightning's strategies used here."""
+        """The part of Lightning's strategy API used here."""
 
         def broadcast(self, number: int) -> int: ...
 
     class Logger(Protocol):
-        """The part of Lightning's loggers used here."""
+        """The part of Lightning's logger API used here."""
 
         def log_metrics(self, metrics: dict[str, float], step: int) -> object: ...
 
     class Trainer(Protocol):
-        """The part of Lightning's Trainer used here."""
+        """The part of Lightning's Trainer API used here."""
 
         strategy: Strategy
         is_last_batch: bool
@@ -71,7 +71,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         A function that returns an unstarted manager with ``shard="auto"``. It is called in every
         process when training starts.
     val, test, predict : callable, optional
-        The same for validation, test and prediction.
+        Like `train`, for validation, testing and prediction.
 
     Examples
     --------
@@ -124,10 +124,10 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 
 
 class SaveState(Callback):  # type: ignore[misc]
-    """A callback for exact resumes of a cseq DataLoader.
+    """A callback that lets a run with a cseq DataLoader resume exactly.
 
     Validation loaders are seeded with the number of training batches so far and a seed from the
-    checkpoint. A run that resumes from the last batch of an epoch starts the next epoch.
+    checkpoint. A run resumed after the last batch of an epoch starts with the next epoch.
 
     Examples
     --------
@@ -157,7 +157,7 @@ class SaveState(Callback):  # type: ignore[misc]
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(trainer.current_epoch)
-        # Lightning has already called `iter`, and does so again if it restarted on the last batch.
+        # Lightning has already called `iter`, and calls it again if it restarted on the last batch.
         if states and not loop.epoch_loop.restarted_on_last:
             iter(loop._data_fetcher)
         if trainer.val_dataloaders is None:
@@ -168,7 +168,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self._seed_validation(trainer)
 
     def _seed_validation(self, trainer: Trainer) -> None:
-        """Seed validation loaders early, because Lightning draws numbers before calling hooks."""
+        """Seed validation loaders early: Lightning draws random numbers before calling hooks."""
         for number, loader in enumerate(loaders_in(trainer.val_dataloaders)):
             if loader.generator is None:
                 loader.generator = torch.Generator()
@@ -183,7 +183,7 @@ def loaders_in(collection: object) -> list[DataLoader[Any]]:
 
 
 class Monitor(Callback):  # type: ignore[misc]
-    """A callback that sends the metrics of a manager to the trainer's loggers.
+    """A callback that sends a manager's metrics to the trainer's loggers.
 
     The metrics come from `Stats.as_dict` and cover the batches since the previous log entry.
     Lightning's loggers write only the metrics of rank 0.
@@ -208,5 +208,5 @@ class Monitor(Callback):  # type: ignore[misc]
         loop = trainer.fit_loop.epoch_loop
         figures = self._every.at(loop.total_batch_idx + 1)
         for logger in trainer.loggers if figures else ():
-            # Use the step of Lightning's callbacks, so that metrics line up with the loss.
+            # Log at the same step as Lightning's callbacks, so that metrics line up with the loss.
             logger.log_metrics(figures, step=loop._batches_that_stepped)

@@ -39,7 +39,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
     A batch is ``({"input", "positions"}, labels)``. Tensors are int64, of shape
     ``(local_batch_size, seq_len)`` in torchtitan 0.3.0 and ``(num_tokens_per_batch,)`` in newer
     versions. An incomplete last global batch is dropped. Runs resume exactly from torchtitan's
-    checkpoints, even with another batch size or number of data-parallel ranks.
+    checkpoints, even with a different batch size or number of data-parallel ranks.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        """The configuration of the rows and workers.
+        """Configuration for the rows and workers.
 
         Attributes
         ----------
@@ -63,13 +63,13 @@ class TokenDataLoader(BaseDataLoader):  # type: ignore[misc]
             A function that takes the row length (torchtitan's ``seq_len`` or
             ``max_context_length``) and returns a `cseq.tokens.Rows`.
         seed : int
-            The seed for the order of rows.
+            The seed for the row order.
         num_workers : int
             The number of worker processes per rank, or 0 to make batches in the trainer.
         repeat : bool
             If False, training stops after one epoch.
         infinite : bool, optional
-            Overrides `repeat`, for the validator of torchtitan 0.3.0.
+            Overrides `repeat`, for torchtitan 0.3.0's validator.
         """
 
         rows: Annotated[Callable[[int], Any] | None, tyro.conf.Suppress] = None

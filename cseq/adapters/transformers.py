@@ -1,4 +1,4 @@
-"""Hugging Face Trainer support: data sets, exact resumes, and a monitor."""
+"""Hugging Face Trainer support: data sets, exact resumption, and a monitor."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
     from cseq.adapters.torch.stateful import Stateful
 
     class Args(Protocol):
-        """The part of TrainingArguments used here."""
+        """The TrainingArguments attributes used here."""
 
         ignore_data_skip: bool
         seed: int
         data_seed: int | None
 
     class Progress(Protocol):
-        """The part of TrainerState used here."""
+        """The TrainerState attributes used here."""
 
         epoch: float | None
         global_step: int
         stateful_callbacks: dict[str, dict[str, dict[str, Any]]]
 
     class Control(Protocol):
-        """The part of TrainerControl used here."""
+        """The TrainerControl attribute used here."""
 
         should_log: bool
 
     class Logs(Protocol):
-        """The part of Trainer used here."""
+        """The Trainer method used here."""
 
         def log(self, figures: dict[str, float]) -> object: ...
 
@@ -103,7 +103,7 @@ class SaveState(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class SeedEpochs(TrainerCallback):  # type: ignore[misc]
-    """A callback for exact resumes within an epoch with any sampler.
+    """A callback that makes mid-epoch resumes exact with any sampler.
 
     A resumed Trainer draws the epoch's keys again, but only its default sampler draws the same
     keys. This callback seeds the generators of the loader and the sampler at the start of each
@@ -131,7 +131,7 @@ class SeedEpochs(TrainerCallback):  # type: ignore[misc]
 
 
 class Monitor(TrainerCallback):  # type: ignore[misc]
-    """A callback that logs the metrics of a manager with `Trainer.log`.
+    """A callback that logs a manager's metrics with `Trainer.log`.
 
     The metrics come from `Stats.as_dict` and cover the batches since the previous log entry. They
     are sent to all integrations in `report_to`, and cover rank 0 only.
@@ -165,7 +165,7 @@ class Monitor(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Args, state: Progress, control: Control, **kwargs: Any) -> None:
         figures = self._every.at(state.global_step)
         if figures and self.trainer is not None:
-            # `log` cancels a pending request to log the loss of this step.
+            # `log` cancels a pending request to log this step's loss.
             wanted = control.should_log
             self.trainer.log(figures)
             control.should_log = wanted

@@ -17,7 +17,7 @@
 
 =================  =================================================================
 `Documents`        the protocol for sources: ``lengths``, ``read``, ``name``, ``fingerprint``
-`Megatron`         a pair of files in the format of Megatron-LM
+`Megatron`         a pair of files in Megatron-LM's format
 `Flat`             a flat array of tokens, split by offsets or an end-of-text token
 `Arrow`            a list column of a table, Parquet files or a Hugging Face data set
 `Rows`             an indexer that builds batches and defines the order

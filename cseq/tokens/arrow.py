@@ -36,7 +36,7 @@ class Arrow(Corpus):
         If pyarrow is not installed.
     TypeError, ValueError
         If a column is missing, has nulls or does not contain lists of integers, or if the lists in
-        `mask` differ in length from the lists of tokens or contain only zeros.
+        `mask` differ in length from the token lists or contain only zeros.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Splits the tokens of each row among ranks (context parallelism)."""
+"""Splits each row's tokens among ranks (context parallelism)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def split_context(
     batch : dict
         Arrays, or tensors on any device.
     shard : (rank, world_size), process group, or one-dimensional DeviceMesh
-        This rank among the ranks that share the batch, such as ``mesh["cp"]``.
+        This rank's place among the ranks that share the batch, such as ``mesh["cp"]``.
     balanced : bool
-        If True, each row is split into 2n parts, and rank r of n gets parts r and 2n - 1 - r. All
-        ranks then have the same work with a causal mask. By default, each rank gets consecutive
+        If True, each row is split into 2n parts, and rank r of n gets parts r and 2n - 1 - r. With
+        a causal mask, all ranks then do equal work. By default, each rank gets consecutive
         tokens.
 
     Returns

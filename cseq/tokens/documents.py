@@ -1,4 +1,4 @@
-"""Sources of documents for `Rows`: the protocol, and the base class of readers."""
+"""Document sources for `Rows`: the protocol, and a base class for readers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBES = 64
 
 
 class Documents(Protocol):
-    """The protocol for sources of `Rows`.
+    """Protocol for the document sources of `Rows`.
 
     Worker processes receive pickled copies of a source, and worker threads share it. An optional
     method ``mask(document, start, stop)`` returns 0 for tokens that the loss ignores.
@@ -48,7 +48,7 @@ class Documents(Protocol):
 class Corpus:
     """Documents stored one after another, each within one of the arrays `parts`.
 
-    The `__init__` of a subclass must set `given`, the arguments for `again`, and call `lay`.
+    A subclass's `__init__` must set `given` (the arguments for `again`) and call `lay`.
     """
 
     # If True, the process that pickled this corpus has already checked the files.
@@ -63,7 +63,7 @@ class Corpus:
     def lay(
         self, name: str, lengths: Any, parts: Sequence[Any], masks: Sequence[Any] | None = None
     ) -> None:
-        """Set the lengths of documents, the arrays of tokens, and any masks."""
+        """Set the document lengths, the token arrays, and any masks."""
         self.name, self.lengths = name, lengths
         self.parts, self.masks = [*parts], [*masks] if masks else [None] * len(parts)
         *firsts, self.tokens = np.cumsum([0, *map(len, parts)]).tolist()
@@ -120,7 +120,7 @@ def again(kind: type[Corpus], given: dict[str, Any], known: int) -> Corpus:
     if corpus.fingerprint != known:
         raise ValueError(
             f"the tokens of {corpus.name} have changed since the run opened the files; restart the "
-            "run, and do not change the files while it uses them"
+            "run, and do not change the files while it is using them"
         )
     return corpus
 
@@ -168,7 +168,7 @@ def corpus_of(source: Any) -> Corpus:
         if not hasattr(source, name):
             raise TypeError(
                 f"sources contains {source!r}, which has no {name}; pass tokens.Megatron, "
-                "tokens.Flat, tokens.Arrow, or an object with the interface of tokens.Documents"
+                "tokens.Flat, tokens.Arrow, or an object that implements tokens.Documents"
             )
     return Given(source)
 

@@ -118,7 +118,7 @@ def npy(path: str) -> NDArray[Any]:
 
 
 def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
-    """Check the offsets of documents."""
+    """Check the document offsets."""
     remedy = "pass the start of each document, followed by the number of tokens"
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or len(offsets) < 2:
         raise damaged(path, None, f"offsets={offsets!r} is malformed", remedy)
@@ -137,7 +137,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
 def kept(
     path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return the document lengths stored in a file, which is created if necessary."""
+    """Return the document lengths stored in a file, creating it if necessary."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 
@@ -153,7 +153,7 @@ def kept(
 
 
 def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
-    """Find the boundaries of documents. The last document may lack an end token."""
+    """Find the document boundaries. The last document may lack an end token."""
     chunks = range(0, len(tokens), CHUNK)
     ends = [np.flatnonzero(tokens[at : at + CHUNK] == end) + (at + 1) for at in chunks]
     bounds = np.concatenate([[0], *ends, [len(tokens)]])
@@ -164,6 +164,6 @@ def bounds_of(path: str, tokens: NDArray[Any], end: int) -> NDArray[Any]:
 
 
 def lengths_between(bounds: NDArray[Any]) -> NDArray[Any]:
-    """Return the lengths of documents, as uint32 if possible."""
+    """Return the document lengths, as uint32 if possible."""
     lengths = np.diff(bounds)
     return lengths.astype(np.uint32 if lengths.max(initial=0) < 2**32 else np.int64)

@@ -1,4 +1,4 @@
-"""Documents in the format of Megatron-LM: an `.idx` and a `.bin` file."""
+"""Documents in Megatron-LM's format: an `.idx` and a `.bin` file."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Megatron(Corpus):
     Raises
     ------
     ValueError
-        If a file is damaged, or if the two files do not belong together.
+        If a file is damaged, or if the two files do not match.
 
     Examples
     --------

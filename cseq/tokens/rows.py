@@ -68,7 +68,7 @@ class Rows:
     weights : dict of str to number, or list of (int, dict), optional
         The share of each source, as in `Mixture`. By default, an epoch contains each source once.
     weights_of : 'tokens' or 'units'
-        Whether the weights are shares of the tokens or of the units (rows).
+        Whether the weights are shares of tokens or of units (rows).
     packing : 'best-fit' or 'concatenate'
         Whether to use `Packed` or `Concatenated`.
     step : int, optional
@@ -76,7 +76,7 @@ class Rows:
         gives all ranks nearly equal work. The order depends on `step`, so keep it the same if the
         number of ranks changes.
     balance : 'step', 'window' or 'epoch'
-        Whether `Balanced` exchanges rows within a step, among 16 steps, or in the whole epoch.
+        Whether `Balanced` exchanges rows within a step, within 16 steps, or across the epoch.
     cache : str or path, optional
         A local folder for tables that all processes on a machine share.
     epoch_size : int, optional
@@ -321,7 +321,7 @@ class Rows:
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
         """Return the token arrays, the masks, and the array index and position of each piece.
 
-        If a piece of a custom source is cut, the next token is also read, as its last label.
+        If a piece of a custom source is cut, the next token is also read, for its last label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)

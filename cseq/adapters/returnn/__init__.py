@@ -1,7 +1,7 @@
-"""A replacement for RETURNN's `MultiProcDataset` with cseq's worker processes.
+"""A replacement for RETURNN's `MultiProcDataset` that uses cseq's worker processes.
 
 It wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset. Each worker process creates
-its own copy. Worker 0 returns the order of an epoch, each worker prefetches its share, and the
+its own copy. Worker 0 determines each epoch's order, each worker prefetches its share, and the
 sequences are delivered in order.
 
 ::
@@ -178,7 +178,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # So far in this epoch: the largest `complete_frac`, and the frame count of each data key.
+        # For the epoch so far: the largest `complete_frac`, and the frame count of each data key.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -258,7 +258,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return int(super().get_corpus_seq_idx(seq_idx))
 
     def set_sharding(self, *, num_shards: int, shard_index: int) -> None:
-        """Restrict the next epochs to a shard."""
+        """Restrict subsequent epochs to a shard."""
         super().set_sharding(num_shards=num_shards, shard_index=shard_index)
         self.dataset["_num_shards"] = num_shards
         self.dataset["_shard_index"] = shard_index
@@ -286,7 +286,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[Streams]:
-        """Yield the workers, and close them after a fatal worker error."""
+        """Yield the workers. Close them after a fatal worker error."""
         streams = self._workers()
         try:
             yield streams

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cseq.indexing.context import BatchContext
 
     class Dataset(Protocol):
-        """The part of RETURNN's datasets used here."""
+        """The part of RETURNN's dataset API used here."""
 
         num_seqs: int
         added_data: list[object]

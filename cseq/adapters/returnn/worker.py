@@ -36,9 +36,9 @@ __all__ = ["CONFIGURATION", "OrderRequest", "SequenceProducer"]
 
 
 class OrderRequest(NamedTuple):
-    """The arguments and the serial number of an `init_seq_order` call.
+    """The arguments and serial number of an `init_seq_order` call.
 
-    The dataset is first divided into shards, and each shard among the workers.
+    The dataset is first divided into shards, and each shard is then divided among the workers.
     """
 
     serial: int
@@ -69,7 +69,7 @@ CONFIGURATION = _Configuration()
 
 
 class SequenceProducer:
-    """A worker's producer of sequences; see `cseq.stream.Producer`."""
+    """Produces sequences in a worker; see `cseq.stream.Producer`."""
 
     def __init__(
         self,
@@ -234,5 +234,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return a copy of an error that keeps only its text, so that it can be pickled."""
+    """Return a picklable copy of an error, with only its text."""
     return type(error)(*map(str, error.args))

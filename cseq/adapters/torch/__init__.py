@@ -1,4 +1,4 @@
-"""torch's DataLoader on cseq's engine.
+"""torch's DataLoader, running on cseq's engine.
 
 ``cseq.DataLoader`` is a `torch.utils.data.DataLoader` with cseq's workers. `install` makes torch's
 own class use them. See docs/how-to/from-dataloader.md and dataloader-differences.md.

@@ -75,8 +75,8 @@ class BatchSampler:
             raise ValueError(
                 f"order={order!r} was created without a number of samples; create it with one"
             )
-        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: None if the seed is yet to
-        # be drawn, True if it was drawn. `_is_agreed`: the seed is the same as on rank 0.
+        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: None if the seed has yet
+        # to be drawn, True once it has been. `_is_agreed`: the seed is the same as on rank 0.
         self._takes_any = seed is None
         self._is_drawn = None if seed is None else False
         self._is_agreed = False
@@ -183,7 +183,7 @@ class BatchSampler:
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return the state `batches` batches later in the same epoch."""
+        """Return a state advanced by `batches` batches within its epoch."""
         sampler, consumed = self._sampler, state["consumed"]
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
         consumed = min(consumed + batches * stride, end)
@@ -200,7 +200,7 @@ class BatchSampler:
 
 
 def with_order(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a DataLoader by name, with its order in a `BatchSampler`."""
+    """Return a DataLoader's arguments by name, with its order wrapped in a `BatchSampler`."""
     positions = inspect.signature(DataLoader).parameters
     given: dict[str, Any] = dict(zip(positions, args, strict=False)) | kwargs
     name, order = next((name, value) for name, value in given.items() if isinstance(value, Order))

@@ -1,4 +1,4 @@
-"""Collates tensors and arrays into the slot of a batch.
+"""Collates tensors and arrays into a batch's slot.
 
 In a worker, torch's default_collate allocates a new shared-memory file for each stacked tensor.
 This module patches its type-to-function map to stack into the slot. `collating` does the
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# Above WATCHED bytes, a copy costs more than intercepting torch's functions. If interception saves
-# no copies, it is tried for only one in EVERY batches.
+# Above WATCHED bytes, a copy costs more than intercepting torch's functions. While interception
+# saves no copies, only one batch in EVERY is intercepted.
 WATCHED, EVERY = 1 << 20, 32
 
 
 def stack_in_slots(*, tensors: bool = True) -> None:
-    """Make default_collate stack into the slot, except for types with a user's function."""
+    """Make default_collate stack into the slot, except for types with a user-defined function."""
     entries = names.collate_map
     if tensors and entries.get(torch.Tensor) is names.tensor_entry:
         entries[torch.Tensor] = collate_tensors
@@ -79,8 +79,8 @@ def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
 class _Collating:
     """A wrapper that intercepts a collate function's calls to torch.
 
-    torch's allocator cannot be replaced. Interception costs a few microseconds per call, so only
-    one in `EVERY` batches is intercepted while no tensors end up in the slot.
+    torch's allocator cannot be replaced. Interception costs a few microseconds per call, so while
+    no tensors end up in the slot, only one batch in `EVERY` is intercepted.
     """
 
     def __init__(self, function: Callable[[Any], object]) -> None:

@@ -55,7 +55,7 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 
     Some libraries register reducers with multiprocessing.
     """
-    # On Windows, a trial would require a child process.
+    # On Windows, trying this would require a child process.
     if os.name == "nt":
         return True
     from cseq.processes.spawning import spawning
@@ -69,9 +69,9 @@ def _can_torch(loader: data.DataLoader[Any]) -> bool:
 
 
 def method_of(loader: data.DataLoader[Any], default: str) -> str:
-    """Return the worker method of a loader.
+    """Return a loader's worker method.
 
-    IterableDatasets use no threads by default, because threads share the data set.
+    By default, IterableDatasets do not use threads, because threads share the data set.
     """
     first = VALUES["worker_method"][0]
     given: str = getattr(loader, "worker_method", None) or first
@@ -148,7 +148,7 @@ def make_iterator(
     has_processes = loader.num_workers > 0 and options.worker_method != "thread"
     reason = reason_against(loader, options.worker_method)
     if reason is None:
-        # Imported here, because importing this module loads the engine.
+        # Imported only here, because this loads the engine.
         from cseq.adapters.torch.iterator import LoaderIterator
 
         if has_processes:

@@ -41,7 +41,7 @@ INTERRUPTED = (
     "this iterator has ended: its workers were closed, or they belong to the process that forked "
     "this one; call iter() on the DataLoader again"
 )
-# A placeholder for the exception of a skipped batch.
+# Stands in for the exception that caused a batch to be skipped.
 LEFT_OUT = Exception()
 
 
@@ -55,7 +55,7 @@ class LoaderTimeout(WorkerTimeout, RuntimeError):
 class LoaderIterator(names.Workers):
     """An iterator over the batches of a DataLoader.
 
-    It has the attributes and methods of torch's multiprocessing iterator that other libraries use.
+    It has all attributes and methods of torch's multiprocessing iterator that other libraries use.
     With persistent workers, all epochs share `progress`.
     """
 
@@ -98,7 +98,7 @@ class LoaderIterator(names.Workers):
         # Map-style epochs resume without remaking batches, so save the state after every batch.
         self._snapshot_every = every if self._is_iterable else min(1, every)
         # `_maker`: the worker that made the latest batch, if needed. `_after`: the state of the
-        # data set after that batch. `_error`: the exception to raise instead of the batch.
+        # data set after that batch. `_error`: the exception to raise, if any.
         self._maker = 0
         self._after: bytes | None = None
         self._error: BaseException | None = None
@@ -263,7 +263,7 @@ class LoaderIterator(names.Workers):
     # -- the next batch
 
     def __next__(self) -> Any:
-        """Return the next batch, or raise the exception that replaces it.
+        """Return the next batch or raise its exception.
 
         The batch is counted at the very end, where no signal handler can run. If a handler raises
         earlier (Ctrl-C), the iterator may lose the batch, as in torch, but saved states do not
@@ -405,13 +405,13 @@ class LoaderIterator(names.Workers):
         return [_WorkerHandle(processes[number]) for number in sorted(processes)]
 
     def _shutdown_workers(self) -> None:
-        """Stop the worker processes. Calling this again has no effect."""
+        """Stop the workers. Calling this again has no effect."""
         if self._shutdown:
             return
         self._ended = True
         self._pinner.close()
         if self._num_workers:
-            # An earlier call that was interrupted may have saved the statistics already.
+            # An earlier, interrupted call may already have saved the statistics.
             if self.progress.stats is None:
                 self.progress.stats = self.stats()
             self._streams.close()

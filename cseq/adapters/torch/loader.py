@@ -83,7 +83,7 @@ class DataLoader(Torchs[T_co]):
     rng : {None, 'worker', 'batch'}
         When to seed the global generators of `random`, `numpy.random` and torch. 'worker' seeds
         them once in each worker, as torch does. 'batch' seeds them before each batch, so that
-        batches do not depend on the number of workers, deaths or resumes. Defaults to
+        batches do not depend on the number of workers, or on worker deaths or resumes. Defaults to
         `defaults.rng`, which is initially 'worker'.
     worker_method : {None, 'multiprocessing', 'thread'}
         The kind of workers. 'thread' requires a map-style data set. Threads share the data set
@@ -310,13 +310,13 @@ class DataLoader(Torchs[T_co]):
             stats = iterator.stats()
         if stats is None:
             raise RuntimeError(
-                "this loader has no cseq workers, so there is nothing to count; start an epoch "
+                "this loader has no cseq workers, so there are no statistics; start an epoch "
                 "with num_workers above 0"
             )
         return stats
 
     def advice(self, since: Stats | None = None) -> Advice:
-        """Explain why the loop waits, and what to change; see `MSequence.advice`."""
+        """Explain why the loop is waiting, and suggest a change; see `MSequence.advice`."""
         if not self.num_workers:
             from cseq.measure.advice import Window, advise
 
@@ -481,6 +481,6 @@ def _signature() -> inspect.Signature:
     return inspect.Signature([*theirs.values(), *added])
 
 
-# Frameworks use the signature to rebuild a loader from attributes named like arguments.
+# Frameworks use the signature to rebuild a loader from attributes named after its arguments.
 DataLoader.__init__.__signature__ = _signature()  # type: ignore[attr-defined]
 KNOWN = {name: known for name, known in _signature().parameters.items() if name != "self"}

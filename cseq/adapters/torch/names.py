@@ -4,7 +4,7 @@
 fall back to torch's own iterator.
 
 Other modules also use private attributes of torch's loader and iterators. test_torch_names.py
-checks private names of multiprocessing in `cseq.processes`.
+checks the private multiprocessing names that `cseq.processes` uses.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ else:
     function_modes = list
 # `DataLoader._dataset_kind` of an IterableDataset.
 ITERABLE = 1
-# The reason why cseq's iterator does not work with this version of torch, if any.
+# The reason that cseq's iterator does not work with this version of torch, if any.
 REASON: str | None = None
 
 
@@ -56,7 +56,7 @@ def settle_pinning(device: str | None) -> Any:
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Look up the index here, because the pinning thread starts with the first device.
+    # Look up the index here, because a new thread starts out on the first device.
     index = module.current_device()
 
     def settle() -> None:
@@ -154,7 +154,7 @@ try:
     push_mode = torch.overrides._push_mode
     with torch.device("cpu"):
         _use()
-# A renamed or changed function may raise anything.
+# A renamed or changed function may raise any exception.
 except Exception as error:  # noqa: BLE001
     _what = f"{type(error).__name__}: {error}"
     REASON = f"torch {torch.__version__} differs from the versions that cseq supports ({_what})"

@@ -1,6 +1,6 @@
-"""Options that torch's DataLoader does not have, and their process-wide defaults.
+"""Options that cseq adds to torch's DataLoader, and their process-wide defaults.
 
-Frameworks recreate loaders with only torch's own arguments, so the other options need defaults.
+Frameworks recreate loaders with only torch's own arguments, so cseq's options need defaults.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VALUES = {
 
 
 class Options(NamedTuple):
-    """The options that torch's DataLoader does not have; see `DataLoader`."""
+    """Options that cseq adds to torch's DataLoader; see `DataLoader`."""
 
     rng: str
     on_error: str
@@ -37,7 +37,7 @@ class Options(NamedTuple):
 
 
 class Defaults:
-    """The process-wide defaults of `rng`, `on_error` and `worker_method`.
+    """Process-wide defaults for `rng`, `on_error` and `worker_method`.
 
     The environment variables CSEQ_LOADER_RNG, CSEQ_LOADER_ON_ERROR and CSEQ_LOADER_WORKER_METHOD
     set the initial values. `worker_method` only applies to loaders with a map-style data set.

@@ -1,11 +1,11 @@
-"""Reproduces the order of an epoch: a sequence of keys.
+"""Reproduces an epoch's order: a sequence of keys.
 
 Keys come from the batch sampler or, with ``batch_size=None``, from the sampler. To resume an epoch,
 its keys are drawn again, and the consumed ones are dropped (`Keys`). For torch's own samplers,
 iteration can start anywhere (`drawn_keys`).
 
-Between epochs, states contain the state of the sampler or its generator, but not of the global
-generators, which belong to the trainer.
+Between epochs, a saved state covers the sampler or its generator, but not the global generators,
+which belong to the trainer.
 
 With a known sampler, ranks share an epoch (`Layers.shares`): after k batches on each rank, the
 ranks together have consumed the first k * step samples. The state of one rank is therefore enough,
@@ -53,7 +53,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch. One batch on each rank takes `step` samples in total."""
+    """How ranks share an epoch. One batch per rank adds up to `step` samples."""
 
     step: int
     world_size: int
@@ -109,7 +109,7 @@ class Layers:
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether drawing keys before workers are forked does not affect the workers.
+        """Whether keys can be drawn before workers are forked without affecting the workers.
 
         torch forks before it draws keys. Its samplers change only the global generator, which every
         worker reseeds, and a generator passed to them, which the data set may share.
@@ -161,7 +161,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Encode the state of a torch generator as text, without zero words (half of the words)."""
+    """Encode a torch generator's state as text, omitting zero words (half of the total)."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -189,7 +189,7 @@ def _source_of(generator: torch.Generator) -> Source:
 
 
 def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
-    """Return getters and setters for the states of generators, by name."""
+    """Return getters and setters for generator states, by name."""
     return {
         "random": (
             python.getstate,
@@ -215,7 +215,7 @@ def set_sources(states: State, sources: dict[str, Source] = GLOBAL) -> None:
 
 
 def sources_of(layers: Layers) -> dict[str, Source]:
-    """Return the sources of randomness of a sampler.
+    """Return a sampler's sources of randomness.
 
     ==============================  ===========================================================
     the sampler's generator         if it has one (the only source for `DRAWING` samplers)
@@ -245,7 +245,7 @@ def sources_of(layers: Layers) -> dict[str, Source]:
 # Number of samples to convert to a list at a time.
 TOGETHER = 2048
 
-# torch samplers that yield a permutation or a prefix of one, and the attribute they permute.
+# torch samplers that yield a permutation or a prefix of one, and the attribute each permutes.
 PERMUTED = {
     RandomSampler: "data_source",
     SubsetRandomSampler: "indices",
@@ -254,9 +254,9 @@ PERMUTED = {
 
 
 def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
-    """Yield all keys after the first `skip`, drawing the sampler's random numbers.
+    """Yield all keys after the first `skip`, drawing the same random numbers as the sampler.
 
-    Key 0 follows the first `start` samples of all ranks. For a DistributedSampler, the remaining
+    Key 0 comes after the first `start` samples over all ranks. For a DistributedSampler, the other
     samples are padded with the first samples of the epoch. This is faster than torch's code, which
     converts all samples to a list and passes each key through two iterators.
     """
@@ -282,7 +282,7 @@ def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object
             yield keys[k : k + size]
     n = len(inner.data_source) if type(inner) is RandomSampler else 0
     if type(inner) is RandomSampler and inner.generator is not None and inner.num_samples == n:
-        # RandomSampler draws another permutation for the remainder, even if that is empty.
+        # RandomSampler draws another permutation for the remaining samples, even if none remain.
         torch.randperm(n, generator=inner.generator, dtype=order.dtype)
     if end < count and skip * size <= end and not outer.drop_last:
         yield listed(order[end:])
@@ -377,13 +377,13 @@ class Epochs:
 class Keys:
     """The keys of an epoch, and the states needed to redraw them.
 
-    Most samplers draw their order in `iter` or with the first key. The states of generators are
-    saved before both, and a sampler's own state before and after the first key. A resumed run
+    Most samplers draw their order in `iter` or with the first key. Generator states are saved
+    before each of these, and a sampler's own state before and after the first key. A resumed run
     restores these states, redraws the keys, and then restores the trainer's global generators.
     Draws from global generators after the first key cannot be reproduced.
 
     The epoch number in a state takes precedence, because Lightning sets the epoch of a resumed
-    loader only after the first keys.
+    loader only after the first keys have been drawn.
 
     Create this before the seed is drawn and `iter` is called on the index sampler. `start` is the
     position (samples, batches) at which the batch size or the number of ranks changed.
@@ -496,7 +496,7 @@ class Keys:
     def _first_of(self, iterator: Iterator[Any]) -> object:
         self._state = self._noted()
         key = next(iterator)
-        # Many samplers draw their order with the first key, and a short batch exhausts them.
+        # Many samplers draw their order with the first key, and are exhausted after a short batch.
         size = 0 if self.layers.shard else self.layers.size
         if (not size or len(key) == size) and not self._is_divided:
             self._own = self._own_state()
@@ -537,7 +537,7 @@ class Keys:
         yield iterator
 
     def _compare(self, before: State) -> None:
-        """Warn if later keys changed a global generator, because resumes are then not exact."""
+        """Warn if later keys changed a global generator, because a resume is then not exact."""
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(

@@ -15,7 +15,7 @@ from cseq.threads import Latch, Threads
 
 __all__ = ["Pinner"]
 
-# The maximum time that an exit or a fork waits for a batch being pinned, in seconds.
+# Maximum time, in seconds, that an exit or a fork waits for a batch to be pinned.
 EXIT_SECONDS = 15.0
 
 
@@ -31,7 +31,7 @@ class Pinner:
         self._jobs: SimpleQueue[PinJob | None] = SimpleQueue()
         self._threads = Threads()
         self._job: PinJob | None = None
-        # The latch of the latest job, even if the job was forgotten.
+        # The latch of the latest job, even if that job has been forgotten.
         self._done: Latch | None = None
         _pinners.add(self)
 
@@ -104,7 +104,7 @@ _pinners: weakref.WeakSet[Pinner] = weakref.WeakSet()
 
 @atexit.register
 def _wait_for_all() -> None:
-    """Delay an exit or a fork while a thread is calling the device's library.
+    """Delay an exit or a fork while a thread is calling into the device's library.
 
     A forked child would inherit the library's locks without the thread that releases them.
     """

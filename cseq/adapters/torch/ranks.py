@@ -20,7 +20,7 @@ __all__ = ["agreed", "divider", "divisions", "number_of", "rank_of"]
 
 log = logging.getLogger("cseq")
 
-# Seconds until a waiting rank logs a warning.
+# Seconds that a rank waits before it logs a warning.
 PATIENCE = 10.0
 # The rank and world-size attributes of accelerate's samplers and of DistributedSampler.
 NAMES = ("process_index", "num_processes"), ("rank", "num_replicas")
@@ -38,7 +38,7 @@ def number_of(order: Order) -> int:
 
 
 def group() -> Any:
-    """Return `torch.distributed`, or None if there is no group of several ranks."""
+    """Return `torch.distributed`, or None if there is no process group with several ranks."""
     distributed = torch.distributed
     is_there = distributed.is_available() and distributed.is_initialized()
     return distributed if is_there and distributed.get_world_size() > 1 else None
@@ -49,7 +49,7 @@ def agreed(seed: int, order: Order, *numbers: int) -> int:
 
     Unlike a collective, this sends no tensors, and rank 0 does not wait for other ranks. `numbers`
     identify the request on all ranks. Raises RuntimeError if the group has no store, or if rank 0
-    sets no seed within the timeout.
+    does not set a seed within the timeout.
     """
     distributed = group()
     if distributed is None or not order.is_seeded:
@@ -124,7 +124,7 @@ def warn_twice(*ranks: int) -> None:
 
 
 def rank_of(parts: list[tuple[int, int]]) -> tuple[int, int]:
-    """Return this rank and the world size, counting ranks that read different batches.
+    """Return this rank and the world size, counting only ranks that read different batches.
 
     `parts` is the result of `divisions`. If it is empty, ranks are assumed to read different data,
     unless they seem to share a model.

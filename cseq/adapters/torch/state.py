@@ -1,4 +1,4 @@
-"""The position of a loader in an epoch, as returned by `state_dict`."""
+"""A loader's position in an epoch, as returned by `state_dict`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VERSION = 4
 # State keys whose values accelerate decrements.
 NUMBERS = ("_num_yielded", "_sampler_iter_yielded")
 MOST = 2**63 - 1
-# The keys that describe an epoch in a state: its order, its batches, and `Shares`.
+# State keys that describe an epoch: its order, its batches, and `Shares`.
 ORDER, BATCHES = ("sampler_type", "shuffle", "seed", "samples"), ("batch_size", "batches")
 SHARES = ("step", "world_size", "rank")
 
@@ -43,7 +43,7 @@ State = dict[str, Any]
 
 
 class LoaderProgress:
-    """The progress of a loader up to the latest delivered batch.
+    """A loader's progress up to the latest delivered batch.
 
     It is not copied or pickled with the loader, so a copy of the loader starts a new epoch.
     """
@@ -83,7 +83,7 @@ class LoaderProgress:
         self.states = [
             None if state is None else dumps(state) for state in states or [None] * several
         ]
-        # The next worker. Worker k mod N makes the batch for key k.
+        # The next worker, if workers take turns: worker k mod N makes the batch for key k.
         self.turn = (self.yielded - keys.layers.omitted) % several
         # Workers take turns, so the last one with the maximum count made the latest batch.
         if self.iterable:
@@ -92,7 +92,7 @@ class LoaderProgress:
     def as_dict(self, *, next_epoch: bool) -> State:
         """Return a new dict for `state_dict`.
 
-        All states have the same keys, and tuples for the parts that vary, because torch's
+        All states have the same keys, with tuples for the parts that vary, because torch's
         distributed checkpoints descend into dicts and lists and restore only the new loader's keys.
         """
         is_over = self.finished or (next_epoch and self.base_seed is not None)
@@ -124,7 +124,7 @@ def _none() -> None:
 
 
 def _from_3(state: State) -> State:
-    """Convert a state of version 3, which has generator states as tensors."""
+    """Convert a version 3 state, which stores generator states as tensors."""
 
     def texts(value: object) -> object:
         if isinstance(value, dict):
@@ -208,7 +208,7 @@ def _lifted(state: State) -> State:
     try:
         lifted = LIFTS[version](state) if version in LIFTS else state
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"the state of version {version} is malformed: {error!r}") from error
+        raise ValueError(f"malformed version {version} state: {error!r}") from error
     if type(version) is not int or lifted.get("version") != VERSION:
         raise ValueError(
             f"the state has version {version!r}, but a DataLoader reads versions {min(LIFTS)} to "

@@ -41,7 +41,7 @@ def left_by(state: State) -> State:
 
 
 class DatasetState:
-    """The states of a data set and of its iterator in torch's `fetcher`."""
+    """The states of a data set and its iterator in torch's `fetcher`."""
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)

@@ -112,7 +112,7 @@ def modes_here() -> list[Any]:
 
 
 class Fetching(NamedTuple):
-    """The settings of a loader that its workers need.
+    """The loader settings that its workers need.
 
     If `skips` is True, samples that raise are skipped. `modes` contains the trainer's torch modes
     for forked workers. `pins` contains a setup function and a device for threads that pin batches.
@@ -205,7 +205,7 @@ class Fetcher:
             return
         while (item := self._next_item()) is not END:
             yield item
-            # Do not keep the batch while the next one is made.
+            # Do not keep the batch while the next one is being made.
             del item
         if self._state:
             yield self._stated(is_over=True)
@@ -330,7 +330,7 @@ class Fetcher:
         try:
             batch = self._fetcher.fetch(key)
         except BaseException as error:
-            # This process may be a copy that the data set has forked.
+            # This process may be a copy forked by the data set.
             is_copy = fork_depth() != self._depth
             if is_copy or not (self.IN_WORKER or isinstance(error, Exception)):
                 raise

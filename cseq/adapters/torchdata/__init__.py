@@ -1,4 +1,4 @@
-"""torchdata's MultiProcessingReadingService for DataLoader2, on cseq's engine.
+"""torchdata's MultiProcessingReadingService for DataLoader2, running on cseq's engine.
 
 The graph of datapipes is split into up to three parts::
 
@@ -76,7 +76,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     worker_prefetch_cnt : int
         The number of items to prefetch per worker.
     main_prefetch_cnt : int
-        The number of additional items to prefetch, over all workers.
+        The number of additional items to prefetch, across all workers.
     worker_init_fn : callable, optional
         ``worker_init_fn(datapipe, WorkerInfo) -> datapipe``, called once in each worker.
     worker_reset_fn : callable, optional
@@ -246,7 +246,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Stop all processes in a background thread. Calling this again has no effect."""
+        """Use a background thread to stop all processes. Calling this again has no effect."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -277,7 +277,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         Raises
         ------
         ValueError
-            If the state has another version or number of workers.
+            If the state has a different version or number of workers.
         """
         state = pickle.loads(serialized_state) if serialized_state else None
         if state is not None:
@@ -319,7 +319,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
     # -- additions to the original
 
     def stats(self) -> Stats:
-        """Return the statistics of the workers so far; see `cseq.Stats`."""
+        """Return the workers' statistics so far; see `cseq.Stats`."""
         return self._needs_workers("count items").stats()
 
     @property
@@ -359,6 +359,6 @@ def _check_state(state: dict[str, Any], num_workers: int) -> None:
 
 
 def _peeked(seeds: SeedGenerator) -> tuple[int, int]:
-    """Return the next seeds of a generator without advancing it."""
+    """Return a generator's next seeds without advancing it."""
     copy = clone(seeds)
     return copy.generate_shared_seed(), copy.generate_seed()

@@ -59,7 +59,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self._running: Iterator[object] | None = None
 
     def begin_epoch(self, skip: int) -> None:
-        """Start an epoch that skips the first `skip` items."""
+        """Start an epoch, skipping the first `skip` items."""
         self.position = self._skip = skip
 
     def _iterate(self) -> Iterator[object]:
@@ -81,7 +81,7 @@ class Outlet(_Unhooked, IterDataPipe):  # type: ignore[misc]
         self.position = None
 
     def close(self) -> None:
-        """Stop the epoch. Closing the iterators also stops the threads of the graph."""
+        """Stop the epoch. Closing the iterators also stops the graph's threads."""
         running, self._running = self._running, None
         self.position = None
         if isinstance(running, GeneratorType):

@@ -39,7 +39,7 @@ def shard(pipe: DataPipe, info: Any) -> None:
 
 
 def as_pipe(value: Any, origin: str) -> DataPipe:
-    """Return `value`, or raise TypeError if the user function `origin` returned no datapipe."""
+    """Return `value`, or raise TypeError if user function `origin` did not return a datapipe."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
         raise TypeError(f"{origin} returned {value!r}, not a datapipe; return the datapipe")
     return value
@@ -51,7 +51,7 @@ def initialized(pipe: DataPipe, info: Any, init_fn: InitFn | None) -> DataPipe:
 
 
 def pause_all(end: DataPipe) -> None:
-    """Pause all datapipes that support this, starting with the last one."""
+    """Pause all datapipes that support pausing, starting with the last one."""
     for pipe in list_dps(traverse_dps(end)):
         if isinstance(pipe, Prefetcher):
             _hold(pipe)
@@ -74,7 +74,7 @@ def _hold(pipe: DataPipe) -> None:
 
 
 def resume_all(end: DataPipe) -> None:
-    """Resume all datapipes that support this, starting with the source."""
+    """Resume all datapipes that support resuming, starting with the source."""
     for pipe in reversed(list_dps(traverse_dps(end))):
         if callable(getattr(pipe, "resume", None)):
             pipe.resume()

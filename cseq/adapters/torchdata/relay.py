@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from cseq.stream import Streams
 
-    # An address, and a secret that authenticates callers.
+    # An address and a secret that authenticates callers.
     Address = tuple[Any, bytes]
 
 # Seconds to wait for the relay's thread to exit.
@@ -35,7 +35,7 @@ ENDING = 10.0
 
 
 class Dispatched(IterDataPipe):  # type: ignore[misc]
-    """A worker's datapipe for items from the dispatching process."""
+    """A worker's datapipe that receives items from the dispatching process."""
 
     def __init__(self, address: Address, worker: int) -> None:
         self.epoch = 0
@@ -198,7 +198,7 @@ def naming_dispatching() -> Iterator[None]:
 
 @contextlib.contextmanager
 def telling(relay: Relay | None) -> Iterator[None]:
-    """Show original tracebacks in exceptions, as torch does, instead of `DispatchingFailed`."""
+    """Show original tracebacks, as torch does. Replace `DispatchingFailed` with `Relay.error`."""
     try:
         yield
     except DispatchingFailed:

@@ -50,7 +50,7 @@ class PipeEpoch(NamedTuple):
 
 
 class _Pipeline:
-    """A producer for `Streams` that runs a part of the graph."""
+    """A producer for `Streams` that runs part of the graph."""
 
     def __init__(self, pipe: DataPipe) -> None:
         # This process may have been forked during a traversal of the graph.
@@ -64,7 +64,7 @@ class _Pipeline:
 
     def begin(self, epoch: PipeEpoch) -> None:
         """Start an epoch."""
-        # Threads of the graph may draw random numbers, so stop them before seeding.
+        # The graph's threads may draw random numbers, so stop them before seeding.
         self.close()
         self._running = self._reset(epoch)
 
@@ -73,17 +73,17 @@ class _Pipeline:
         raise NotImplementedError
 
     def items(self, start: int) -> Iterator[object]:
-        """Yield the items of this epoch after the first `start`."""
+        """Yield this epoch's items after the first `start`."""
         self._iterator = iter(self._running)
         return itertools.islice(self._iterator, start, None)
 
     def pause(self, function: GraphFn | None) -> None:
-        """Pause the threads of the graph."""
+        """Pause the graph's threads."""
         pause_all(self._running)
         self._apply(function)
 
     def resume(self, function: GraphFn | None) -> None:
-        """Resume the threads of the graph."""
+        """Resume the graph's threads."""
         self._apply(function)
         resume_all(self._running)
 
@@ -92,14 +92,14 @@ class _Pipeline:
             self._running = as_pipe(function(self._running), "the pause or resume function")
 
     def close(self) -> None:
-        """Stop the epoch. Closing the iterator also stops the threads of the graph."""
+        """Stop the epoch. Closing the iterator also stops the graph's threads."""
         iterator, self._iterator = self._iterator, None
         if isinstance(iterator, GeneratorType):
             iterator.close()
 
 
 class Worker(_Pipeline):
-    """The part of the graph in a worker."""
+    """The part of the graph that runs in a worker."""
 
     def __init__(
         self,
@@ -138,13 +138,13 @@ class Worker(_Pipeline):
 
 
 class Dispatcher(_Pipeline):
-    """The part of the graph in the dispatching process. It yields pickled items."""
+    """The part of the graph that runs in the dispatching process. It yields pickled items."""
 
     def __init__(self, pipe: DataPipe, number: int, num_workers: int) -> None:  # noqa: ARG002
         super().__init__(pipe)
 
     def items(self, start: int) -> Iterator[bytes]:
-        """Yield the items of this epoch, pickled."""
+        """Yield this epoch's items, pickled."""
         return map(dumps, super().items(start))
 
     def _reset(self, epoch: PipeEpoch) -> DataPipe:
