@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Advice", "Rule", "Said", "Window", "advise", "duration"]
 
-# Minimum number of batches before giving advice, and maximum normal startup time in seconds.
+# Minimum number of batches for advice, and the longest startup considered normal, in seconds.
 ENOUGH_BATCHES, START = 8, 2.0
-# The loop is the bottleneck if it waits for less than a fraction LITTLE of the time, or if the GPU
-# runs dry in less than a fraction FED of the waits.
+# The loop is the bottleneck if the fraction of time it waits is below LITTLE, or if the fraction of
+# waits in which the GPU runs dry is below FED.
 LITTLE, FED = 0.05, 0.1
 # Larger batches help if the loop waits less than HANDOVER seconds per batch. Recommend batches up
 # to MOST_LARGER times as large, assuming that handing them over takes LONGER times as long.
@@ -27,13 +27,13 @@ LITTLE, FED = 0.05, 0.1
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
 # Workers are saturated if they are busy for at least this fraction of the time.
 BUSY = 0.8
-# A GIL wait is long if it takes at least GIL seconds. Threads compete for the GIL if a fraction
-# LONG of the waits is long, threads use at most ONE_CORE cores but want at least HELD, and workers
-# do at least a fraction TURNS of the computing. If threads wait for a core STARVED times as long as
-# they compute, the thread that holds the GIL is also waiting for a core.
+# A wait for the GIL is long if it takes at least GIL seconds. Threads compete for the GIL if the
+# fraction of long waits is at least LONG, threads use at most ONE_CORE cores but could use at least
+# HELD, and workers do at least TURNS of the computing. If threads spend STARVED times as long
+# waiting for a core as computing, the thread that holds the GIL is also waiting for a core.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
-# All cores are in use at a utilization of USED_UP, or if workers spend a fraction QUEUED of their
-# work waiting for a core. Below a utilization of OTHERS, other programs are using the rest.
+# All cores are in use if utilization is at least USED_UP, or if workers spend at least QUEUED of
+# their busy time waiting for a core. If utilization is below OTHERS, other programs use the rest.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
 # Recommend SPARE times as many workers as needed, but at most MOST_READERS per core.
 SPARE, MOST_READERS = 1.1, 4
@@ -46,7 +46,7 @@ UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements in seconds and fractions. Values that were not measured are 0.
+    """Measurements, as seconds and fractions. Values that were not measured are 0.
 
     Attributes
     ----------
@@ -55,33 +55,33 @@ class Window:
     elapsed, waited : float
         The duration of the epochs, and how long the loop waited.
     start, first : float
-        The wait for the first batch, and, in a single epoch, for the first batches of the other
-        workers. Not included in `elapsed` and `waited`.
+        How long the loop waited for the first batch and, if there is only one epoch, for the other
+        workers' first batches. Not included in `elapsed` and `waited`.
     step, step_p99 : float
         The loop's time per batch: the mean (without the longest 5% if steps are uneven) and the
         99th percentile.
     index, index_p99 : float
         A worker's time per batch: the mean and the 99th percentile.
     busy : float
-        The mean fraction of the time that a worker works.
+        The mean fraction of the time that workers are busy.
     cpu : float or None
-        The fraction of `busy` that workers compute, or None if it is unknown.
+        The fraction of `busy` that workers spend computing, or None if unknown.
     queued : float
-        The fraction of `busy` that workers wait for a core, or 0 if it is unknown.
+        The fraction of `busy` that workers spend waiting for a core, or 0 if unknown.
     loop_cpu, loop_queued : float
-        The fractions of the total time that the loop's thread computes, and waits for a core.
+        The fractions of the time that the loop's thread spends computing and waiting for a core.
     cores : int
-        The number of cores for this process.
+        The number of cores available to this process.
     gil, gil_long : float
         The 80th percentile of the workers' waits for the GIL, and the fraction of long waits. A few
         very long waits would distort a mean.
     computed : float
         The number of cores that threads use, if they share the GIL.
     behind, early : float
-        The fractions of the waiting time while most other batches were ready, and before the first
-        batches of later epochs.
+        The fractions of the waiting time spent while most other batches were ready, and before the
+        first batches of later epochs.
     converting : float
-        The mean fraction of the time that a converter works.
+        The mean fraction of the time that converters are busy.
     dry : float or None
         The fraction of waits after which the GPU was idle, or None without CUDA.
     slowest : str
@@ -135,7 +135,7 @@ class Window:
 
     @property
     def queue(self) -> float:
-        """The mean number of threads that wait for a core, including the loop's thread."""
+        """The mean number of threads waiting for a core, including the loop's thread."""
         return self.queued * self.busy * self.workers + self.loop_queued
 
     @property
@@ -145,7 +145,7 @@ class Window:
 
     @property
     def starved(self) -> bool:
-        """Whether threads that share the GIL wait for a core, not for each other."""
+        """Whether threads that share the GIL are waiting for a core rather than for each other."""
         return self.queue > STARVED * self.computed
 
     @property
@@ -155,12 +155,12 @@ class Window:
 
     @property
     def has_others(self) -> bool:
-        """Whether other programs use cores that this process needs."""
+        """Whether other programs are using cores that this process needs."""
         return self.own + min(self.loop_cpu, 1.0) < OTHERS * self.cores
 
     @property
     def computes(self) -> bool:
-        """Whether workers compute, or wait for a core, most of the time."""
+        """Whether workers spend most of their busy time computing or waiting for a core."""
         return self.cpu is None or self.cpu + self.queued >= 0.5
 
     @property
@@ -177,7 +177,7 @@ class Window:
 
     @property
     def fewest(self) -> int:
-        """The minimum number of workers that could have done the same work."""
+        """The smallest number of workers that could have done the same work."""
         return math.ceil(1.2 * self.workers * self.busy) or 1
 
     @property
@@ -199,7 +199,7 @@ class Window:
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Return the batches per second of `workers` workers that are always busy."""
+        """Return how many batches per second `workers` workers would make if always busy."""
         return min(workers, self.room) / self.index
 
 
@@ -216,7 +216,7 @@ class Advice:
     action : str
         The recommended action, or an empty string.
     change : dict
-        The arguments of the manager to change, such as ``{'num_workers': 4}``.
+        Manager arguments to change, such as ``{'num_workers': 4}``.
     gain : float
         The largest possible speedup of the loop, as a factor.
     start : str
@@ -469,7 +469,7 @@ def _is_fed(v: Window) -> bool:
 
 
 def _is_unknown(v: Window) -> bool:
-    """Return True if there are too few batches, or no measured times."""
+    """Return True if there are too few batches or no times were measured."""
     if not v.workers and v.elapsed <= 0:
         return not v.batches
     return v.batches < ENOUGH_BATCHES or v.elapsed <= 0

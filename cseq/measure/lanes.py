@@ -29,7 +29,7 @@ def record(pools: list[Lanes] | None) -> None:
 
 
 class Event(NamedTuple):
-    """The start, the death or the planned exit of a runner.
+    """A runner's start, death or planned exit.
 
     Attributes
     ----------
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 
 class Lanes:
-    """The runners of a pool, and their events, which are kept for later traces.
+    """A pool's runners and their events, which are kept for later traces.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class Lanes:
     Attributes
     ----------
     number : int
-        The number of the pool in records of tickets.
+        The pool's number in ticket records.
     """
 
     def __init__(self, num_workers: int, kind: str) -> None:

@@ -78,7 +78,7 @@ class Histogram:
     Attributes
     ----------
     count : int
-        The number of times.
+        The number of times recorded.
     total : float
         The sum of the times in seconds.
     """
@@ -105,7 +105,7 @@ class Histogram:
         return float(EDGES[k] + (EDGES[k + 1] - EDGES[k]) * part)
 
     def part_above(self, seconds: float) -> float:
-        """Return the fraction of times of at least `seconds` (±12%), or 0 if empty."""
+        """Return the fraction of times that are at least `seconds` (±12%), or 0 if empty."""
         return float(self._buckets[EDGES[:-1] >= seconds].sum()) / max(self.count, 1)
 
     def mean_below(self, p: float) -> float:
@@ -129,7 +129,7 @@ class Histogram:
 
 
 class Meters:
-    """The records of a run at one time, or the difference between two times.
+    """A run's records at one point in time, or the difference between two such points.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ class Meters:
     busy : numpy.ndarray
         The seconds that each runner has worked, including the current ticket.
     waits : float
-        The seconds of the loop's current wait.
+        The length of the loop's current wait in seconds.
     """
 
     def __init__(self, blocks: Sequence[bytes], now: int) -> None:
@@ -177,7 +177,7 @@ class Meters:
         }
 
     def has(self, at: int) -> bool:
-        """Return True if a time (`now_ns`) is in the interval of these meters."""
+        """Return True if a time (`now_ns`) is in the interval that these meters cover."""
         return self._from < at <= self._now
 
     @property
@@ -187,7 +187,7 @@ class Meters:
         return ended.astype(np.int64)
 
     def histogram(self, name: str, records: Records) -> Histogram:
-        """Return the sum of the histograms 'work', 'wait' or 'gil' of several records."""
+        """Return the combined 'work', 'wait' or 'gil' histogram of several records."""
         buckets = words(records, name, "bucket").reshape(-1, BUCKETS).sum(axis=0)
         return Histogram(buckets, total(records, name, "sum") / 1e9)
 
@@ -207,7 +207,7 @@ class Meters:
 
 
 def _grown(now: Records, then: Records) -> Records:
-    """Return how much each count has increased, and the slowest batches in between."""
+    """Return the increase in each count since `then`, and the slowest batches in that time."""
     grown: Records = now.copy()
     names: list[tuple[str, ...]] = [
         (name,) for name in ("batches", "behind", "early", "cpu", "queued", "epochs")

@@ -1,4 +1,4 @@
-"""Statistics of a run."""
+"""Statistics on a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _counted(cache: Cache) -> tuple[int, int, int]:
 
 
 class WorkerStats(NamedTuple):
-    """Statistics about a worker.
+    """Statistics on a worker.
 
     Attributes
     ----------
@@ -103,10 +103,10 @@ class SlowBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics about a manager since its start, over all epochs.
+    """Statistics on a manager since its start, over all epochs.
 
-    Times count from the first batch of the run, and from the start of each later epoch. They do not
-    include the startup or pauses between epochs.
+    Times are counted from the first batch of the run, and from the start of each later epoch. They
+    do not include the startup or pauses between epochs.
 
     Attributes
     ----------
@@ -220,7 +220,7 @@ class Stats:
 
     @property
     def workers(self) -> tuple[WorkerStats, ...]:
-        """Statistics about each worker, including former workers."""
+        """Statistics on each worker, including former workers."""
         stats = []
         records = self.meters.runners[self._indexers]
         counted = np.flatnonzero(words(records, "batches"))
@@ -261,9 +261,9 @@ class Stats:
         """The history of the run, as a structured array with at most 512 rows.
 
         Rows are 0.1 s apart at first, and further apart later. The fields are `seconds` since the
-        loop asked for its first batch, the number of `batches`, the seconds that the loop `waited`
-        and `stepped`, the seconds that each worker was `busy`, with shape (workers,), and the
-        number of `ready` batches.
+        loop asked for its first batch, the number of `batches`, the seconds that the loop spent
+        waiting (`waited`) and on its steps (`stepped`), the seconds that each worker was `busy`,
+        with shape (workers,), and the number of `ready` batches.
         """
         workers = len(self.meters.runners[self._indexers])
         fields = [("seconds", "f8"), ("batches", "i8"), ("waited", "f8"), ("stepped", "f8")]
@@ -332,14 +332,14 @@ class Stats:
 
     @staticmethod
     def every(n: int, manager: Any) -> Every:
-        """Return an object that reports figures every `n` steps of a loop that starts now.
+        """Return an object that reports figures every `n` steps for a loop that starts now.
 
         Parameters
         ----------
         n : int
             The number of steps between reports.
         manager : manager or DataLoader
-            The manager or DataLoader of the loop.
+            The manager or DataLoader that the loop iterates over.
 
         Returns
         -------
@@ -378,7 +378,7 @@ class Stats:
         first = 0.0 if total(loop, "epochs") else min(early, self.loop_waited)
         waited = self.loop_waited - first
         computed = total(meters.runners, "cpu") + total(loop, "cpu") if self.threads else 0
-        # `behind` does not include the current wait yet.
+        # `behind` does not yet include the current wait.
         ready, behind = self.depths[2], total(loop, "behind") / 1e9
         if meters.waits and ready and ready >= sum(self.depths[:2]):
             behind += meters.waits
@@ -419,7 +419,7 @@ class Stats:
 
     @property
     def _indexers(self) -> slice:
-        """The slice with the records of indexers, which come before those for converters."""
+        """The slice that holds the indexers' records. The converters' records follow it."""
         return slice(0, max(0, len(self.meters.runners) - self.num_converters))
 
     @property
@@ -470,7 +470,7 @@ def added(now: Stats, earlier: Stats | None) -> Stats:
 
 
 class Every:
-    """Reports figures about a loader every `n` steps.
+    """Reports figures on a loader every `n` steps.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The shared memory for batches.
+"""Shared memory for batches.
 
 ``arena``        the memory that a pool and its workers share: rings, slots and leases
 ``_slots``       ★ the owners of slots, and leases

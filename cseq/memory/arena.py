@@ -3,7 +3,7 @@
 The memory consists of two anonymous files. The slot file is sparse. Slot ``s`` starts at byte
 ``s * width``, and only the committed part of a slot uses memory.
 
-Pages are committed before they are written, so that a lack of memory raises an exception instead of
+Pages are committed before being written, so that running out of memory raises an exception, not
 a signal. The lowest free slots are used first, because warm pages are many times faster.
 
 A slot is never overwritten while an array, view or tensor in it is alive, in the trainer or in the
@@ -181,7 +181,7 @@ class Arena:
         return self.rings[-1].closed == 1
 
     def request(self, slot: int) -> int:
-        """Commit the first pages of one of the trainer's slots. Return its committed bytes."""
+        """Commit the first pages of one of the trainer's slots. Return its committed size."""
         nbytes = self.slots.nbytes(slot)
         if nbytes < FIRST:
             commit(self.fd, slot * self.width, FIRST)
@@ -192,7 +192,7 @@ class Arena:
     def reclaim(self, runner_number: int, status: int = 0) -> None:
         """Repost the tickets of a worker that has exited, and free its slots.
 
-        With a `status`, the tickets are published with it instead. Slots of published tickets are
+        If `status` is given, publish the tickets with it instead. Slots of published tickets are
         kept. The trainer takes ownership of such a slot before the slot leaves its cell, so this
         method finds the slot either in the cell or with another owner.
         """
@@ -257,8 +257,8 @@ class Arena:
     def tidy(self) -> None:
         """Free pinned slots, and release the memory of free slots that are not needed.
 
-        The previous epoch did not need slots larger than twice its largest batch, or more slots
-        than its tickets and leases.
+        Slots more than twice the size of the previous epoch's largest batch are not needed, nor are
+        more slots than that epoch had tickets and leases.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -320,7 +320,7 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
     """Return the sizes to try on Windows, as (width in bytes, number of slots).
 
-    There are enough slots for the tickets, the tickets of a cancelled epoch, and as many leases.
+    There are enough slots for the tickets, a cancelled epoch's tickets, and just as many leases.
     """
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)

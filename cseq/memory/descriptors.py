@@ -1,10 +1,10 @@
 """Opens, sends and receives descriptors of files that processes share.
 
-All of them are close-on-exec, because another thread may execute a program at any time. On Windows,
-they are section handles, duplicated by `send`.
+All of them are close-on-exec, because another thread may start a program at any time. On Windows,
+they are section handles, which `send` duplicates.
 
-The numbers are above 2, even if a process has closed its standard streams, as daemons do.
-Otherwise, a C library might print into shared memory.
+Descriptor numbers are above 2, even if a process has closed its standard streams, as daemons do.
+Otherwise, a C library might print to shared memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["anonymous_file", "lifted", "own_offsets", "receive", "send", "sparse
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
-    """Open an empty file without a name, and return whether it can be sealed.
+    """Open an empty anonymous file. Also return whether it can be sealed.
 
     ``/proc`` shows `name`. A sandbox may reject a memfd, as does a kernel with vm.memfd_noexec=2.
     """
@@ -79,8 +79,8 @@ def lifted(sock: socket.socket) -> socket.socket:
 def own_offsets() -> None:
     """Give a forked process its own file offsets by reopening its read-only files.
 
-    Otherwise, a seek in one process would affect reads in another. Writable files keep the shared
-    offset, so that logs are not damaged.
+    Otherwise, a seek in one process would affect reads in another. Writable files keep sharing
+    their offset, so that logs are not garbled.
     """
     if not os.path.isdir("/proc/self/fd"):
         return
@@ -142,7 +142,7 @@ def receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """Receive exactly `size` bytes, or none if the other end closes before that."""
+    """Receive exactly `size` bytes, or none if the other end closes first."""
     data = b""
     while len(data) < size:
         more = sock.recv(size - len(data))

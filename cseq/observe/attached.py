@@ -38,7 +38,7 @@ KEPT = 20
 
 
 class AttachedRun:
-    """A run in another process, and the latest readings.
+    """A run in another process, and its latest readings.
 
     Parameters
     ----------
@@ -72,15 +72,15 @@ class AttachedRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is still running, and its pid was not reused."""
+        """Whether the process is still running (and its pid has not been reused)."""
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return a number from the name of the file, or 0."""
+        """Return a number from the file's name, or 0 if it is not there."""
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
-        """Return `number`, a worker's pid, or 0 for a thread or a pid of another namespace."""
+        """Return `number` if it is a worker's pid in this namespace, or else 0."""
         return 0 if self.fact("threads") or self.fact("pid") != self.pid else number
 
     def update(self, now: float) -> None:
@@ -105,7 +105,7 @@ class AttachedRun:
         size = os.fstat(self._file.fd).st_size
         copy = Block(size)
         if os.preadv(self._file.fd, [copy], 0) < size:
-            raise ValueError("the file was cut off")
+            raise ValueError("the file was truncated")
         for k in range(self.fact("rings")):
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
@@ -139,7 +139,7 @@ class AttachedRun:
         return self.stats
 
     def window(self) -> Stats:
-        """Return statistics for the last 20 s, or for the whole run if these had few batches."""
+        """Return statistics for the last 20 s, or the whole run if these cover too few batches."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
@@ -213,7 +213,7 @@ class Watcher:
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run to show in full, chosen because it waited more than the others."""
+        """The run to show in full: the one that was waiting the most when it was chosen."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}
@@ -221,7 +221,7 @@ class Watcher:
         return self._shown
 
     def update(self) -> None:
-        """Read all runs. Search for new runs from time to time."""
+        """Read all runs. Search for new ones at most every `LOOK` seconds."""
         now = now_ns() / 1e9
         if not self._looked or now - self._looked >= LOOK:
             self._looked = now
@@ -241,7 +241,7 @@ class Watcher:
                         self.problems.append(f"a run of process {pid} {run.ended}")
                     else:
                         self._runs[number] = run
-        # Drop an ended run of a live process, because the process may start another run.
+        # If the process of an ended run is still alive, drop the run, because another may follow.
         for number, run in list(self._runs.items()):
             if run.ended and run.is_alive:
                 del self._runs[number]

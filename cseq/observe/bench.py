@@ -204,7 +204,7 @@ def measure(
         asked = row.stats() if kind in ("cseq", "manager") and not error else None
         yield (figures := figures._replace(waits=_waits(batches, step, seconds)))
         if asked is not None:
-            # An epoch that has just started may be too short for advice.
+            # The current epoch may not have enough batches for advice yet.
             for _ in _some(batches, seconds, 2 * ENOUGH_BATCHES):
                 time.sleep(step)
                 if row.stats().batches >= ENOUGH_BATCHES:
@@ -235,8 +235,8 @@ def _waits(batches: Iterator[Any], step: float, seconds: float) -> float:
 def _explain(error: Exception) -> str:
     """Return cseq's message, or the traceback of user code."""
     trace = error.__traceback__
-    # Windows' embeddable Python was compiled elsewhere, so importlib.__file__ is not in its frames.
-    # The last prefix is for "<frozen importlib._bootstrap>".
+    # Windows' embeddable Python was compiled elsewhere, so its frames do not contain
+    # importlib.__file__. The last prefix is for "<frozen importlib._bootstrap>".
     inner = (__file__, importlib.import_module.__code__.co_filename, "<")
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(inner):
         trace = trace.tb_next
@@ -315,7 +315,7 @@ def _line(kind: str, made: Made, measured: Mapping[str, Figures]) -> str:
 
 
 def said(measured: Mapping[str, Figures], current: str, step: float) -> list[str]:
-    """Describe the speedup if loading took no time, and cseq's advice."""
+    """Describe the speedup that free data would bring, and give cseq's advice."""
     if not any(figures.rate for figures in measured.values()):
         return ["nothing could be measured: see above"]
     if not step:

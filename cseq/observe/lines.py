@@ -78,7 +78,7 @@ def _position(run: AttachedRun) -> tuple[str, str]:
 
 
 def head(run: AttachedRun, width: int) -> list[str]:
-    """Return the name, the position and the rates of a run."""
+    """Return lines with a run's name, position and rates."""
     stats, window, lately = run.stats, run.window(), run.since(RECENT)
     phrases = [*run.title, _kind(run)]
     if run.fact("length"):
@@ -129,7 +129,7 @@ def workers(run: AttachedRun, width: int) -> list[str]:
 
 
 def foot(run: AttachedRun, width: int) -> list[str]:
-    """Return the slowest batches and the advice."""
+    """Return lines with the slowest batches and the advice."""
     if not run.stats.batches:
         return []
     slow = [
@@ -140,7 +140,7 @@ def foot(run: AttachedRun, width: int) -> list[str]:
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
-    """Return at most `height` lines: one per run, and one run in full."""
+    """Return a line per run, then one run in full, with workers that fit into `height` (0: all)."""
     shown = watcher.shown
     if shown is None:
         why = watcher.problems or ["none of the processes that you can read has one"]

@@ -1,4 +1,4 @@
-"""`progress`: a tqdm bar that shows how much of the time a loop waits, and why."""
+"""`progress`: a tqdm bar that also shows the waiting time and its cause."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NO_CAUSES = ("unknown", "loop")
 
 
 def progress(loader: Iterable[B], **options: Any) -> Iterable[B]:
-    """Iterate over a loader with a tqdm bar that shows how much of the time a loop waits, and why.
+    """Iterate over a loader with a tqdm bar that also shows the waiting time and its cause.
 
     ``for batch in cseq.progress(manager): …`` shows ``26%|██▌  | 412/1563 [00:21<01:00, 19.1it/s,
-    waits 41 %: workers]``. The cause is from `manager.advice()`.
+    waits 41 %: workers]``. The cause comes from `manager.advice()`.
 
     Parameters
     ----------

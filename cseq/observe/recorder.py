@@ -1,4 +1,4 @@
-"""Records runs for the page of ``cseq run --report``."""
+"""Records runs for the page that ``cseq run --report`` writes."""
 
 from __future__ import annotations
 

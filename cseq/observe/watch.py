@@ -50,7 +50,7 @@ class Watched:
     waited, stepped : float
         Seconds that the loop waited for other batches, and worked between batches.
     turns : list of Turn
-        The epochs that are in progress.
+        The epochs in progress.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Watched:
         )  # fmt: skip
 
     def lines(self, cores: int) -> list[str]:
-        """Describe the cost of the loaders, and what to do."""
+        """Describe the cost of these loaders, and what would help."""
         window = self.window(cores)
         advice = advise(window)
         count, of = self.batches + self.epochs, f" in {self.epochs} epochs" * (self.epochs > 1)

@@ -21,7 +21,7 @@ TRIES = 3
 class Held(NamedTuple):
     """A ticket that a dead worker was working on.
 
-    `location` describes epoch, batch and indices. With `is_batch`, the loop can skip the ticket.
+    `location` names epoch, batch and indices. If `is_batch` is True, the loop can skip the ticket.
     """
 
     epoch: int
@@ -39,9 +39,9 @@ class Deaths:
     budget : int
         The maximum number of replacements per epoch.
     unit, advice : str
-        A noun for tickets ('batch'), and advice about tickets that kill workers.
+        The word for a ticket in messages ('batch'), and advice about tickets that kill workers.
     lost : str
-        Text for the log message about a replacement.
+        Text to append to the log message about a dead worker.
     fails : bool
         If True, a batch that kills workers fails with a `WorkerDied`, and the run continues.
     """

@@ -41,9 +41,9 @@ class Sender(logging.Handler):
     ----------
     worker : int
     levels : dict
-        The levels of the trainer's loggers.
+        The trainer's logger levels.
     send : callable
-        Called with the bytes of each record.
+        Called with each pickled record.
     """
 
     def __init__(self, worker: int, levels: Levels, send: Callable[[bytes], object]) -> None:
@@ -95,7 +95,7 @@ def _packed(record: logging.LogRecord, name: str) -> bytes:
 
 
 def levels() -> Levels:
-    """Return the levels that are set on the loggers in this process."""
+    """Return the logger levels that are set in this process."""
     loggers = list(logging.root.manager.loggerDict.items())
     set_levels = {
         name: logger.level for name, logger in loggers if isinstance(logger, logging.Logger)

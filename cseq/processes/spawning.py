@@ -1,7 +1,7 @@
-"""Pickles multiprocessing objects for workers that are not forked.
+"""Pickles multiprocessing objects for workers that are not forked from the trainer.
 
 Locks, events and queues pass their descriptors to the current `Popen`, so cseq installs its own
-while it pickles. Workers reopen the descriptors.
+`Popen` while pickling. Workers reopen the descriptors.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Workers:
 
 @contextlib.contextmanager
 def spawning() -> Iterator[Reducers]:
-    """Yield the `reducers` of `dump` for multiprocessing objects (none on Windows)."""
+    """Yield `reducers` for `dump` that handle multiprocessing objects (none on Windows)."""
     if os.name == "nt":
         yield {}
         return

@@ -1,7 +1,7 @@
 """Starts, replaces and stops the worker processes of a pool.
 
-The supervisor is a thread in the trainer. When a worker's socket is at end of file and its exit
-status is known, its tickets are posted again.
+The supervisor is a thread in the trainer. When a worker's socket reaches EOF, the supervisor makes
+sure that the worker has exited, then reposts its tickets.
 
 ::
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# Other selectors open a descriptor, possibly with the number of a closed standard stream.
+# Other selectors open a descriptor, which may get the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 # A warning is logged if the first item takes longer than SLOW seconds and twice `slowest`.
 SLOW, slowest = 10.0, 0.0
@@ -162,7 +162,7 @@ class Supervisor:
         preload : bool
             Whether a fork server imports the modules, once for all workers.
         needs : sequence of str
-            Modules that workers import in addition to the modules of the pickled object.
+            Modules that workers import in addition to the pickled object's modules.
         timeout : float, optional
             The time limit for a batch or item in seconds. Imports may take `START_SHARE` times as
             long.
@@ -192,7 +192,7 @@ class Supervisor:
     def launch(self) -> None:
         """Start the workers, without waiting for them.
 
-        If a signal handler raises, the next call continues.
+        If a signal handler raises an exception, the next call picks up where this one stopped.
 
         Raises
         ------
@@ -217,7 +217,7 @@ class Supervisor:
         self.shared.tidy()
 
     def _write(self, pickled: Pickled, name: str) -> None:
-        """Write the user's object to a file, in the format of requests in slots."""
+        """Write the user's object to a file, in the same format as requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
         # An upper bound on the size of the buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
@@ -306,7 +306,7 @@ class Supervisor:
                 self._waiting.popleft().set()
 
     def _kill_starting(self) -> None:
-        """Kill workers that have not loaded the user's object, because imports may be slow."""
+        """Kill workers that have not yet loaded the user's object, because imports may be slow."""
         for worker in self._workers.values():
             if worker.state in (b"", ENTERED):
                 worker.child.kill()
@@ -348,7 +348,7 @@ class Supervisor:
                 log_later(logging.WARNING, "%s", body.decode())
 
     def _reap(self, worker: WorkerProcess) -> None:
-        """Make sure that a worker has exited, and post its tickets again."""
+        """Make sure that a worker has exited, and repost its tickets."""
         child, runner_number = worker.child, worker.runner_number
         exitcode = child.status(ENDING)
         # The process may have closed its socket and kept running, or the exit report may be late.
@@ -419,7 +419,7 @@ class Supervisor:
     def check(self) -> None:
         """Raise an error from a worker or the supervisor thread.
 
-        The loop's thread calls this before it waits. Dead workers are then replaced by forking.
+        The loop's thread calls this before it waits. Replacements for dead workers are then forked.
         """
         if self.closed:
             raise InterruptedError(
@@ -430,7 +430,7 @@ class Supervisor:
         self.failure.check()
 
     def check_start(self, began: int) -> None:
-        """Log the likely cause of a long wait for the first item, begun at `began` (`now_ns`)."""
+        """Log the likely cause of a long wait for the first item. `began` is a `now_ns` time."""
         global slowest
         seconds = (now_ns() - began) / 1e9
         if seconds < max(SLOW, 2 * slowest):
@@ -521,7 +521,7 @@ class Supervisor:
         return worker is not None and worker.state == READY
 
     def pids(self) -> list[int | None]:
-        """Return the process id of each worker, or None for a missing one."""
+        """Return the process id of each worker and converter, or None if it is missing."""
         workers = [self._workers.get(runner_number) for runner_number in self.wanted()]
         return [None if worker is None else worker.child.pid for worker in workers]
 

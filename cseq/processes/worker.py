@@ -7,11 +7,11 @@
       WorkerProcess.receive ◄── ENTERED, LOADED … ─  send_state
                             ◄── end of file ───────  exit
 
-A worker sends ENTERED before it reads the user's object, LOADED afterwards, and READY or FAILED
-when it has created its indexer. NOTED is a warning, and LOGGED a log record.
+A worker sends ENTERED before it reads the user's object, LOADED afterwards, and READY once it has
+created its indexer, or FAILED after an exception. NOTED is a warning, and LOGGED a log record.
 
 On a signal, a worker writes stack traces to a file that it shares with the trainer. It does not use
-the socket, because the signal may interrupt another message.
+the socket, because the signal may arrive while it is sending another message.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Setup(NamedTuple):
 
     The fields are the runner number minus 1, the owner number on the ring, the offset and size of
     the ring, the slot width in bytes, the number of slots (0 for a converter), the task, the record
-    of the user's object, and the levels of loggers. The last two are None if they are inherited.
+    that describes the user's object, and the logger levels. The last two are None if inherited.
     """
 
     worker: int
@@ -128,7 +128,7 @@ class Entered(NamedTuple):
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Send READY when the context ends. If it raises an exception, send that and exit."""
+        """Send READY when the context ends, or send FAILED and exit if it raises an exception."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -174,7 +174,7 @@ def _leave(code: int = 1) -> NoReturn:
 
 
 _outgoing: deque[bytes] = deque()
-# The holder of this lock sends the messages of all threads.
+# The thread that holds this lock sends all threads' messages.
 _sending = threading.RLock()
 _is_sending = False
 
@@ -182,7 +182,7 @@ _is_sending = False
 def send_state(sock: socket.socket, state: bytes, body: bytes = b"") -> None:
     """Send the state of this worker, or a NOTED or LOGGED message. Thread-safe.
 
-    If a signal handler calls this during another call, its message is sent afterwards.
+    If a signal handler calls this during another call, its message is sent after the first one.
     """
     global _is_sending
     with _sending:
@@ -231,13 +231,13 @@ class WorkerProcess:
         body = pickle.dumps(setup)
         stacks_fd = [] if self._stacks is None else [self._stacks.fd]
         fds = [ring_fd, arena_fd, *stacks_fd, *object_fd]
-        # If the worker is dead, `receive` will find end of file.
+        # If the worker is dead, `receive` will reach EOF.
         with contextlib.suppress(ConnectionError):
             descriptors.send(self.child.sock, LENGTH.pack(len(body)), fds, self.child.handle)
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:
-        """Return the complete messages that have a body, or None at end of file."""
+        """Return the complete messages that have a body, or None at EOF."""
         try:
             data = self.child.sock.recv(65536)
         except ConnectionError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Time limits in seconds: one that never expires, and one for killed processes to exit.
+# Time limits in seconds: one that never expires, and the time a killed process has to exit.
 FOREVER, LAST = 1e6, 1.0
 
 # On Windows, SIGTERM kills a process. `KILLED` is the exit code after `KILL`.
@@ -32,8 +32,8 @@ Start: TypeAlias = dict[str, Any]
 # The trainer's name in multiprocessing, and its process id.
 Identity: TypeAlias = tuple[str, int]
 
-# A message to or from a fork server: a kind and a number. Each request comes with a socket for the
-# replies, and FORK also with the worker's socket.
+# A message to or from a fork server: a kind and a number. Each request carries a socket for the
+# replies, and FORK also carries the worker's socket.
 MESSAGE = struct.Struct("=cq")
 # IMPORT carries the length of the module name that follows. IMPORTED carries the outcome.
 IMPORT, IMPORTED = b"i", b"I"
@@ -44,7 +44,7 @@ FORK, REFUSED, BORN, ENDED = b"f", b"R", b"B", b"E"
 
 
 def start_methods() -> tuple[str, ...]:
-    """Return the start methods of this system, best first.
+    """Return the start methods available on this system, best first.
 
     On macOS, forking may fail after a process has used Apple's libraries.
     """
@@ -55,7 +55,7 @@ def start_methods() -> tuple[str, ...]:
 
 
 def readable(fd: int, seconds: float) -> bool:
-    """Wait for data or end of file. Return False after a timeout."""
+    """Wait for data or EOF. Return False after a timeout."""
     if os.name == "nt":
         return bool(select.select([fd], [], [], seconds)[0])
     poll = select.poll()
@@ -64,13 +64,13 @@ def readable(fd: int, seconds: float) -> bool:
 
 
 def answer(sock: socket.socket, kind: bytes, number: int) -> None:
-    """Send a reply. Errors are ignored, because a reader notices if the other end is gone."""
+    """Send a reply. Ignore errors, because a later read will notice if the other end is gone."""
     with contextlib.suppress(OSError):
         sock.sendall(MESSAGE.pack(kind, number))
 
 
 def answered(sock: socket.socket) -> tuple[bytes, int] | None:
-    """Receive a reply, which always arrives in one piece. Return None at end of file."""
+    """Receive a reply, which always arrives in one piece. Return None at EOF."""
     with contextlib.suppress(ConnectionError):
         data = sock.recv(MESSAGE.size)
         if data:

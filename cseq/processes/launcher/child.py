@@ -1,4 +1,4 @@
-"""The startup and exit of a worker process, in the process itself."""
+"""Startup and exit of a worker process, from within the process."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _measure_as(measures: bool) -> None:  # noqa: FBT001
 
 
 def _measure() -> None:
-    """Start coverage as in a `multiprocessing.Process`. The data is written by `atexit`."""
+    """Start coverage as in a `multiprocessing.Process`. An `atexit` function writes its data."""
     coverage: Any = importlib.import_module("coverage")
     measuring = coverage.Coverage(data_suffix=True, auto_data=True)
     measuring._warn_preimported_source = measuring._warn_no_data = False
@@ -176,7 +176,7 @@ def set_name(name: str) -> None:
 def work(
     sock: socket.socket, worker: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
-    """Call the worker's entry function, and exit. Forked copies that return here also exit."""
+    """Call the worker's entry function and exit. Forked copies that return here also exit."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
@@ -206,7 +206,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
     process = multiprocessing.Process(name=f"cseq-w{worker}")
-    # Number the workers here, because each would get number 1 by default.
+    # Set the worker's number here, because every worker would be number 1 by default.
     process._identity = (worker + 1,)
     module._current_process = process
     module._parent_process = module._ParentProcess(*trainer, sentinel)
@@ -224,7 +224,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
         reusing._executor, reusing._executor_lock = None, threading.RLock()
 
 
-# Keeps joblib's pools alive, because their finalizers would wait for threads that do not exist.
+# Keeps joblib's pools alive, because their finalizers would wait for nonexistent threads.
 _inherited: list[Any] = []
 
 

@@ -26,7 +26,7 @@ def in_forked_children(function: Callable[[], object]) -> None:
 
 
 def close_in_forks(sock: socket.socket) -> None:
-    """Close a socket in forked processes, because a copy would prevent end of file."""
+    """Close a socket in forked processes, because a copy would keep the peer from seeing EOF."""
     _private.add(sock)
 
 
@@ -36,8 +36,8 @@ def _close_private() -> None:
     _private.clear()
 
 
-# The guard is held during a fork. It is acquired and released in C code, because a signal handler
-# could raise in Python code before the release. In a child process, the guard is reset.
+# The guard is held during a fork. It is acquired and released in C, because in Python a signal
+# handler could raise an exception before the release. In a child process, the guard is reset.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_fork_guard.acquire,

@@ -5,7 +5,7 @@
     trainer ── IMPORT, FORK ──► server
             ◄─ replies ── on a socket that is sent with the request
 
-A worker inherits the server's end of this socket. At end of file, both processes are gone.
+A worker inherits the server's end of this socket. EOF means that both processes are gone.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ForkServerLauncher(Launcher):
         self._servers: list[ForkServer] = []
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start the server without waiting."""
+        """Start the server without waiting for it."""
         self._preloads = preload
         self._present()
 
@@ -191,7 +191,7 @@ class ForkServerLauncher(Launcher):
             self._import(server, lacking[0])
 
     def _import(self, server: ForkServer, name: str) -> None:
-        """Make a server import a module. Stop using the server if it cannot fork safely then."""
+        """Make a server import a module. Stop using the server if it can no longer fork safely."""
         global _any_unfit
         self.importing, data = name, name.encode()
         server.importers.append(self)
@@ -201,7 +201,7 @@ class ForkServerLauncher(Launcher):
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
                 _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # An import for another launcher has ended the server.
+            # An import for another launcher has ended the server or made it unfit.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)
@@ -225,7 +225,7 @@ class ForkServerLauncher(Launcher):
         )
 
     def _present(self) -> ForkServer:
-        """Return a usable server."""
+        """Return a usable server, starting one if necessary."""
         with _guard:
             if self._servers and self._servers[-1].is_usable:
                 return self._servers[-1]

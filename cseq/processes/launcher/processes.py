@@ -44,8 +44,8 @@ PAUSE = 0.001
 class Child:
     """A child process.
 
-    `gone` and `status` reap the process. Only threads that watch workers call them, because the
-    exit status would be lost if a signal handler raised. Any thread may send signals.
+    `gone` and `status` reap the process. Only threads that watch workers call them, because a
+    signal handler that raises an exception would lose the exit status. Any thread may send signals.
 
     Parameters
     ----------
@@ -154,7 +154,7 @@ class _WindowsChild(Child):
 
 
 class Launcher:
-    """The base class of launchers. There is one for each start method.
+    """Base class for launchers. Each start method has its own subclass.
 
     Use a launcher only in the process that created it, and in threads without signal handlers.
     `cancel` is thread-safe.
@@ -183,7 +183,7 @@ class Launcher:
         self.context = Context()
 
     def prepare(self, *, preload: bool = True) -> None:
-        """Start a fork server without waiting. With `preload`, it will import modules."""
+        """Start a fork server without waiting. If `preload` is set, it will import modules."""
 
     def preload(self, modules: Sequence[str], seconds: float = FOREVER) -> None:
         """Make a fork server import modules for all workers.
@@ -239,7 +239,7 @@ class Launcher:
 
 @contextlib.contextmanager
 def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yield a socket for this process, and one for a process that is started in this context.
+    """Yield a socket for this process, and one for a process started within this context.
 
     Signals for the trainer are blocked in this thread, and in the new process until it ignores
     them.
@@ -290,7 +290,7 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
                 creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
-            # If the process is already dead, the socket is at end of file.
+            # If the process is already dead, the socket will reach EOF.
             with contextlib.suppress(OSError), popen.stdin as pipe:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))
@@ -322,7 +322,7 @@ def describe_start(entry: str, module: str, worker: int | None = None) -> Start:
 
 
 def _search_path() -> list[str]:
-    """Return sys.path, including the folder of cseq."""
+    """Return sys.path, including the folder that contains cseq."""
     path = [os.fsdecode(folder) for folder in sys.path if isinstance(folder, (str, bytes))]
     home = os.path.dirname(os.path.abspath(sys.modules["cseq"].__path__[0]))
     # Relative paths stay relative, because the working directory may be deleted.

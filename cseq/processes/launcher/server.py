@@ -119,7 +119,7 @@ class Forker:
         self._reports[pid] = reports
 
     def _become_worker(self, reports: socket.socket, fd: int, worker: int) -> NoReturn:
-        """Run a worker in this copy of the server."""
+        """Run a worker in this forked copy of the server."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -185,7 +185,7 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """Return open descriptors, such as CUDA's, if known."""
+    """Return the open descriptors, including CUDA's, if known."""
     files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
