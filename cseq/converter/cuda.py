@@ -25,7 +25,7 @@ class Transfer(NamedTuple):
 
 
 def receive(result: Transfer | Batch) -> Batch:
-    """Return the batch in a `Transfer`, or any other object unchanged."""
+    """If given a `Transfer`, return the batch it holds; return anything else unchanged."""
     if type(result) is not Transfer:
         return result
     result.lane.join(result.event, result.tensors)
@@ -64,14 +64,14 @@ class CudaConverter:
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
-        # Pack the batch on the lane that copied it, because the other process waits for this lane.
+        # Pack the batch on the lane that copied it: the receiving process waits for that lane.
         with self._lane.active():
             return pack(transfer.batch)
 
     def reap(self, *, wait: bool = False) -> None:
         """Release memory that has been copied. If `wait` is set, wait for all copies first.
 
-        Idle converters must call this, too. Otherwise, they would keep slots in use.
+        Idle converters must call this too. Otherwise, they would hold on to their slots.
         """
         self._lane.reap(wait=wait)
 
@@ -97,7 +97,7 @@ class CudaConverter:
         return made
 
     def _page_lock(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or a page-locked copy."""
+        """Return the tensor, cast and page-locked as needed. Sparse tensors are only cast."""
         dtype = self._host.wanted if self._host.casts(tensor) else tensor.dtype
         if tensor.dtype == dtype and self._lane.can_fetch(tensor):
             return tensor

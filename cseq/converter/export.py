@@ -38,7 +38,7 @@ class Lost(RuntimeError):
 
 
 class Exported:
-    """A wrapper that pickles a tensor so that `opened` rebuilds it."""
+    """Wraps a tensor so that unpickling it calls `opened`."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -74,7 +74,7 @@ def remove_counts() -> None:
 
 
 class Imports(SlotReader):
-    """The trainer's side of slots that converter processes write to, for use by one thread.
+    """The trainer's reader for slots that converter processes write to. Use it in one thread.
 
     All tensors are copied to the trainer's memory.
 
@@ -87,10 +87,10 @@ class Imports(SlotReader):
         self._ring = ring
         self._convert = convert
         self._torch = importlib.import_module("torch")
-        # When torch releases another process's memory, the host waits for the current stream. On a
-        # separate lane, this wait is short.
+        # When torch releases another process's memory, it makes the host wait for the current
+        # stream. Using a separate lane keeps this wait short.
         self._lane = Lane(output.device)
-        # The token of each cell when its pickle was last read.
+        # For each cell, its token at the time its pickle was last read.
         self._read = [0] * ring.capacity
         self.lost = 0
 
@@ -136,7 +136,7 @@ class Imports(SlotReader):
         return batch
 
     def _open(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:
-        """Unpickle a batch. Raise `Lost` if this was already attempted."""
+        """Unpickle a batch. Raise `Lost` on a second attempt."""
         packed: Any = super().decode(cell, slot, capacity, record)
         token = self._ring.token(cell)
         if self._read[cell] == token:

@@ -29,9 +29,9 @@ def is_array(leaf: object) -> TypeGuard[Array]:
 
 @functools.lru_cache(256)
 def target_of(dtype: Dtype, cast: Dtype | None) -> Dtype | None:
-    """Return the type that an array is cast to, or None if torch does not support it.
+    """Return the type to cast an array to, or None if torch does not support it.
 
-    `cast` applies to booleans and real numbers. Otherwise, the type is kept, in native byte order.
+    Booleans and real numbers are cast to `cast`, if given. Otherwise, only byte order may change.
     """
     if dtype.kind not in "biufc":
         return None
@@ -110,7 +110,7 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return the function that converts new arrays of this type (None for tensors), or None."""
+        """Return a converter for arrays of `dtype` (tensors if None), or None to keep them."""
         output = self.output
         if output.kind != "cpu":
             return self.convert

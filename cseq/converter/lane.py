@@ -54,7 +54,7 @@ class Lane:
         return tensor.to(self._device, non_blocking=True)
 
     def record(self, read: list[Tensor]) -> Event:
-        """Record an event that can be waited for without using the CPU.
+        """Record an event that a thread can wait for without spinning.
 
         The tensors in `read` are kept alive until the event occurs.
         """

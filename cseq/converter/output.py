@@ -51,7 +51,7 @@ class Output(NamedTuple):
 
     @property
     def use_cuda(self) -> bool:
-        """Whether converters are used or, before `resolve`, requested."""
+        """Whether batches go to a CUDA device or, before `resolve`, whether this was requested."""
         return self.kind == "cuda"
 
 
@@ -148,9 +148,9 @@ def cast_dtype(output: Output) -> Dtype | None:
 
 
 def explain_cast(batch: Batch, output: Output) -> str | None:
-    """Return a warning if labels seem to be cast to floats, or None.
+    """Return a warning if labels appear to have been cast to floats, otherwise None.
 
-    Integer arrays next to other arrays count as labels, except multidimensional ``uint8`` (images).
+    Among several arrays, integer ones count as labels, except multidimensional ``uint8`` (images).
     """
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":

@@ -67,7 +67,7 @@ class PageLocks:
     def _forget_error(self) -> None:
         """Clear the error from a failed call.
 
-        The next kernel launch would report it, so launch one here.
+        The next kernel launch reports and clears it, so launch one here.
         """
         try:
             self._torch.ones(1, device=self._device)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BatchContext", "Numbers", "WorkerInfo", "empty", "enter", "parts", "rng", "worker_info"]
 
-# Purpose numbers for random words from a seed (see docs/inside/shuffle.md). The shuffle uses 1, and
-# seeding.py uses 4 and 5.
+# Values for the `purpose` argument of `derive` (see docs/inside/shuffle.md). The shuffle uses 1,
+# and seeding.py uses 4 and 5.
 PURPOSE_RNG = 2
 PURPOSE_ITEM = 3
 

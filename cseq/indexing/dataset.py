@@ -38,7 +38,7 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# Minimum sizes in bytes of stacks that are built in the slot, and of arrays copied there at once.
+# Smallest stacks (in bytes) to build in the slot, and smallest arrays to copy there when fetched.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -53,7 +53,7 @@ def from_dataset(dataset: Any, collate: Callable[[list[Any]], Any] | None = None
     ----------
     dataset : object
         An object with ``__len__()`` and ``__getitem__(index)``, such as a torch ``Dataset`` or a
-        Hugging Face ``datasets.Dataset``. If it also has a method ``__getitems__(indices)``, which
+        Hugging Face ``datasets.Dataset``. If it also has ``__getitems__(indices)``, a method that
         returns a list of samples, that method is used instead. The length is read only once.
     collate : callable, optional
         A function that makes a batch from a list of samples. By default, samples are collated as in
@@ -137,7 +137,7 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 class DatasetIndexer:
     """The worker that `from_dataset` creates.
 
-    `is_unasked` is True if a torch data set, which may accept an array, was passed as a worker.
+    `is_unasked` is True if a torch data set was passed as a worker. It may expect index arrays.
     """
 
     is_unasked = False
@@ -148,11 +148,11 @@ class DatasetIndexer:
         self._length = len(dataset)
 
     def __len__(self) -> int:
-        """Return the number of samples at creation."""
+        """Return the length of the data set, as read at creation."""
         return self._length
 
     def close(self) -> None:
-        """Close the data set, if it has a method ``close``."""
+        """Close the data set if it has a ``close`` method."""
         close = getattr(self.dataset, "close", None)
         if callable(close):
             close()
@@ -223,7 +223,7 @@ def default_collate(samples: Samples) -> Any:
     if torch is not None and isinstance(first, torch.Tensor):
         if first.layout != torch.strided:
             raise TypeError(
-                f"samples contain a tensor of layout {first.layout}, which cannot be collated; use "
+                f"samples contain a {first.layout} tensor, which cannot be collated; use "
                 "from_dataset(dataset, collate=...) with a function that makes a batch from a list "
                 "of samples"
             )
@@ -324,7 +324,7 @@ class _Stack:
         self.whole = empty((count, *first.shape), first.dtype)
 
     def put(self, array: Any, number: int) -> Any:
-        """Copy an array to a row and return the row. Return an unsuitable array unchanged."""
+        """Copy an array into a row and return the row. If it does not fit, return it unchanged."""
         if type(array) is not self._kind or (array.shape, array.dtype) != (
             self._shape,
             self._dtype,
@@ -341,7 +341,7 @@ class _Stack:
 
 
 class _Row(NamedTuple):
-    """A row of a stack. It replaces an array in a sample."""
+    """A row of a stack, standing in for an array in a sample."""
 
     stack: _Stack
     number: int
@@ -365,7 +365,7 @@ def _rows(
     stacks: dict[tuple[Any, ...], _Stack],
     count: int,
 ) -> Any:
-    """Copy a sample's large arrays to stacks. The first sample creates the stacks."""
+    """Copy a sample's large arrays into stacks, which are created for the first sample."""
     kind = type(part)
     if kind is dict:
         return {key: _rows(sub, (*path, key), number, stacks, count) for key, sub in part.items()}

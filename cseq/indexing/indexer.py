@@ -67,7 +67,7 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Indexer(Protocol[B_co]):
-    """Makes batches of type `B`. Any object with this method is an indexer."""
+    """Makes batches of type `B`. Any object with such a ``__getitem__`` is an indexer."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
         """Return the batch for `indices`, a one-dimensional array that may be changed or kept."""
@@ -155,7 +155,7 @@ def advised(indexer: object, error: BaseException) -> BaseException:
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
             failure.annotate(error, f"cseq: {INDEXER_HINT}")
-    # Using an array as a number raises TypeError, or ValueError in ``if index > 3:``.
+    # Using an array as a number raises TypeError, or ValueError in code like ``if index > 3:``.
     elif is_likely_dataset(indexer) and (
         issubclass(cls, TypeError)
         or (issubclass(cls, ValueError) and "ambiguous" in failure.str_of(error))
@@ -188,7 +188,7 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Seed the generators and create an indexer. Repeat both if that imports another generator."""
+    """Seed the generators and create an indexer. If that imports another generator, start over."""
     if seeds is None:
         return build(worker)
     seeds.seed_present()
@@ -201,7 +201,7 @@ def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexe
 
 
 def leaving(indexer: Indexer[Any], batch_context: BatchContext, on_error: str) -> Indexer[Any]:
-    """Return an indexer that leaves out samples that fail, if requested and possible."""
+    """If requested and possible, make the indexer leave out samples that fail."""
     if on_error == "skip" and isinstance(indexer, DatasetIndexer):
         return LeavingIndexer(indexer, batch_context)
     return indexer

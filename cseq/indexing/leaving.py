@@ -70,7 +70,7 @@ def note_samples(epoch: int | None, batch: int, left: Sequence[tuple[Any, str]])
 
 
 def indices_of(key: object) -> list[Any]:
-    """Return the indices in a key as a list."""
+    """Return a key's indices as a list."""
     return key if isinstance(key, list) else [] if key is None else [key]
 
 
@@ -112,7 +112,7 @@ class Leaving:
         Raises
         ------
         Exception
-            The first exception, if all samples fail or if none may be left out.
+            The first exception, if samples may not be left out or if all of them fail.
         """
         self.left.clear()
         first = None

@@ -39,7 +39,7 @@ __all__ = ["ItemTask", "KeyProducer", "Producer"]
 class Producer(Protocol):
     """Makes a worker's items, in the main thread of the worker process.
 
-    Other methods can be called with `Streams.ask`. A method ``close``, if any, is called on exit.
+    Other methods can be called with `Streams.ask`. A ``close`` method, if any, is called on exit.
     """
 
     def begin(self, assignment: Any, /) -> object:
@@ -48,12 +48,12 @@ class Producer(Protocol):
     def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the items of the epoch, starting with item `start`.
 
-        `start` is 0 unless a process has died. Its replacement must make the same items.
+        `start` is 0 unless this process replaces one that died. It must then make the same items.
         """
 
 
 class KeyProducer(Protocol):
-    """Makes items for keys. Otherwise, it is like a `Producer`."""
+    """Like a `Producer`, but makes items for keys."""
 
     def begin(self, assignment: Any, /) -> object:
         """Start an epoch; see `Producer`."""
@@ -66,14 +66,14 @@ class KeyProducer(Protocol):
 
 
 class EitherProducer(Producer, KeyProducer, Protocol):
-    """Both protocols."""
+    """A producer with the methods of both protocols."""
 
 
 class Making(Work):
     """Calls the producer for each ticket. `work` is implemented in C.
 
-    Epochs count from 1. `_reply` holds the result of `begin` until it is requested. Epoch
-    `_ended_epoch` has no more items. `_failing` is the status for exceptions.
+    Epochs are numbered from 1. `_reply` holds the result of `begin` until it is requested. No items
+    are left in epoch `_ended_epoch`. An exception is published with the status `_failing`.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)
@@ -129,7 +129,7 @@ class Making(Work):
         self._items = None
 
     def _begin_epoch(self, runner: Runner, epoch: int) -> None:
-        # The epoch counts as ended until the producer has started it.
+        # Treat the epoch as finished until the producer starts it.
         self._end_epoch(epoch)
         self._epoch = 0
         self._reply = self._producer.begin(self._read(runner, ASSIGNED))

@@ -26,7 +26,7 @@ __all__ = ["Seeds", "call_here"]
 
 T = TypeVar("T")
 
-# Purpose numbers for random words from a seed; see docs/inside/shuffle.md.
+# Values for the `purpose` argument of `derive`; see docs/inside/shuffle.md.
 PURPOSE_BATCH = 4
 PURPOSE_MAKING = 5
 
@@ -154,7 +154,7 @@ class Seeds:
         return bool(new)
 
     def lend(self) -> None:
-        """Save generator states before seeding, until `restore` is called."""
+        """From now until `restore` is called, save generator states before seeding."""
         self._is_lent = True
 
     def restore(self) -> None:

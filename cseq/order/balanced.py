@@ -47,19 +47,19 @@ MOST_STEP = 2**15
 class Balanced(Order):
     """Wraps another order and rearranges its rows so that ranks have nearly equal work per step.
 
-    The work of a row is its attention cost, the sum of the squared lengths of its pieces. Ranks do
-    not communicate. A step contains the same rows for any number of ranks.
+    A row's work is its attention cost, the sum of the squared lengths of its pieces. Ranks do not
+    communicate. Each step contains the same rows, regardless of the number of ranks.
 
     Parameters
     ----------
     order : Order
-        `Packed`, `Concatenated`, or a `Mixture` of them.
+        `Packed` or `Concatenated`, or a `Mixture` or `Resized` that wraps only these.
     step : int
         The number of rows in an optimizer step, over all ranks and microbatches, at most 2**15.
     over : 'step', 'window' or 'epoch'
         Whether rows stay in their step, or are exchanged among 16 steps ('window') or all steps
-        ('epoch'). Exchanges make the work in a group of `together` rows more uniform. Each step
-        still contains groups with much work and groups with little work.
+        ('epoch'). Exchanging rows evens out the work within groups of `together` rows, but each
+        step still contains both heavy and light groups.
     together : int, optional
         The number of consecutive rows with similar work. It should be a multiple of the number of
         ranks. Defaults to ``step // gcd(step, 4)``, usually a quarter of a step.
@@ -92,7 +92,7 @@ class Balanced(Order):
     ) -> None:
         if not isinstance(order, Order):
             raise TypeError(f"order={order!r} is not a cseq.Order; pass one")
-        # Raises TypeError if the order cannot compute the work of a unit.
+        # Raises TypeError if the order cannot compute the amount of work for a unit.
         order.measured(0)
         self.order, self.step = order, integer("step", step, 1, MOST_STEP)
         quarter = self.step // math.gcd(self.step, 4)
@@ -138,7 +138,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # Number of windows to cache, which must be enough for reading ahead.
+        # Number of windows to cache, at least as many as reading ahead needs.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -178,7 +178,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """Return the row at each unit. With `is_sum`, complete windows are not rearranged."""
+        """Return the row at each unit. With `is_sum`, leave complete windows as they are."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):

@@ -87,7 +87,7 @@ class Order:
     left_out: str = ""
     tokens: float | None = None
     replaced: ClassVar[dict[str, str]] = {}
-    # All facts except the name and the number of samples.
+    # All metadata except the name and the number of samples.
     _facts: dict[str, Any] | None = None
 
     def read(self, seed: int, epoch: int, start: int, count: int) -> tuple[Ints, Ints | None]:
@@ -98,7 +98,7 @@ class Order:
         raise NotImplementedError(f"{type(self).__name__} has no read(seed, epoch, start, count)")
 
     def facts(self) -> dict[str, Any]:
-        """Return everything that determines the order except the seed, as JSON values.
+        """Return everything that determines the order, apart from the seed, as JSON values.
 
         Arrays are represented by their fingerprints.
         """
@@ -135,7 +135,7 @@ class Order:
         Raises
         ------
         ValueError
-            If the facts belong to another order or an earlier definition.
+            If the facts describe a different order or an earlier definition.
         """
         ours = self.facts()
         before = str(facts.get("name"))
@@ -159,12 +159,12 @@ class Order:
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
-        """Return a reader, and a function that computes the work per unit. See `Balanced`.
+        """Return a reader and a function that computes the work per unit. See `Balanced`.
 
         Raises
         ------
         TypeError
-            If the order cannot compute the work of a unit.
+            If the order cannot compute the amount of work for a unit.
         """
         raise TypeError(
             f"order={self!r} cannot compute how much work each unit takes; pass a Packed or "
@@ -213,7 +213,7 @@ class Order:
 def by_epoch(
     order: Order, seed: int, draw: Callable[[int], Any], **options: Any
 ) -> tuple[Reader, Callable[[int], Any]]:
-    """Return a reader that calls `draw` once per epoch, and a cached version of `draw`."""
+    """Return a reader that runs `draw` once per epoch, along with the cached `draw`."""
     epoch_of = lru_cache(1)(draw)
     reader = ArrayReader(order, seed, lambda epoch, units: epoch_of(epoch).read(units), **options)
     return reader, epoch_of
@@ -224,7 +224,7 @@ def runs(*keys: NDArray[Any]) -> Iterator[tuple[int, int]]:
     changes = keys[0][1:] != keys[0][:-1]
     for key in keys[1:]:
         changes |= key[1:] != key[:-1]
-    # Usually, there is a single run. Checking for it takes half as long as the general case.
+    # There is usually just one run, and this shortcut takes half as long as the general case.
     if not changes.any():
         return iter([(0, len(keys[0]))])
     return itertools.pairwise([0, *(np.flatnonzero(changes) + 1).tolist(), len(keys[0])])

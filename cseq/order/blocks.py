@@ -87,8 +87,8 @@ class Blocks(Samples):
         self.lanes = integer("lanes", lanes, 1, self.window)
         if self.window % self.lanes:
             raise ValueError(
-                f"lanes={lanes} does not divide window={window}; pass a window of "
-                f"{-(-self.window // self.lanes) * self.lanes} blocks, or another number of lanes"
+                f"lanes={lanes} does not divide window={window}; change lanes, or pass a window of "
+                f"{-(-self.window // self.lanes) * self.lanes} blocks"
             )
         if self.sizes is not None:
             self._facts = {"rows": fingerprint(self.sizes), "window": self.window}
@@ -183,7 +183,7 @@ class Windows:
         n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
         end = n if window == self.count - 1 else int(self.start_of(window + 1))
         size, more = divmod(end - start, lanes)
-        # `more` lanes have an extra sample. This is the first of them.
+        # `more` consecutive lanes, starting with this one, have an extra sample.
         first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))
@@ -198,7 +198,7 @@ class Windows:
 
 
 class EqualWindows(Windows):
-    """Windows of equally sized blocks. A shorter last block comes last in the layout.
+    """Windows of equally sized blocks. The last block, if shorter, comes last in the layout.
 
     The first `larger` windows contain `size` + `step` samples, the others `size`. The last window
     also contains the remaining samples.
@@ -238,7 +238,7 @@ class EqualWindows(Windows):
 class UnequalWindows(Windows):
     """Windows of blocks with different sizes.
 
-    The first windows may contain one block more than the others. `cuts` contains each window's
+    The first windows may contain one more block than the others. `cuts` contains each window's
     first block, and `starts` its first layout position.
     """
 

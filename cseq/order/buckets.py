@@ -138,7 +138,7 @@ class Buckets(Recipes):
         *,
         longest_first: bool = False,
     ) -> None:
-        """Cut each class into batches of the given size, plus a smaller last one."""
+        """Divide each class into batches of the given size, plus a smaller last one if needed."""
         full, rest = np.divmod(classes.sizes, sizes)
         numbers = np.arange(classes.count)
         copies = np.stack([full, rest > 0], 1).ravel()
@@ -147,7 +147,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # Batch counts for the recipes of the last non-empty class.
+        # For the last non-empty class, the number of batches made from each recipe.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,

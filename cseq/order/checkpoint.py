@@ -71,7 +71,7 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
 def load(
     state: dict[str, Any], sampler: Sampler, *, any_seed: bool, strict: bool = True
 ) -> tuple[Sampler, int, int]:
-    """Return the sampler, the epoch, and the number of consumed units from which a run continues.
+    """Return the sampler, the epoch, and the number of consumed units to continue from.
 
     Raises TypeError or ValueError if the state is invalid, if its seed differs and `any_seed` is
     not set, or if its order, indices or data differ and `strict` is set.

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 # Tables store each sample in 4 bytes.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# Arguments: classes, the rank of the first member to read in each, and the number of members.
+# Arguments: classes and, for each, the rank of the first member to read and how many to read.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# `distinct` uses a lookup table if the length range exceeds the sample count by at most this.
+# `distinct` uses a lookup table if the length range is at most this far above the sample count.
 DENSE = 2**16
 # Maximum fraction of samples or tokens that may be left out without a warning.
 LITTLE = 0.01
@@ -56,12 +56,12 @@ class Classes:
 
 
 class Members:
-    """The samples of each class, shuffled by a permutation with the class number as its key."""
+    """The samples of each class, shuffled with a permutation keyed by class number."""
 
     def __init__(self, classes: Classes, seed: int, epoch: int) -> None:
         self.classes, self.seed, self.epoch = classes, seed, epoch
         self.made = np.zeros(classes.count, np.bool_)
-        # Small classes are shuffled with a lookup table. Large ones use `computed`.
+        # Small classes are shuffled with a lookup table, large ones with `computed`.
         self.samples = np.empty(len(classes.table), np.uint32)
         self.computed: dict[int, Permutation] = {}
 

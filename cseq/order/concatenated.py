@@ -33,7 +33,7 @@ class Concatenated(CachedOrder):
     """Rows of `row` tokens cut from concatenated documents, as is common in pre-training.
 
     Each epoch concatenates the documents in a different order, cuts the result every `row` tokens,
-    and shuffles the rows. Every token appears once per epoch, except in an incomplete last row.
+    and shuffles the rows. Each token appears once per epoch, except any in an incomplete last row.
 
     A row consists of pieces of documents. A piece ends where its document or the row ends. Each
     index is the position of a piece's first token in the concatenation of all documents. In the
@@ -76,8 +76,8 @@ class Concatenated(CachedOrder):
         self.units = self.samples // self.row
         if not self.units:
             raise ValueError(
-                f"row={row} is longer than all documents together, which have {self.samples} "
-                "tokens; pass a shorter row, or more documents"
+                f"row={row} exceeds the {self.samples} tokens of all documents combined; pass a "
+                "shorter row, or more documents"
             )
         self.room, self.tokens = int(arrays["room"][0]), float(self.row)
         if rest := self.samples % self.row:
@@ -98,7 +98,7 @@ class Concatenated(CachedOrder):
         counts[0] = 0
         lengths_of_row = np.arange(self.row + 1)
         tokens, room = np.append(0, (counts * lengths_of_row).cumsum()), max(0, self.row - 2)
-        # All documents shorter than `longest` fit in one row together.
+        # All documents shorter than `longest` fit together in one row.
         longest = int(tokens.searchsorted(room, "right")) - 1
         whole = int(counts[:longest].sum()) + (room - int(tokens[longest])) // max(1, longest)
         # If `room` were 1, units would be treated as single samples.

@@ -175,7 +175,7 @@ class Mixture(Composed):
         return blocks * shares.block
 
     def _rare(self) -> list[str]:
-        """Return the weighted sources with less than one unit per epoch in all phases."""
+        """Return sources with nonzero weight but less than one unit per epoch in every phase."""
         phases = self._plan.shares
         return [
             name
@@ -325,8 +325,8 @@ class Mixture(Composed):
 class Resized(Composed):
     """An order whose epochs are joined and then cut into epochs of `epoch_size` units.
 
-    If epochs become shorter, each covers a part of the data, and all samples appear before any is
-    repeated. Longer epochs contain samples several times.
+    Shorter epochs each cover part of the data, and all samples appear before any is repeated.
+    Longer epochs contain samples more than once.
 
     Parameters
     ----------

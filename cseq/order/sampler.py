@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 # Log each message once.
 warn = functools.cache(logging.getLogger("cseq").warning)
 
-# Number of units whose tokens are counted at a time.
+# Number of units to count tokens for at a time.
 COUNTED = 2**20
 
 
@@ -58,7 +58,7 @@ class Data(Protocol):
 
 
 class Cut(NamedTuple):
-    """The batches of one rank in the rest of an epoch.
+    """One rank's batches for the rest of an epoch.
 
     `_source.pyx` has a struct with the same fields.
 
@@ -234,9 +234,9 @@ class Sampler:
         return size + (self.rank < more), self.rank * size + min(self.rank, more)
 
     def end(self, consumed: int = 0) -> int:
-        """Return how many units all ranks have consumed at the end of an epoch.
+        """Return how many units all ranks have consumed by the end of an epoch.
 
-        With `drop_last`, this depends on `consumed`, the position at which the epoch was started.
+        With `drop_last`, this depends on `consumed`, the position where the epoch was started.
         """
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
@@ -272,7 +272,7 @@ def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
 def _holds_numbers(indices: object) -> bool:
     """Return True for an array of numbers rather than a data set.
 
-    numpy would read every sample of a data set, and never stop if no index raises IndexError.
+    Given a data set, numpy would read every sample, and never stop if no index raises IndexError.
     """
     if isinstance(indices, (list, tuple)):
         return (

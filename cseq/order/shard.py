@@ -1,6 +1,6 @@
 """Detects this process's rank and the number of ranks.
 
-``shard='auto'`` queries Ray Train, torch, JAX and the environment variables of launchers, in this
+``shard='auto'`` queries Ray Train, torch, JAX and the launcher's environment variables, in that
 order. A manager keeps the first result and raises an error if a later one differs, because ranks
 might otherwise process the same samples. 'auto' also rejects ranks that share a model, because
 those ranks need identical batches.
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("cseq")
 
 FORMS = "(rank, world_size), a process group, a one-dimensional DeviceMesh, 'auto' or None"
-# Words in the names of mesh dimensions that divide the batches.
+# Words that mark a mesh dimension as dividing the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-# Words that name a pair of dimensions, which divide the batches together.
+# Words for dimensions that come in pairs and only together divide the batches.
 HALVES = {"replicate", "replica", "shard"}
 # Megatron uses process groups instead of a mesh.
 MEGATRON = {
@@ -52,7 +52,7 @@ MEGATRON = {
 }
 # Set by torchrun and others, by Lightning (which does not set RANK), by Open MPI, by MPICH and
 # Intel MPI, and by srun. Slurm comes last, because torchrun and mpirun may run inside a Slurm job.
-# SLURM_NTASKS is not used, because batch scripts also have it.
+# SLURM_NTASKS is not used, because it is also set in batch scripts.
 VARIABLES = (
     ("RANK", "WORLD_SIZE"),
     ("LOCAL_RANK", "WORLD_SIZE"),
@@ -166,7 +166,7 @@ def model_parallel() -> list[tuple[str, int]]:
     data dimension does not include all ranks.
 
     torch has no list of meshes. Since torch 2.6, the process groups of meshes have descriptions.
-    Earlier versions keep track of sliced meshes. A one-dimensional mesh of all ranks is not found,
+    Earlier versions keep track of sliced meshes. A one-dimensional mesh of all ranks is missed,
     because it uses the default group.
     """
     torch = _torch()

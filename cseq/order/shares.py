@@ -39,7 +39,7 @@ class Shares:
         self.whole = [above * (scale // below) for above, below in ratios]
         self.total = sum(self.whole)
         self._top = len(self.whole)
-        # Four indices per node: the base of its fraction, the node itself, and its two children.
+        # Four indices per node: the node its fraction refers to, the node itself, and its children.
         nodes: list[tuple[int, int, int, int]] = []
         parts: list[tuple[int, int]] = []
         sources = [(weight, s) for s, weight in enumerate(self.whole) if weight]

@@ -35,7 +35,7 @@ def tables(
     """Return the named arrays from a file, which is created if necessary.
 
     ``make(new)`` fills the arrays that ``new(key, length, dtype)`` returns. One process does this
-    while others wait. A damaged file, or one for another name, is replaced.
+    while others wait. A file that is damaged or records a different name is replaced.
 
     `name` must encode everything that determines the arrays. Without a folder, or on Windows, each
     process has its own arrays. Files for epochs before ``epoch - 1`` are removed.
@@ -127,7 +127,7 @@ class Mapped(NamedTuple):
 class CachedOrder(Order):
     """An order that is computed from lengths and can store tables in a folder.
 
-    With a folder, pickles refer to the file of lengths instead of containing the lengths.
+    With a folder, a pickle refers to the file that holds the lengths instead of copying them.
     """
 
     _folder: str | None = None
@@ -212,7 +212,7 @@ def _sums(file: mmap.mmap | NDArray[np.uint8], end: int, text: bytes) -> int:
 
 
 def _load(path: str, name: str) -> Tables | None:
-    """Map the arrays in a file. Return None if the file is missing, damaged or for another name."""
+    """Map the arrays in a file. Return None if it is missing, damaged or records another name."""
     try:
         file = mapped(path, np.uint8)
     except FileNotFoundError:

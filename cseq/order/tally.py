@@ -1,4 +1,4 @@
-"""Counts the tokens from each source, based on positions."""
+"""Counts the tokens consumed from each source, given the positions reached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tally(NamedTuple):
     counts : Counter
         The token counts so far.
     due : tuple of (Sampler, epoch, start, stop)
-        Ranges of units from earlier places that are still to be counted.
+        Ranges of units from earlier places that have yet to be counted.
     mark : (epoch, position) or None
         The position up to which the current place has been counted, or None.
     """

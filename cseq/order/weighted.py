@@ -53,8 +53,8 @@ class Weighted(Order):
     size : int, optional
         The number of draws in an epoch. Defaults to the number of samples.
     replacement : bool
-        Whether to draw samples independently, like torch's ``WeightedRandomSampler``. More samples
-        are then left out of an epoch.
+        Whether to draw samples independently, like torch's ``WeightedRandomSampler``, which
+        leaves more samples out of an epoch.
 
     Examples
     --------

@@ -145,7 +145,7 @@ def test_bad_lengths(kind, lengths, error, said):
             ValueError,
             "window=1048577 is above 1",
         ),
-        (cseq.Blocks, {"lanes": 3}, ValueError, "lanes=3 does not divide window=8; pass a window"),
+        (cseq.Blocks, {"lanes": 3}, ValueError, "lanes=3 does not divide window=8; change lanes,"),
         (cseq.Blocks, {"lanes": 9}, ValueError, "lanes=9 is above 8"),
         (cseq.Blocks, {"rows": 2.5}, TypeError, r"rows=2\.5"),
         (cseq.Blocks, {"rows": [3, -1]}, ValueError, r"rows\[1\]=-1; pass sizes of at"),

@@ -421,5 +421,5 @@ def test_torch_data_sets(run_prepared):
     stream, sparse = done.stdout.splitlines()
     assert stream.startswith("dataset is a Stream, an IterableDataset, which cannot be indexed; ")
     assert "cseq.DataLoader" in stream
-    assert sparse.startswith("samples contain a tensor of layout torch.sparse_coo, which cannot be")
+    assert sparse.startswith("samples contain a torch.sparse_coo tensor, which cannot be")
     assert "collate=" in sparse
