@@ -110,7 +110,7 @@ class Converter:
         self.convert: Convert = _MAKERS[output.kind](output)
 
     def leaf_for(self, dtype: Dtype | None) -> Convert | None:
-        """Return a converter for arrays of `dtype` (tensors if None), or None to keep them."""
+        """Return a function to convert `dtype` arrays (tensors if None), or None to keep them."""
         output = self.output
         if output.kind != "cpu":
             return self.convert
