@@ -1,8 +1,8 @@
 """Writes batches of any structure to slots, and reads them back.
 
 Arrays, CPU tensors and long bytes objects are written and read in C with a `Plan`, if they are in
-tuples, lists, named tuples or dicts with string keys. Everything else is pickled, with the data of
-arrays and tensors outside the pickle.
+tuples, lists, named tuples or dicts with string keys. Everything else is pickled, with array and
+tensor data kept outside the pickle.
 
     slot    ┌────────────────────────┬─────────────────────┬───────────┬────────┬─────────┐
             │ arrays, 64-byte aligned│ buffers of pickles  │ structure │ layout │ objects │
@@ -15,10 +15,10 @@ the other leaves: a pickle and a table of its buffers. Each batch is self-contai
 
 If a batch does not match a recent `Plan` of the writer, `survey` creates a new one.
 
-Batches are read with the same types and bits, and are writable. Arrays and tensors without gaps
+Batches keep their types and bits, and are writable when read back. Arrays and tensors without gaps
 keep the order of their axes (C, Fortran, channels_last, …). Others are written row by row. An array
-that occurs twice is read as two arrays, as are containers of arrays, but objects keep their
-identity. A tensor loses its graph. If it required gradients, it becomes a leaf that requires them.
+or container of arrays that occurs twice comes back as two, but objects keep their identity. A
+tensor loses its graph. If it required gradients, it becomes a leaf that requires them.
 
 The trainer copies `bytes` and leaves of up to 64 KiB (`COPIED`), including leaves in objects.
 Larger leaves stay in the slot.
@@ -102,6 +102,6 @@ ONE_OBJECT = Plan(pickle.dumps((OBJECT,), protocol=5), (OBJECT,))
 
 
 def encode_pickled(pickled: Pickled, encoder: Encoder) -> Record:
-    """Write a pickled object to a slot. `decode` reads it."""
+    """Write a pickled object to a slot, for `decode` to read."""
     buffers = [np.frombuffer(buffer, np.uint8) for buffer in pickled.buffers]
     return encoder.encode_parts(ONE_OBJECT, buffers, pickled.data)

@@ -1,8 +1,8 @@
-"""Exceptions: packed in a worker, raised in the training loop.
+"""Packs exceptions in a worker, to be raised in the training loop.
 
 An exception keeps its type and attributes. A note names the batch, and the cause shows the worker's
-traceback. The worker pickles *and unpickles* an exception before sending it. If that fails, it
-sends only the name of the type and the text, for a `WorkerError`.
+traceback. The worker pickles *and unpickles* an exception before sending it. If that fails,
+the loop raises a `WorkerError` with the type name and text.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ RAISE = opcode.opmap["RAISE_VARARGS"]
 # If raised in the loop, these would end the loop, the program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
-# Descriptors of attributes that an exception's class may hide.
+# Descriptors for attributes that an exception class may override.
 NAMES = "args", "__cause__", "__dict__", "__traceback__"
 OWN: list[GetSetDescriptorType] = [vars(BaseException)[name] for name in NAMES]
 ARGS, CAUSE, DICT, TRACE = OWN
 
-# `__str__` methods that return the text of a single argument.
+# `__str__` methods that turn a single argument into text.
 PLAIN = (BaseException.__str__, KeyError.__str__, OSError.__str__)
 
 # Prefixes of cseq's own files. Tracebacks do not show absolute paths for compiled code.
@@ -80,7 +80,7 @@ def pack_text(error: BaseException) -> bytes:
 
 
 def _traceback_of(error: BaseException) -> str:
-    """Format the traceback from the first frame outside cseq, if possible with causes."""
+    """Format the traceback from the first frame outside cseq on, with causes if possible."""
     whole: TracebackType | None = TRACE.__get__(error)
     trace = _without(whole, OURS) or whole
     try:
@@ -139,9 +139,9 @@ def _travelling(error: BaseException) -> bytes:
 
 
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
-    """Return an exception and any nested in its arguments (as in groups), with their arguments.
+    """Return an exception and any nested in its arguments (as in a group), each with its arguments.
 
-    Unpickling passes these to the constructor, which might format the text again.
+    Unpickling passes them to the constructor, which might format the message a second time.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -158,10 +158,10 @@ def _load(pickled: bytes) -> BaseException:
 
 
 class Failure:
-    """The first error in a group of workers.
+    """Stores the first error in a group of workers.
 
-    Its traceback refers to the manager, and so to this object. To avoid a cycle, only the first
-    call raises the exception itself, and later calls raise copies.
+    The error's traceback refers to the manager, and thus to this object. To avoid a cycle, only the
+    first `check` raises the error itself, and later ones raise copies.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Failure:
 
 
 class _Shown(str):
-    """A string that is its own `repr`, because KeyError shows the `repr`."""
+    """A string whose `repr` is the string itself, because KeyError shows the `repr`."""
 
     __slots__ = ()
 
@@ -201,8 +201,8 @@ class _Shown(str):
 def show_traceback(error: BaseException) -> BaseException:
     """Add the traceback from a worker process to the text of an exception, as torch does.
 
-    Exceptions with several arguments or a custom text are not changed. Their cause shows the
-    traceback.
+    Exceptions with several arguments or a custom `__str__` are left unchanged. Their cause shows
+    the traceback.
     """
     cause, args = CAUSE.__get__(error), ARGS.__get__(error)
     is_plain = type(error).__str__ in PLAIN and len(args) < 2
@@ -239,7 +239,7 @@ def location_of(epoch: int, batch: int, indices: Sequence[int], most: int = SHOW
 
 
 def listed(indices: object, most: int = SHOWN) -> str:
-    """Format the indices of a batch, shortened unless they are in a list or tuple."""
+    """Format a batch's indices: at most `most` of a list or tuple, else a shortened repr."""
     if not isinstance(indices, (list, tuple)):
         return reprlib.repr(indices)
     shown = ", ".join(map(reprlib.repr, indices[:most]))
@@ -271,7 +271,7 @@ def ends_program(error: BaseException) -> bool:
 
 
 def is_stated(error: BaseException) -> bool:
-    """Return True if a `raise` statement raised an exception."""
+    """Return True if an exception was raised by a `raise` statement."""
     trace: TracebackType | None = TRACE.__get__(error)
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -279,7 +279,7 @@ def is_stated(error: BaseException) -> bool:
 
 
 def of_handler(error: BaseException) -> bool:
-    """Return True if a signal handler raised an exception."""
+    """Return True if an exception was raised in a signal handler."""
     codes = set()
     for handler in filter(callable, map(signal.getsignal, signal.valid_signals())):
         function = getattr(handler, "func", handler)
@@ -300,7 +300,7 @@ def named(error: BaseException, location: str) -> BaseException:
 
 
 def annotate(error: BaseException, note: str) -> None:
-    """Add a note to an exception, or to its text before Python 3.11."""
+    """Add a note to an exception. Before Python 3.11, append it to the message instead."""
     if hasattr(error, "add_note"):
         _note(error, note)
         return
@@ -310,7 +310,7 @@ def annotate(error: BaseException, note: str) -> None:
 
 
 def _note(error: BaseException, note: str) -> None:
-    """Add a note, even to a frozen dataclass."""
+    """Add a note, even if the exception is a frozen dataclass."""
     notes: object = DICT.__get__(error).setdefault("__notes__", [])
     if isinstance(notes, list):
         notes.append(note)

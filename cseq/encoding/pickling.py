@@ -4,8 +4,8 @@
 in ``__main__`` or cannot be imported by name. `dumps` is for the trainer and running workers. They
 have the same classes, which are therefore pickled by reference.
 
-Both keep large arrays and tensors outside the pickle, so even a large data set is in memory only
-once for all workers.
+Both keep large arrays and tensors outside the pickle, so all workers share a single copy of even a
+large data set.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-# Names of the user's script as a module, here and in multiprocessing's child processes.
+# Module names of the user's script, here and in multiprocessing's child processes.
 MAIN = ("__main__", "__mp_main__")
 # Smaller buffers are stored in the pickle.
 IN_BAND = 512
@@ -95,7 +95,7 @@ def dump(obj: object, *, name: str = "worker", reducers: Reducers | None = None)
     """Pickle an object for a new process that can import the same modules.
 
     `name` describes the object in messages. A `Pickled` is returned unchanged. If pickling fails,
-    the message of the TypeError names the offending attribute, if possible, and a remedy.
+    the TypeError's message names the offending attribute if possible, and suggests a remedy.
     """
     if isinstance(obj, Pickled):
         return obj
@@ -136,7 +136,7 @@ def dumps(
     """Pickle an object for the trainer or a running worker.
 
     Large buffers of arrays and CPU tensors are appended to `buffers`, if given. Without `buffers`,
-    the pickle can be read without cseq. Errors from pickle are not changed.
+    the pickle can be read without cseq. Errors from pickle are passed on unchanged.
     """
     keep = None if buffers is None else _keep_in(buffers)
     reducers = reducers or (dict if buffers is None else data_reducers)
@@ -153,12 +153,12 @@ def dumps(
     return file.getvalue()
 
 
-# Cached tables, keyed by `reducers` function: (what the table was made from, the table).
+# A cache that maps `reducers` to (what the table was made from, the table).
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
 def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
-    """Return copyreg's table merged with the reducers, from a cache until either changes."""
+    """Return copyreg's table merged with the reducers, cached until either changes."""
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
         own: Reducers = copyreg.dispatch_table.copy()
@@ -168,7 +168,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a `buffer_callback` that stores large buffers, or drops all if there is no list."""
+    """Return a `buffer_callback` that adds large buffers to a list, or drops all if it is None."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -183,7 +183,7 @@ def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer]
 
 
 # -- arrays and tensors, out of band ---------------------------------------------------------------
-# torch pickles a tensor as a function of its storage, and a storage as a torch.save file inside the
+# torch pickles a tensor in terms of its storage, and a storage as a torch.save file inside the
 # pickle. In this module, the bytes of a storage become a buffer. Storages keep their identity, so
 # tensors that share a storage also share one in the other process.
 
@@ -196,7 +196,7 @@ def data_reducers() -> Reducers:
 
 
 def _torch_types() -> tuple[type, ...]:
-    """Return torch's classes of tensors and storages, if torch is loaded."""
+    """Return torch's tensor and storage classes, if torch is loaded."""
     torch = sys.modules.get("torch")
     tensor, storage = getattr(torch, "Tensor", None), getattr(torch, "UntypedStorage", None)
     typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
@@ -220,7 +220,7 @@ def _reduce_array(array: _Array) -> Reduced:
 
 
 def is_usual(dtype: np.dtype[Any]) -> bool:
-    """Return True if `==` compares all properties of a dtype. It ignores metadata, for example."""
+    """Return True if a dtype has nothing, such as metadata, that `==` ignores."""
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
@@ -326,14 +326,14 @@ def _dump_by_value(
 ) -> bytes:
     """Pickle an object with cloudpickle and record the modules that the pickle refers to.
 
-    If `buffers` is None, the buffers are dropped, to test if pickling works.
+    If `buffers` is None, buffers are dropped; this only tests whether pickling works.
     """
     file = io.BytesIO()
     classes = _Classes()
     reducers = data_reducers() | {np.memmap: _reduce_memmap} | reducers
 
     def by_name(named: Named) -> bool:
-        """Record the module if a new process may import it. Return False: cloudpickle decides."""
+        """Record the module if a new process may import it, and leave the rest to cloudpickle."""
         module = named.__name__ if isinstance(named, types.ModuleType) else named.__module__
         if module in MAIN:
             if isinstance(named, type):
@@ -353,7 +353,7 @@ def _dump_by_value(
 
 @functools.cache
 def by_value_pickler() -> Callable[..., pickle.Pickler]:
-    """Return the class of picklers that pickle by value. This imports cloudpickle."""
+    """Return the pickler class that pickles by value. This imports cloudpickle."""
     import cloudpickle
 
     base: type = cloudpickle.Pickler
@@ -391,9 +391,9 @@ def by_value_pickler() -> Callable[..., pickle.Pickler]:
 
 
 class _Classes(list[type]):
-    """Classes of the user's script. Unpickling adds them to ``__main__``.
+    """Classes from the user's script. Unpickling adds them to ``__main__``.
 
-    A worker can then pickle instances by the name of their class.
+    A worker can then pickle their instances by class name.
     """
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -433,7 +433,7 @@ def _reduce_memmap(array: _Memmap) -> Reduced:
 
 
 def _place_in_file(array: _Memmap) -> tuple[object, ...] | None:
-    """Return arguments of `np.memmap` for the same part of the file, or None."""
+    """Return `np.memmap` arguments that map the same part of the file, or None."""
     mapped: mmap.mmap | None = array._mmap  # type: ignore[attr-defined]
     if mapped is None or array.filename is None or array.size == 0:
         return None

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Partial(NamedTuple):
-    """An incomplete batch. `left` has the indices and error texts of the missing samples."""
+    """An incomplete batch. `left` lists the index and error text of each missing sample."""
 
     batch: object
     left: tuple[tuple[object, str], ...]
@@ -66,7 +66,7 @@ OWN_WAYS = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__ge
 def opened(cls: type) -> str | tuple[str, ...] | None:
     """Return the kind of container, the slots of a dataclass, or None for a leaf.
 
-    Types with custom methods for pickling are leaves, because their fields may not be their whole
+    Types with custom pickling methods are leaves, because their fields may not be their entire
     state. Methods that dataclass() adds for slots do not count as custom.
     """
     if cls in (tuple, list):
@@ -85,7 +85,7 @@ def opened(cls: type) -> str | tuple[str, ...] | None:
 
 
 class TooDeepError(ValueError):
-    """Raised if containers are nested too deeply, or in themselves."""
+    """Raised if containers are nested too deeply or contain themselves."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -107,7 +107,7 @@ TEXT = {str}
 
 
 class _Survey:
-    """The nodes and leaves of a batch in the order of the tree."""
+    """The nodes and leaves of a batch, in tree order."""
 
     __slots__ = ("arrays", "cast", "nodes", "objects")
 
@@ -178,7 +178,7 @@ class _Survey:
 
 
 def _is_flat(dtype: Dtype) -> bool:
-    """Return True if bytes fully represent an array of this type, unlike np.record."""
+    """Return True if an array of this type is fully represented by its bytes, unlike np.record."""
     return not dtype.hasobject and dtype.type is not np.record
 
 
@@ -192,7 +192,7 @@ def torch_type(dtype: Dtype) -> torch.dtype:
 
 @functools.cache
 def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
-    """If numpy lacks a torch dtype, return an integer dtype of the same size, and its name."""
+    """If numpy lacks a torch dtype, return an integer dtype of its size, and the torch name."""
     import torch
 
     try:
@@ -307,7 +307,7 @@ def _reduce_part(tensor: torch.Tensor) -> Reduced:
 
 
 def _dumps(value: object, *how: Any) -> bytes:
-    """Pickle a part of a batch. Error messages list the supported types."""
+    """Pickle part of a batch. Error messages list the supported types."""
     try:
         return dumps(value, *how)
     except MemoryError:

@@ -1,4 +1,4 @@
-"""Transfers batches to the next runner, as objects or through slots.
+"""Passes batches to a converter or the trainer, as objects or through slots.
 
 Threads pass the object on (`Objects`). Processes write batches to slots in shared memory
 (`TicketWriter`). The trainer reads them with `SlotReader`, or with `converter.export.Imports` if

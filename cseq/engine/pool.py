@@ -1,6 +1,6 @@
 """A pool: a crew, its tickets, and the feed that connects them to the loop.
 
-Only one thread at a time may call a pool. Other threads wake up that thread with `notify_all`.
+Only one thread at a time may call a pool. Other threads can wake that thread with `notify_all`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("cseq")
 
 # Minimum seconds between advice messages: at the end of an epoch, and during an epoch.
 LONG, OFTEN = 20.0, 600.0
-# Waiting-time fractions at which advice is logged, and at which it is logged as a warning.
+# Fractions of time spent waiting above which advice is logged as info and as a warning.
 LOGGED, WARNED = 0.05, 0.2
 
 
@@ -88,7 +88,7 @@ class Pool(Generic[K]):
         return self.crew.supervisor
 
     def open(self) -> None:
-        """Start the runners. If interrupted, `close` stops them."""
+        """Start the runners. If this call is interrupted, `close` stops them."""
         self.tickets.open()
 
     def notify_all(self) -> None:
@@ -97,7 +97,7 @@ class Pool(Generic[K]):
 
     def close(self) -> None:
         """Stop the crew within a limited time. Can be called twice."""
-        # No other thread could finish an inline crew's tickets.
+        # There is no other thread to finish an inline crew's tickets.
         if self.crew.is_inline:
             self.lanes.leave_traces()
             self.feed.end()
@@ -123,7 +123,7 @@ class Pool(Generic[K]):
         capacity: int,
         record: tuple[int, ...],
     ) -> tuple[Any, BaseException | None]:
-        """Decode a batch that C code cannot decode."""
+        """Decode a batch that the C code cannot handle."""
         crew = self.crew
         entry = cell + self.rings[ring_number].first_entry
         if status & RAISED:
@@ -133,7 +133,7 @@ class Pool(Generic[K]):
         return batch if crew.convert is None else crew.convert(batch), None
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Add a ticket's details to an exception. Return it, and an entry for `skipped`."""
+        """Add a ticket's details to an exception. Return both it and an entry for `skipped`."""
         return self.tickets.describe(ring_number, cell, error)
 
     def list_left(
@@ -166,7 +166,7 @@ class Pool(Generic[K]):
         return ready or None
 
     def _advise(self, seconds: float) -> None:
-        """Log why the loop waits, once per cause."""
+        """Log why the loop has been waiting, once per cause."""
         if now_ns() - self._advised_ns < seconds * 1e9 or os.environ.get("CSEQ_ADVICE") == "0":
             return
         before, self._advised_stats, self._advised_ns = self._advised_stats, self.stats(), now_ns()

@@ -30,11 +30,11 @@ class Remade(NamedTuple):
     Attributes
     ----------
     batch : object
-        The batch, as the loop receives it.
+        The batch as the loop would receive it.
     indices : numpy.ndarray
         The indices of the samples, as int64.
     seconds : float
-        The time for indexing and conversion.
+        The time that indexing and conversion took.
     """
 
     batch: object
@@ -43,7 +43,7 @@ class Remade(NamedTuple):
 
 
 def locate(sampler: Sampler, epoch: int, batch: int, consumed: int) -> tuple[OrderSource, int]:
-    """Return a source of the batches from `batch` onwards, and the number of units before them.
+    """Return a source that starts at `batch`, and the number of units before that batch.
 
     `consumed` is the number of units after which the epoch was resumed.
     """

@@ -28,9 +28,9 @@ log = logging.getLogger("cseq")
 # Minimum and maximum window length in seconds. Windows grow while there are no changes.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
-# Each change after the first `QUICK` lengthens the windows. More workers need `AHEAD` batches each.
+# Changes after the first `QUICK` lengthen the windows. Added workers call for `AHEAD` batches each.
 QUICK, AHEAD = 3, 3
-# A change is useless if it multiplies the rate by less than BETTER, and harmful below WORSE.
+# If a change multiplies the rate by less than BETTER, it is useless; by less than WORSE, harmful.
 BETTER, WORSE = 1.05, 0.95
 # The limits are reset if the ratio of batch time to step time changes by this factor.
 CHANGED = 1.5
@@ -48,8 +48,8 @@ class Tuner:
     """Chooses the number of workers and the buffer size from windows of statistics.
 
     Advice is followed immediately, but the buffer never shrinks. A harmful change is reverted. A
-    useless one is not repeated until the ratio of batch time to step time changes. Changes
-    therefore stop eventually.
+    useless one is not repeated until the ratio of batch time to step time changes. The size
+    therefore settles eventually.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ class Tuner:
 
 
 def log_change(before: Size, after: Size, why: str) -> None:
-    """Log a change of the size."""
+    """Log a change in size."""
     changes = [
         f"{name} {old} → {new}"
         for name, old, new in zip(Size._fields, before, after, strict=True)
@@ -167,7 +167,7 @@ class Controller:
         pool, tuner = self._pool, self._tuner
         if self._resizing is not None:
             self._resize(self._resizing)
-        # Starting workers would distort the measurements.
+        # Workers that are still starting would distort the measurements.
         if not pool.is_staffed:
             self._window_start = None
             return

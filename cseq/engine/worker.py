@@ -5,7 +5,7 @@
     trainer                                        worker process
       Feed ── tickets, indices ──► ring ─────────►  Runner ── indices ──► indexer
       SlotReader ◄── views ── slots (arena) ◄─── TicketWriter ◄── batch
-      Supervisor ◄── end of file ── socket ──────►  `main`; exits when its socket closes
+      Supervisor ◄── EOF ────────── socket ──────►  `main`; exits when its socket closes
 """
 
 from __future__ import annotations

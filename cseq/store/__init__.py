@@ -1,4 +1,4 @@
-"""Shares shards of an object store and decoded samples among processes.
+"""Lets processes share decoded samples and shards from an object store.
 
 ::
 
@@ -13,10 +13,10 @@
 ``npy``         `Npy`: rows of arrays
 ``tar``         `Tar`: samples that consist of several files
 ``parquet``     `Parquet`: rows of tables
-``shards``      the base class of readers
+``shards``      the base class for readers
 ``reader``      the part of a reader that the fetcher uses
 ``client``      a process's connections to the fetcher
-``fetcher``     the process that fetches shards, one per machine
+``fetcher``     the process that fetches shards, one per folder
 ``plan``        predicts which shards an order will use
 ``objects``     lists and reads the objects in a store, with obstore
 ``cache``       `cseq.cached`: a data set with cached samples

@@ -1,4 +1,4 @@
-"""`cached`: a data set that creates each sample once per machine."""
+"""`cached`: wraps a data set so that each sample is created once per machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Samples(Protocol[T_co]):
 
 
 class CacheStats(NamedTuple):
-    """Statistics about a cache, over all processes.
+    """Statistics on a cache, across all processes.
 
     Attributes
     ----------
@@ -72,8 +72,8 @@ def cached(
     """Cache a data set so that each sample is created only once per machine.
 
     All workers, ranks and threads on a machine share one copy of each sample. `make` must be
-    deterministic: apply random transforms after the cache. As a check, each process creates one
-    cached sample again, and raises an error if it differs.
+    deterministic: apply random transforms after the cache. As a check, each process recreates one
+    cached sample and raises an error if it differs.
 
     Parameters
     ----------
@@ -81,12 +81,12 @@ def cached(
         ``make[index]`` returns a sample of arrays, CPU tensors, numbers, strings and containers.
         ``len(make)`` is the number of samples. Each worker process receives a pickled copy.
     limit : int or str
-        The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. When the cache
-        is full, other samples are created on every access.
+        The maximum size of the cache in bytes, such as ``4 * 2**30`` or ``'4 GB'``. Once the cache
+        is full, further samples are created on every access.
     folder : str, optional
-        A folder on a local disk, for this cache only. It keeps samples between runs. By default,
-        samples stay in shared memory (or in a temporary folder if ``/dev/shm`` is smaller than
-        `limit`) until the last process exits.
+        A folder on a local disk in which to keep samples between runs, for this cache only. By
+        default, samples stay in shared memory (or in a temporary folder if ``/dev/shm`` is smaller
+        than `limit`) until the last process exits.
     version : str, optional
         Change this when `make` returns different samples. By default, `make` is identified by its
         pickle and its source code.
@@ -94,8 +94,8 @@ def cached(
     Returns
     -------
     Cached
-        A data set. An integer index returns a copy of a sample. A list or array returns a list of
-        samples, whose arrays are read-only views of the cache.
+        A data set. Indexing with an integer returns a copy of a sample. A list or array returns a
+        list of samples, whose arrays are read-only views of the cache.
 
     Raises
     ------
@@ -128,7 +128,7 @@ def cached(
 
 
 class Cached(Generic[T_co]):
-    """The data set that `cached` returns. Unpickled copies use the same cache."""
+    """A data set with cached samples, returned by `cached`. Unpickled copies use the same cache."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class Cached(Generic[T_co]):
         )
 
     def stats(self) -> CacheStats:
-        """Return statistics about the cache, over all processes."""
+        """Return statistics on the cache, across all processes."""
         entries = self._entries
         there = len(self), entries.kept, entries.nbytes, entries.limit
         return CacheStats(*there, *entries.counts())
@@ -192,7 +192,7 @@ class Cached(Generic[T_co]):
         return sample
 
     def _check(self, number: int, entry: memoryview) -> None:
-        """Create a sample again. Raise ValueError if it differs from the cached one."""
+        """Recreate a sample. Raise ValueError if it differs from the cached one."""
         self._is_checked = True
         ours = b"".join(_entry_of(self._make[number]))
         if _arrays_of(memoryview(ours)) != _arrays_of(entry):
@@ -245,7 +245,7 @@ def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
 
 
 def _identity(make: Any, version: str | None) -> dict[str, Any]:
-    """Identify a data set by its type, and by its version or its data and code."""
+    """Identify a data set by its type and either its version or its data and code."""
     kind = type(make)
     named = f"{kind.__module__}.{kind.__qualname__}"
     if version is not None:

@@ -1,4 +1,4 @@
-"""A process's connections to the fetcher of a folder.
+"""A process's connections to a folder's fetcher.
 
 Messages are lines of JSON. A connection is used for one request at a time, so each thread and each
 signal handler needs its own. A process that cannot connect starts the fetcher.
@@ -51,7 +51,7 @@ class Line:
 
 
 class Client(Folder):
-    """This process's connections to the fetcher of a folder."""
+    """Connections from this process to a folder's fetcher."""
 
     argument = "cache"
 

@@ -50,7 +50,7 @@ LINE = 64
 USED = 0
 # Number of words in the header, and number of counter rows.
 HEADER, COUNTERS = 8, 512
-# Columns of a counter row: samples found, created and stored, or created but not stored.
+# Columns of a counter row: samples found, samples stored, and samples created but not stored.
 HITS, MADE, REFUSED = range(3)
 # The index of the word for the first entry.
 FIRST = HEADER + 4 * COUNTERS
@@ -87,7 +87,7 @@ class Entries(Folder):
     def reset(self) -> None:
         """Drop all claims and the counter row."""
         self._own = threading.Lock()
-        # Entries claimed by this process. `fcntl` does not distinguish threads.
+        # Entries claimed by this process. `fcntl` locks do not distinguish between threads.
         self._claimed: set[int] = set()
         self._row: int | None = None
 
@@ -139,7 +139,7 @@ class Entries(Folder):
             self._claimed.discard(number)
 
     def keep(self, number: int, parts: Sequence[Any]) -> None:
-        """Write an entry from several buffers, if there is space."""
+        """Write an entry made up of several buffers, if there is space."""
         nbytes = sum(memoryview(part).nbytes for part in parts)
         room = self.limit - self.overhead
         if nbytes > room:
@@ -174,7 +174,7 @@ class Entries(Folder):
 
     @property
     def kept(self) -> int:
-        """The number of entries that exist."""
+        """The number of complete entries."""
         return int(np.count_nonzero(self._starts))
 
     def counts(self) -> tuple[int, int, int]:
@@ -183,7 +183,7 @@ class Entries(Folder):
         return hits, made, refused
 
     def _note(self, column: int) -> None:
-        """Increment a counter of this process, unless all rows are in use."""
+        """Increment one of this process's counters, unless all rows are in use."""
         with self._own:
             if self._row is None:
                 free = (k for k in range(COUNTERS) if self._lock(COUNTING + k, wait=False))

@@ -5,10 +5,10 @@
     <cache>/index      names, sizes and tags of all objects, and rows and bytes of each shard
     <cache>/socket     the socket that workers connect to
     <cache>/fetcher    a file that this process locks until it exits
-    <cache>/shards/5   a shard, which is called 5.part while it is being written
+    <cache>/shards/5   a shard, named 5.part while it is being written
 
-Only this process writes and removes shards. A shard is renamed when it is complete. Workers can
-still read a removed shard that they have mapped.
+Only this process writes and removes shards. A shard is renamed when it is complete. Workers
+that have mapped a shard can still read it after it is removed.
 
 The process exits when its last connection is closed. Only `Reader.finish` runs in other threads.
 """
@@ -157,7 +157,7 @@ class Fetcher:
             self.plan.advance(shards)
 
     async def _open(self) -> None:
-        """Read or create the index, and find shards in the folder."""
+        """Read or create the index, and find the shards already in the folder."""
         shards, path = f"{self.folder}/shards", f"{self.folder}/index"
         os.makedirs(shards, exist_ok=True)
         try:
@@ -215,8 +215,8 @@ class Fetcher:
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
         """Remove shards until there is room for the given one. Return False if the fetch must wait.
 
-        The shard with the most distant next use is removed first or, without a plan, the most
-        recently used shard. Shards that workers have yet to map are not removed.
+        The first to go is the shard whose next use is furthest away or, without a plan, the most
+        recently used one. Shards that workers have yet to map are not removed.
         """
         nbytes = self.reader.nbytes
         # Do not wait for room, because `put` will raise an error about the limit.
@@ -298,7 +298,7 @@ class Fetcher:
             self.reader.finish(number, part)
         except ValueError as error:
             raise ValueError(f"shard {named} {error}") from error
-        # Prevent partial shards after a power failure.
+        # Make sure that a power failure does not leave a partial shard.
         with open(part, "rb") as file:
             os.fsync(file.fileno())
 

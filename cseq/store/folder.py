@@ -1,7 +1,7 @@
-"""A folder that is shared by processes, and removed by the last one.
+"""A folder that several processes share, and that the last one may remove.
 
-``users``    an empty file, on which each process that uses the folder holds a shared lock
-``opening``  an empty file that a process locks while it opens the folder
+``users``    an empty file on which each process using the folder holds a shared lock
+``opening``  an empty file that a process locks while opening the folder
 ``about``    a description of the contents as JSON
 """
 
@@ -50,7 +50,7 @@ class Folder:
     """
 
     argument = "folder"
-    # Text to append to the error message about a different description.
+    # Text to append to the error message if the descriptions differ.
     remedy = ""
     _here: ClassVar[weakref.WeakValueDictionary[str, Folder]] = weakref.WeakValueDictionary()
     _opening = threading.RLock()
@@ -87,7 +87,7 @@ class Folder:
         """Open the files. Only one process at a time calls this."""
 
     def compare(self, about: dict[str, Any]) -> None:
-        """Compare `about` with the description, or write it to a new folder."""
+        """Compare `about` with the folder's description, or write it if the folder is new."""
         path = f"{self.path}/about"
         try:
             with open(path, encoding="utf-8") as file:
@@ -140,7 +140,7 @@ def users_of(path: str) -> int:
 
 
 def remove_unused(path: str, users: int | None = None) -> None:
-    """Remove a folder, unless another process uses it. `users` is this process's lock."""
+    """Remove a folder, unless another process is using it. `users` is this process's lock."""
     import fcntl
 
     try:
@@ -155,7 +155,7 @@ def remove_unused(path: str, users: int | None = None) -> None:
         gone = f"{path}.{os.getpid()}.gone"
         os.rename(path, gone)
     except OSError:
-        # Another process uses the folder.
+        # Another process is using the folder.
         return
     finally:
         if users is None:
@@ -176,7 +176,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all data. On a full disk, raise OSError, whereas a mapping would cause SIGBUS."""
+    """Write all data. If the disk is full, raise OSError; a mapping would cause SIGBUS."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Npy"]
 
-# Number of bytes to request for a header, and for a header that turns out to be longer.
+# Number of bytes to request for a header at first, and if it turns out to be longer.
 HEADS = 4096, 1 << 20
 # Rows of at least this size in bytes are copied one by one.
 LARGE = 4096
 
 
 class Npy(Shards):
-    """A reader of .npy files. All shards must have the same data type and row shape.
+    """A reader for .npy files. All shards must have the same data type and row shape.
 
     ``[index]`` returns a row. ``[indices]`` returns an array of rows. See `Shards` for parameters.
 

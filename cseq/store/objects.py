@@ -34,7 +34,7 @@ class Object(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A folder in a store, and either a list of object names or a pattern that they match."""
+    """A folder in a store, and either a list of object names or a pattern for them."""
 
     root: str
     names: list[str]

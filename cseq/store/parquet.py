@@ -1,4 +1,4 @@
-"""Shards that are row groups of Parquet files."""
+"""Shards in Parquet files, one per row group."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ GAP = 1 << 16
 
 
 class Parquet(Shards):
-    """A reader of Parquet files. Each row group is a shard, and is decoded once per machine.
+    """A reader for Parquet files. Each row group is a shard, decoded once per machine.
 
     ``[index]`` returns a row as a dict. ``[indices]`` returns a dict of columns: arrays for
-    numbers, dates and fixed-size lists, otherwise lists. `limit` applies to the decoded data.
+    numbers, dates and fixed-size lists, and lists otherwise. `limit` applies to the decoded data.
 
     Parameters
     ----------

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan"]
 
-# Maximum number of windows that a trainer may be behind or ahead of its workers.
+# Maximum number of windows by which a trainer may lag behind or run ahead of its workers.
 BACK, FORTH = 2, 3
 
 
 class Plan:
-    """The windows of shards in an order, and the current window.
+    """An order's windows of shards, and the current window.
 
-    Windows are numbered over all epochs, starting with epoch 0.
+    Windows are numbered consecutively across epochs, from epoch 0.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class Plan:
     def uses(self) -> Ints:
         """Return the next window that uses each shard.
 
-        The window before the current one counts as current, because slower ranks still use it.
+        The window before the current one counts as current, as slower ranks may still be using it.
         """
         return self._next(self.front)[0]
 
@@ -84,7 +84,7 @@ class Plan:
         return coming
 
     def _next_of(self, front: int) -> tuple[Ints, Ints, Ints]:
-        """Return the result of `uses`, each shard's next window, and the shards sorted by that."""
+        """Return the result of `uses`, each shard's next window, and the shards sorted by it."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))

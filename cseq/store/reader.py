@@ -1,4 +1,4 @@
-"""The base class of readers in the fetcher."""
+"""Base class for the part of a reader that the fetcher uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """The arguments of a reader, and its index. By default, each object is a shard."""
+    """A reader's arguments and its index. By default, each object is a shard."""
 
     suffix = ""
     # Arguments that determine the contents of the cache.
@@ -56,4 +56,4 @@ class Reader:
         return [(objects[number], 0, None)]
 
     def finish(self, number: int, path: str) -> None:
-        """Convert a fetched file to the format of the cache. This runs in a separate thread."""
+        """Convert a fetched file to the cache's format. This runs in a separate thread."""

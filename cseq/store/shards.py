@@ -1,4 +1,4 @@
-"""The base class of readers."""
+"""Base class for readers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VERSION = 2
 
 
 class ShardStats(NamedTuple):
-    """Statistics about a reader's cache and its fetches.
+    """Statistics on a reader's cache and fetches.
 
     Attributes
     ----------
@@ -56,7 +56,7 @@ class ShardStats(NamedTuple):
 
 
 class Shards(Reader):
-    """The base class of readers, which read samples from shards by index.
+    """Base class for readers that read samples from shards by index.
 
     Parameters
     ----------
@@ -66,9 +66,9 @@ class Shards(Reader):
         ``gs``, ``az``, ``http``, ``https`` or ``file`` are supported. Over HTTP, files cannot be
         listed: pass the URL of each shard.
     cache : str or path, optional
-        A folder on a local disk that keeps shards between runs. By default, shards stay in shared
-        memory (or in a temporary folder if ``/dev/shm`` is smaller than `limit`) until the last
-        process exits.
+        A folder on a local disk in which to keep shards between runs. By default, shards stay in
+        shared memory (or in a temporary folder if ``/dev/shm`` is smaller than `limit`) until the
+        last process exits.
     limit : int or str, optional
         The maximum size of the cached shards in bytes, such as ``"64 GB"``. Defaults to half of
         the free space.
@@ -185,7 +185,7 @@ class Shards(Reader):
         Raises
         ------
         ValueError
-            If `limit` is too small for two windows and for `ahead` shards to be fetched in advance.
+            If `limit` is too small for two windows plus the `ahead` shards fetched in advance.
         """
         order = Windows(self, window)
         largest = np.sort(self.nbytes)[::-1][: 2 * order.window + self.ahead]
@@ -198,7 +198,7 @@ class Shards(Reader):
         return order
 
     def stats(self) -> ShardStats:
-        """Return statistics about the cache and the fetches."""
+        """Return statistics on the cache and the fetches."""
         return ShardStats(len(self.sizes), *self._ask("stats"))
 
     def __getitem__(self, index: Any) -> Any:
@@ -247,7 +247,7 @@ class Shards(Reader):
         return mapped
 
     def _map_there(self, numbers: list[int], mapped: dict[int, Any]) -> None:
-        """Map the given shards if they are in the cache."""
+        """Map the given shards that are in the cache."""
         for number in numbers:
             with (
                 contextlib.suppress(FileNotFoundError),

@@ -21,14 +21,14 @@ __all__ = ["Tar"]
 
 # A sample's key, and a dict that maps the extension of each member to its offset and size.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
-# Size in bytes of the field at the end of a shard that contains the length of the member list.
+# Size in bytes of the last field of a shard, which holds the length of the member list.
 LENGTH = 8
 
 
 class Tar(Shards):
-    """A reader of tar files, where several members form a sample.
+    """A reader for tar files in which several members form a sample.
 
-    Consecutive members belong to the same sample if their names are equal up to the first dot.
+    Consecutive members belong to the same sample if their names match up to the first dot.
     ``[index]`` returns a dict with ``"__key__"`` and the bytes of each member under its lowercase
     extension. ``[indices]`` returns a list of dicts. The first run reads all shards to count their
     samples. See `Shards` for parameters.

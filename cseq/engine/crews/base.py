@@ -1,4 +1,4 @@
-"""The base class of crews, and the name of the file with a crew's rings."""
+"""Base class for crews, and the name of the file that holds a crew's rings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RUN = "cseq-run"
 
 
 def file_name(tickets: Tickets, *, threads: bool = False) -> str:
-    """Return the name of the file with the rings. ``cseq top`` reads it from `/proc`."""
+    """Return the name of the file that holds the rings. ``cseq top`` reads it from `/proc`."""
     facts: dict[str, object] = {
         "pid": os.getpid(),
         "rings": tickets.rings,
@@ -57,10 +57,10 @@ class Staff(Protocol):
 
 
 class Crew:
-    """The runners of a pool, and the rings that they share with the training loop.
+    """A pool's runners, and the rings that they share with the training loop.
 
     The constructor starts nothing, because a signal handler may raise before a `Run` can close the
-    crew. The pool calls `resize` (for batches), `prepare` and `launch` in this order. `close` may
+    crew. The pool calls `resize` (for batches), `prepare` and `launch` in that order. `close` may
     be called at any time.
 
     Each worker runs `engine.worker.serve`. The crew replaces dead workers and counts them in
@@ -125,7 +125,7 @@ class Crew:
         """Change the number of workers."""
 
     def room_for(self, num_workers: int, present: int) -> int:  # noqa: ARG002
-        """Return how many of `num_workers` workers fit in memory if `present` are running."""
+        """Return how many of `num_workers` fit in memory if `present` are already running."""
         return num_workers
 
     def check(self) -> None:

@@ -117,7 +117,7 @@ class ProcessCrew(Crew):
         self.supervisor.launch()
 
     def begin_epoch(self) -> None:
-        """Start an epoch and reset the number of deaths."""
+        """Start an epoch and reset the death count."""
         self.supervisor.begin_epoch()
 
     def resize(self, num_workers: int) -> None:
@@ -161,7 +161,7 @@ class ProcessCrew(Crew):
     def _pickle(self, value: object, name: str) -> Pickled:
         """Pickle a value. For forked workers, which have the same classes, do so by reference."""
         if self.supervisor.takes_objects:
-            # `dump` raises the same exception with an explanation.
+            # If this fails, `dump` raises the same exception with an explanation.
             with contextlib.suppress(Exception):
                 buffers: list[memoryview] = []
                 return Pickled(dumps([value], buffers), buffers)

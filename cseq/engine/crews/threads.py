@@ -46,7 +46,7 @@ MADE, WAITS = 0, -1
 
 
 class ThreadGroup:
-    """A group of runner threads, and the first exception in one of them.
+    """A group of runner threads, and the first exception raised in any of them.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class ThreadGroup:
         return "(not running)\n" if frame is None else "".join(traceback.format_stack(frame))
 
     def join(self, seconds: float, *, hurried: bool = False) -> None:
-        """Wait for the threads, for at most `seconds`, or `HURRY` if `hurried`."""
+        """Wait at most `seconds` for the threads, or `HURRY` seconds if `hurried`."""
         deadline = time.monotonic() + (HURRY if hurried else seconds)
         stuck = []
         for threads in self._started:
@@ -152,7 +152,7 @@ def _convert(output: Output, runner: Runner, source: Source, batch_writer: Objec
 
 
 def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | None]:
-    """Create the rings in one block of memory. Return them, and their file or None."""
+    """Create the rings in one block of memory. Return them and their file, if any."""
     count, cells, words, runners = tickets.rings, tickets.cells, tickets.words, tickets.runners
     width = -(-ring_bytes(cells, words, runners) // LINE) * LINE
     size = count * width
@@ -170,7 +170,7 @@ def open_rings(tickets: Tickets, name: str) -> tuple[list[Ring], Descriptor | No
 
 
 def _file_for(size: int, name: str) -> Descriptor | None:
-    """Create a file, so that other programs can read the meters (Linux only)."""
+    """Create a file from which other programs can read the meters (Linux only)."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -184,7 +184,7 @@ def _file_for(size: int, name: str) -> Descriptor | None:
 
 
 class ThreadCrew(Crew):
-    """Worker threads. They pass batches on as objects, without copying."""
+    """Worker threads, which pass batches on as objects without copying them."""
 
     of = "MTSequence"
     _worker: object = None
@@ -199,7 +199,7 @@ class ThreadCrew(Crew):
         self.staff = self._group = ThreadGroup(self.rings[0], tickets.instead)
         self._wanted = tickets.num_workers
         self._is_launched = False
-        # The thread that acquires this lock may log warnings about its first batch.
+        # Only the first thread to acquire this lock logs a warning about its first batch.
         self._unwarned = threading.Lock()
         # Protects `ThreadGroup.begun`.
         self._lock = Lock()

@@ -1,4 +1,4 @@
-"""The base class for tickets."""
+"""Base class for tickets."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Tickets:
     num_workers, num_converters : int
         The maximum number of workers and converters.
     rings, runners, cells, words, limit, calls : int
-        The number of rings, the number of runners per ring, and arguments of `Ring`.
+        The number of rings, the number of runners per ring, and arguments for `Ring`.
     ahead : int
         The number of slots that workers may fill before the loop consumes anything.
     errors, interrupted : str
         See `Feed`.
     instead : str
-        Text about slow threads for the message of a WorkerTimeout.
+        Text about slow threads for a WorkerTimeout message.
     """
 
     pool: Any
@@ -87,14 +87,14 @@ class Tickets:
         raise NotImplementedError
 
     def working(self, awaited: Awaited | None) -> Working:
-        """Describe the work in progress for the awaited tickets, by default the feed's."""
+        """Describe the work in progress on the awaited tickets (by default, the feed's)."""
         raise NotImplementedError
 
     def note_wait(self) -> None:
-        """Record that the loop starts waiting."""
+        """Record that the loop has started to wait."""
 
     def open(self) -> None:
-        """Start the crew. If interrupted, `Pool.close` stops it."""
+        """Start the crew. If this call is interrupted, `Pool.close` stops it."""
 
     def close(self) -> None:
         """Drop the reference to the user's object, because the pool is in a reference cycle."""

@@ -31,8 +31,8 @@ ADVICE = "check what the indexer does with these indices"
 def wake_at(buffer: int, num_workers: int) -> int:
     """Return how many tickets to post before waking up workers.
 
-    Waking up a worker for every ticket would cost more than making a small batch. The loop must
-    have a batch per worker left to consume in the meantime.
+    Waking a worker for each ticket would cost more than making a small batch. Until workers wake
+    up, the loop must still have one batch per worker to consume.
     """
     return max(1, min(buffer // 2, buffer - num_workers))
 
@@ -154,8 +154,8 @@ class Batches(Tickets):
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Start an epoch after `consumed` units, for the iterator of the given generation.
 
-        `place` is set to this epoch in the same step of C code. If the epoch was already started at
-        this place and no batch was consumed, its finished batches are kept.
+        The epoch starts and `place` is set in one step of C code. If the epoch has already been
+        started at this place and no batch consumed, its finished batches are kept.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place
@@ -171,8 +171,8 @@ class Batches(Tickets):
     def replan(self, sampler: Sampler, place: Place, *, is_over: bool, position: int) -> None:
         """Continue the epoch at `position` with a new sampler, unless the epoch is over.
 
-        The iterator stays valid. Batches made in advance are dropped. The caller must hold the lock
-        of the run.
+        The iterator stays valid. Batches made in advance are dropped. The caller must hold the
+        run's lock.
         """
         epoch = place.now(sampler).epoch
         self._job = self._job._replace(sampler=sampler)

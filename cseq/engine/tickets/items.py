@@ -28,19 +28,19 @@ __all__ = ["Items", "Naming"]
 
 # Maximum number of tickets per worker. Beyond `prefetch`, cells take at most MOST_BYTES in total.
 DEEPEST, MOST_BYTES = 64, 16 << 20
-# Lists of over KEY_ROOM ints are pickled. A call and a cancelled call may be pending at once.
+# Lists of more than KEY_ROOM ints are pickled. One call and one cancelled call may be pending.
 KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
-    """Describes items in messages: what they are called, and how many samples they contain.
+    """What to call an item in messages, and how many samples it contains.
 
     Attributes
     ----------
     unit : str
         A noun for an item.
     lost : str
-        Text for the log when a worker is replaced.
+        Text to log when a worker is replaced.
     samples : callable, optional
         ``samples(key)`` returns the number of samples in an item (default 1), for `stats`.
     interrupted : str
@@ -88,7 +88,7 @@ class Items(Tickets):
         self.rings = self.num_workers = num_workers
         self.cells = self._most + besides
         self.ahead = num_workers * (depth + besides)
-        # `_epoch` is 0 before the first epoch. `_idle`: when each runner was first seen idle.
+        # `_epoch` is 0 before the first epoch. `_idle` says when each runner was first seen idle.
         self._epoch = self._wait_began = 0
         self._idle: dict[int, int] = {}
         self.assignments: list[Request] = []
@@ -106,8 +106,8 @@ class Items(Tickets):
     def feed_of(self, pool: Pool[Items]) -> Feed:
         """Set up the rings and return the feed.
 
-        The pool keeps only a weak reference to it. Otherwise, the finalizer of the `Streams` would
-        keep the `Streams` alive through the pool, the feed and the iterator of keys.
+        The pool keeps only a weak reference to the feed. Otherwise, the `Streams` finalizer would
+        keep the `Streams` alive through the pool, the feed and the key iterator.
         """
         for ring in pool.rings:
             # Waking up a worker costs more than making a small item, so wait until half are
@@ -123,11 +123,11 @@ class Items(Tickets):
     # -- waiting
 
     def note_wait(self) -> None:
-        """Record that the loop starts waiting."""
+        """Record that the loop has started to wait."""
         self._idle, self._wait_began = {}, now_ns()
 
     def working(self, awaited: Awaited | None) -> Working:
-        """List the work of awaited workers since the wait started."""
+        """List what the awaited workers have been doing since the wait started."""
         everything = []
         first = dict(reversed(self.pool.feed.awaited() if awaited is None else awaited))
         for worker, cell in first.items():
@@ -195,7 +195,7 @@ class Items(Tickets):
         free: bool,
         first: int,
     ) -> list[Any]:
-        """Start an epoch and return the replies of the workers."""
+        """Start an epoch and return the workers' replies."""
         feed = self.pool.feed
         self._end()
         try:
@@ -262,7 +262,7 @@ class Items(Tickets):
     def ask(
         self, method: str, args: tuple[object, ...], workers: Sequence[int], *, behind: bool
     ) -> list[Any]:
-        """Call a method in the given workers. The next call cancels an interrupted one."""
+        """Call a method in the given workers. An interrupted call is cancelled by the next."""
         generation = self.pool.run.generation
         try:
             self.pool.crew.check()
@@ -281,7 +281,7 @@ class Items(Tickets):
             raise
 
     def post_call(self, worker: int, request: Request | None, name: str) -> tuple[int, int, int]:
-        """Post a call. Return the worker, and the cell and number of the ticket."""
+        """Post a call. Return the worker, and the ticket's cell and number."""
         assignments = self.assignments
         epoch = (assignments[worker], self._epoch) if assignments else ()
         return worker, *self.pool.feed.post_call(worker, request, name, *epoch)
