@@ -1,6 +1,6 @@
 """Feed batches to training loops in order, each sample once, reproducibly for a given seed.
 
-Each batch has a ticket in a cell of a ring. The cell's state shows the progress::
+Each batch has a ticket in a cell of a ring. The cell's state shows the batch's progress::
 
     main process      stage 1 worker          stage 2 worker          main process
 
@@ -170,7 +170,7 @@ _ELSEWHERE = {
 if not typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Import a public name on first use, because most programs need only a few of them."""
+        """Import public names on first use, because most programs need only a few of them."""
         if name in _ELSEWHERE:
             from importlib import import_module
 

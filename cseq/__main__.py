@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     run.add_argument("--report", metavar="FILE", help="write an HTML page about all loaders")
     run.add_argument("--trace", metavar="FILE", help="trace every batch into a .json or .json.gz")
     run.add_argument("-m", dest="is_module", action="store_true", help="run a module as a script")
-    # Parse the script's command line as one argument, or argparse would drop a `--` from it.
+    # Parse the script and its arguments as one argument; otherwise, argparse would drop a `--`.
     run.add_argument("script", nargs=argparse.PARSER, metavar="script", help="with its arguments")
     bench = command("bench", "measure a data set or a loader, with and without cseq", _bench)
     bench.add_argument(
@@ -194,8 +194,8 @@ def _run_module(name: str) -> None:
 
 def _run_script(script: str) -> None:
     """Run a file, a folder or an archive as ``python`` does."""
-    # An absolute path stays valid after a chdir. `abspath` would remove a `..` after a symbolic
-    # link.
+    # An absolute path stays valid after a chdir. `abspath` would collapse a `..` that follows
+    # a symbolic link.
     path = os.path.join(os.getcwd(), script)
     if pkgutil.get_importer(path) is not None:
         _enter(None)
@@ -225,8 +225,8 @@ def _run_script(script: str) -> None:
 
 
 def _enter(folder: str | None) -> None:
-    """Replace the folder that ``-m cseq`` added to ``sys.path``."""
-    # In isolated or safe-path mode, Python adds no folder.
+    """Replace the folder that ``-m cseq`` added to ``sys.path``, or remove it if None is given."""
+    # In isolated or safe-path mode, Python does not prepend a folder to `sys.path`.
     if sys.flags.isolated or getattr(sys.flags, "safe_path", False):
         return
     if folder is None:

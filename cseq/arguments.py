@@ -69,8 +69,8 @@ MOST_EPOCHS = 2**63
 KINDS = {"proc": "processes", "thread": "threads", "ray": "processes of a fleet"}
 BATCH_SIZE = 32
 AUTO = "auto"
-# 'auto' starts with up to AUTO_START workers and at least FIRST_BUFFER batches. It may grow to
-# MOST_READERS workers per core, within [LEAST_READERS, AUTO_READERS] but at least one per core,
+# 'auto' starts with up to AUTO_START workers and at least FIRST_BUFFER batches. It can grow to
+# MOST_READERS workers per core (between LEAST_READERS and AUTO_READERS, but at least one per core)
 # and to AUTO_BUFFER batches or AUTO_WORDS indices, but at least two batches per worker.
 AUTO_START, FIRST_BUFFER, LEAST_READERS, AUTO_READERS = 4, 10, 16, 64
 AUTO_BUFFER, AUTO_WORDS = 1024, 2**20
@@ -148,7 +148,7 @@ def is_auto(name: str, value: object) -> bool:
 def workers_of_auto() -> tuple[int, int]:
     """Return the initial and the maximum number of workers for 'auto'.
 
-    At first, one core is left for the loop. Workers that wait on a disk can outnumber the cores.
+    Initially, one core is left free for the loop. Workers that wait for a disk can outnumber cores.
     """
     cores = share()
     start = max(1, min(AUTO_START, cores - 1))
@@ -163,7 +163,7 @@ class Job(NamedTuple):
     output : Output
         The output for `out_type` and `dtype`.
     num_workers, buffer : int
-        The maximum number of workers, and of batches that are in progress or ready.
+        The maximum numbers of workers and of batches in progress or ready, respectively.
     num_converters : int
         The number of converters, or 0 without CUDA.
     start : Size
@@ -226,7 +226,7 @@ def refuse(options: WorkerOptions, *, seed_globals: bool, given: bool) -> None:
 
 
 def fleet_of(worker: Any, thread_type: str) -> tuple[Any, Any]:
-    """Validate `worker`. Return the user's worker and the fleet, or None if no fleet was passed."""
+    """Validate `worker`. Return the user's worker, and the fleet (None if none was passed)."""
     if thread_type not in KINDS:
         raise TypeError(f"thread_type={thread_type!r} is unknown; pass one of {[*KINDS]}")
     if not hasattr(worker, "ask") or not hasattr(worker, "handles"):
@@ -243,7 +243,7 @@ def batch_size_of(batch_size: object, order: Order) -> int:
     if batch_size is None:
         raise TypeError(
             "batch_size=None is not an integer; the indexer always receives an array of indices, "
-            "so for single samples, pass 1"
+            "so pass 1 to get one sample per batch"
         )
     most = MOST_BATCH if order.room == 1 else MOST_BATCH // (order.room + 1)
     size = integer("batch_size", batch_size, most=most)

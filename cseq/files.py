@@ -44,7 +44,7 @@ def _open(path: str, *, packed: bool) -> IO[str]:
 
 
 def locked(path: str, *, shared: bool = False) -> int | None:
-    """Open and lock a file. Return its descriptor, or None if it was moved or removed first."""
+    """Lock a file and return its descriptor, or None if it was moved or removed in the meantime."""
     import fcntl
 
     fd = lift(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))

@@ -57,7 +57,7 @@ class Manager:
     """Base class for managers: holds the current run and a lock.
 
     Between runs, `_stats` and `_skipped` describe the last run. `_logged_causes` lists the
-    causes of waiting that have already been logged, as each is logged only once.
+    causes of waiting that have already been logged, because each is logged only once.
     """
 
     def __init__(self) -> None:
@@ -124,9 +124,9 @@ class Manager:
             raise
 
     def _started(self) -> Self:
-        """Return the manager. Raise InterruptedError if `finish` was called during the start."""
+        """Return the manager. Raise InterruptedError if `finish` was called during startup."""
         if self._run is None:
-            raise InterruptedError("finish() was called while the manager was being started")
+            raise InterruptedError("finish() was called while the manager was starting")
         return self
 
     def _present(self) -> Run[Batches]:
@@ -136,7 +136,7 @@ class Manager:
         if not run.is_ours:
             raise OSError(
                 "this manager was started by the process that forked this one; call "
-                "start() here, or make another manager"
+                "start() here, or create another manager"
             )
         return run
 
@@ -159,13 +159,13 @@ class Manager:
                 self._end()
 
     def _begin_trace(self, path: str | os.PathLike[str] | None, rank: int) -> None:
-        """Start a trace if a path is given. Call this before the run."""
+        """Start a trace if a path is given. Call this before starting the run."""
         if path is not None:
             self._trace = trace = tracing.Trace(path, rank=rank)
             trace.begin_recording()
 
     def _end(self, ended: BaseException | None = None) -> None:
-        """End the run, if any. If a signal handler raises in it, call it again."""
+        """End the run, if any. If a signal handler raises during this call, call it again."""
         self._is_entered = False
         run = self._run
         if run is not None:
@@ -283,7 +283,7 @@ class Manager:
     def skipped(self) -> list[Skipped]:
         """The samples and batches that ``on_error='skip'`` has skipped since the last start.
 
-        The list contains the latest 1000 entries, with the attributes ``epoch``, ``batch``,
+        The list contains the most recent 1000 entries, with the attributes ``epoch``, ``batch``,
         ``sample`` (None for a whole batch), ``error`` and ``indices``. The total number of skipped
         batches is ``stats().skips``.
         """

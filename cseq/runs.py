@@ -33,9 +33,9 @@ __all__ = ["Run", "await_closings", "close_elsewhere", "on_close", "present"]
 
 # Name of the threads that close runs whose owners were garbage-collected.
 NAME = "cseq-close"
-# Maximum wait for runs and threads to end at interpreter exit.
+# How long to wait at interpreter exit for runs and threads to end.
 EXIT_SECONDS = 15.0
-# Maximum wait for pending log records at interpreter exit.
+# How long to wait at interpreter exit for pending log records.
 LOG_SECONDS = 2.0
 # How long `close` waits for a call in another thread to return.
 LOCK_SECONDS = 5.0

@@ -55,9 +55,9 @@ class MSequence(Manager, Generic[B_co]):
     ----------
     worker : class, callable or indexer
         Creates an indexer: an object with ``__getitem__(indices) -> batch``, where `indices` is a
-        new one-dimensional ``int64`` array. A class or other callable without arguments is called
-        once in every worker process or thread (one thread at a time). An object that already has
-        ``__getitem__``, such as an array, is used as the indexer: each process gets a copy, while
+        new one-dimensional ``int64`` array. A class or other callable is called without
+        arguments once per worker process or thread (one thread at a time). An object that already
+        has ``__getitem__``, such as an array, is used as the indexer: each process gets a copy, and
         threads share the object. A torch ``Dataset`` or Dataset class is passed to `from_dataset`.
         If the indexer has a ``close()`` method, the method is called when the worker exits.
     dset_size : int or one-dimensional array or list of int, optional
@@ -88,8 +88,8 @@ class MSequence(Manager, Generic[B_co]):
         An integer in [0, 2**64). By default, cseq draws a seed, available as the property `seed`.
     dtype : data type, 'auto' or None
         The type for numeric arrays with ``'cpu'`` and ``'cuda'``. None keeps each array's type, as
-        integer labels require. 'auto' means None if `worker` comes from `from_dataset` or has its
-        own order, and 'float32' otherwise.
+        needed for integer labels. 'auto' means None if `worker` comes from `from_dataset` or has
+        its own order, and 'float32' otherwise.
     drop_last : bool
         Whether to drop the last batch if it is smaller than the others.
     ordered : bool
@@ -229,7 +229,7 @@ class MSequence(Manager, Generic[B_co]):
         return self._job.sampler
 
     def _settle_shard(self) -> None:
-        """Resolve shard='auto'. Raise an error if it differs from an earlier result."""
+        """Resolve shard='auto'. Raise an error if the result differs from an earlier one."""
         if not self._automatic:
             return
         with self._lock.hold():
@@ -300,7 +300,7 @@ class MSequence(Manager, Generic[B_co]):
 
     @property
     def dset_size(self) -> int:
-        """The number of samples, over all ranks. An `order` may not cover them all in an epoch."""
+        """The number of samples across all ranks. An epoch of an `order` may omit some of them."""
         return self._sampler.dset_size
 
     @property
@@ -555,7 +555,7 @@ class MSequence(Manager, Generic[B_co]):
             If the order is neither a `Mixture` nor a `Balanced` order.
         ValueError
             If the weights do not match the sources, a step or window of `Balanced` is incomplete,
-            or the manager uses `repeat` or ``ordered=False``, so the next batch is undefined.
+            or the next batch is undefined because of `repeat` or ``ordered=False``.
 
         Examples
         --------

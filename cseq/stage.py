@@ -29,7 +29,7 @@ __all__ = [
 
 # The stages of a ticket.
 INDEXER, CONVERTER = 0, 1
-# Ticket status: 0 for a batch, or flags for a raised exception and the end of the items.
+# A ticket's status: 0 for a batch, or flags if an exception was raised or the items ended.
 BATCH, RAISED, ENDED = 0, 1, 2
 
 # How long an idle runner sleeps before it wakes up to check the ring.
@@ -49,7 +49,7 @@ START_SHARE = 10
 def overdue(
     working: Iterable[tuple[int, int, str]], starting: Iterable[tuple[int, int]], timeout: float
 ) -> Iterator[tuple[int, str]]:
-    """Yield each overdue runner's number, and text for the error message.
+    """Yield the number of each overdue runner, with text for the error message.
 
     Parameters
     ----------

@@ -55,7 +55,7 @@ class Streams:
     num_workers : int
     prefetch : int
         The maximum number of items per worker that are requested, in progress, or waiting. In an
-        epoch of keys, how many keys per worker are drawn ahead of consumption.
+        epoch of keys, the number of keys per worker that are drawn in advance.
     start_method : {None, 'forkserver', 'spawn', 'fork'}
         How to start processes. Defaults to a fork server where available.
     max_restarts : int
@@ -80,8 +80,8 @@ class Streams:
         In an epoch of keys, an item that has killed three workers causes a `WorkerDied` error. With
         'raise', the error ends the streams. With 'return', the error replaces only that item.
     launch : 'now' or 'begin'
-        With 'now', the constructor starts the workers. With 'begin', the first `ask` starts
-        them, or the first `begin`, once it has posted work. A forked worker then makes its first
+        With 'now', the constructor starts the workers. With 'begin', they are started by the first
+        `ask`, or by the first `begin` once it has posted work. A forked worker then makes its first
         items while others are being forked, and inherits changes that the key iterator has made.
     kind : 'processes' or 'threads'
         The kind of worker. With threads, nothing is pickled: workers share `producer`, assignments
@@ -95,7 +95,7 @@ class Streams:
     Notes
     -----
     The constructor does not wait for the workers. If `producer` raises an exception, the first call
-    that waits raises it. Each item is encoded before the producer makes the next one, so the
+    that waits re-raises it. Each item is encoded before the producer makes the next one, so the
     producer can reuse its buffers. An item remains valid while any part of it is referenced.
 
     If an item cannot be made, an exception is raised at the item's position. Its ``__cause__``
@@ -183,7 +183,7 @@ class Streams:
         assign: Literal["turn", "free"] = "turn",
         first: int = 0,
     ) -> list[Any]:
-        """Start an epoch in every worker, and request items in advance. End the previous epoch.
+        """End the previous epoch, start one in every worker, and request items in advance.
 
         Parameters
         ----------
@@ -287,7 +287,7 @@ class Streams:
 
     @property
     def latest(self) -> int:
-        """The number of the worker that made the latest item."""
+        """The number of the worker that produced the most recent item."""
         worker: int = self._feed.latest
         return worker
 
@@ -295,7 +295,7 @@ class Streams:
     def glance(self) -> Callable[[], Any]:
         """A function that returns the next item of an ordered epoch of keys without consuming it.
 
-        The function draws no key, and returns None if the item is not ready. See `Feed.glance`.
+        It does not draw a key, and returns None if the item is not ready. See `Feed.glance`.
         """
         return self._feed.glance
 
@@ -321,7 +321,7 @@ class Streams:
         return self._run.pool.stats()
 
     def pids(self) -> list[int | None]:
-        """Return the workers' process ids in order, with None for a worker that was not started."""
+        """Return the workers' process ids in order, with None for workers that have not started."""
         supervisor = self._run.pool.supervisor
         return [] if supervisor is None else supervisor.pids()
 
@@ -355,5 +355,5 @@ class Streams:
         if not self._run.is_ours:
             raise OSError("these streams belong to the process that forked this one; make new ones")
         if self._run.is_ended:
-            raise OSError("these streams were closed; make new ones")
+            raise OSError("these streams are closed; make new ones")
         return self._run

@@ -102,7 +102,7 @@ def fields(path: str) -> dict[str, int]:
 
 
 OPENMP = "OMP_NUM_THREADS"
-# If one of these variables is unset, its library uses OMP_NUM_THREADS instead, as torch does.
+# If one of these variables is unset, its library falls back to OMP_NUM_THREADS, as torch does.
 FOLLOWING = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 VARIABLES = (OPENMP, *FOLLOWING, "VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM")
 
@@ -150,7 +150,7 @@ def neighbours() -> int:
 
 
 def gpu_is_idle() -> bool | None:
-    """Return whether the GPU is idle, or None if CUDA is unused or capturing a graph."""
+    """Return whether the GPU is idle, or None if CUDA is unused or a graph is being captured."""
     cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
     if not hasattr(cuda, "is_initialized") or not cuda.is_initialized():
         return None
@@ -163,7 +163,7 @@ def gpu_is_idle() -> bool | None:
 def thread_variables(threads: int | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables to add to `environ` so that libraries use at most `threads` threads.
 
-    Omit variables that the user has set, directly or through OMP_NUM_THREADS. For None, return {}.
+    Omit any the user has set, directly or through OMP_NUM_THREADS. If `threads` is None, return {}.
     """
     if threads is None:
         return {}
@@ -218,7 +218,7 @@ KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
-# Names of the files with memory usage and out-of-memory kills, keyed by the limit's file name.
+# The files that report memory usage and out-of-memory kills, keyed by the limit's file name.
 USAGE = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 KILLS = {"memory.max": "memory.events", "memory.limit_in_bytes": "memory.oom_control"}
 # The amount of memory to assume if the actual amount is unknown.

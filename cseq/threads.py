@@ -129,10 +129,10 @@ _left: set[Threads] = set()
 
 
 def leave_running(threads: Threads) -> None:
-    """Make interpreter exit wait for these threads.
+    """Before Python 3.14, make interpreter exit wait for these threads.
 
-    Before Python 3.14, the stack of a thread that reacquires the GIL at exit is unwound. If there
-    are C++ functions on the stack, as with torch, the process aborts.
+    Otherwise, the stack of a thread that reacquires the GIL at exit would be unwound. If C++
+    functions were on the stack, as with torch, the process would abort.
     """
     _left.difference_update([group for group in _left if not group.join(0.0)])
     if sys.version_info < (3, 14):

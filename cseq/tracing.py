@@ -37,7 +37,7 @@ TICKETS = 100_000
 MOST_TICKETS = 1 << 24
 # A quarter of a year in ns. `baseTimeNanoseconds` is a multiple of this, as in torch's profiler.
 QUARTER = 7_889_238 * 10**9
-# The row numbers of loops start at MADE_UP, and the row numbers of runners at RUNNERS.
+# In a trace, rows for loops are numbered from MADE_UP, and rows for runners from RUNNERS.
 MADE_UP = 1 << 30
 RUNNERS = MADE_UP // 2
 SUPERVISOR = RUNNERS - 1
@@ -306,7 +306,7 @@ def _clocks() -> Iterator[tuple[int, int, int]]:
         yield now_ns(), time.time_ns(), now_ns()
 
 
-# Whether CSEQ_TRACE has been handled already, or does not apply to this process.
+# True once CSEQ_TRACE has been handled, and in forked processes, where it does not apply.
 _was_asked = False
 
 

@@ -60,19 +60,19 @@ if TYPE_CHECKING:
     from cseq.engine.tickets.base import Tickets
     from cseq.fleet.wire import Message
 
-    # Passed in a list, because Ray would otherwise fetch the object for each call.
+    # The reference is passed in a list; otherwise, Ray would fetch the object for every call.
     Payload: TypeAlias = ray.ObjectRef[tuple[bytes, list[Any]]]
 
 __all__ = ["FleetCrew", "RayFleet"]
 
-# A batch fails after `TRIES` agents are lost. An agent runs `CALLS` Ray calls at a time. A thread
-# contacts `ASKED` agents at a time. The first batch may take `STARTING` times `timeout`.
+# A batch fails once `TRIES` agents have been lost. An agent runs up to `CALLS` Ray calls at a time.
+# A thread contacts up to `ASKED` agents at once. The first batch may take `STARTING` * `timeout`.
 TRIES, CALLS, ASKED, STARTING = 3, 8, 8, 10
-# Seconds to wait for an agent before trying others, and to pause between attempts.
+# Seconds to wait for an agent before trying others (`AGAIN`) and between attempts (`PAUSE`).
 AGAIN, PAUSE = 0.1, 0.05
-# Seconds after which a thread retries its own agent, or logs that no agent is ready.
+# Seconds until a thread retries its own agent (`AWAY`) or logs that none is ready (`SHORT`).
 AWAY, SHORT = 2.0, 10.0
-# Exceptions that mean an agent is not ready yet (`OPEN`) or is lost (`LOST`).
+# Exceptions that mean that an agent is not ready yet (`OPEN`) or has been lost (`LOST`).
 OPEN = EOFError, OSError, exceptions.ActorUnavailableError
 LOST = *OPEN, pickle.UnpicklingError, exceptions.RayActorError
 INSTALL = (
@@ -122,7 +122,7 @@ class Agent:
         self._thread = ThreadPoolExecutor(1, "cseq-agent", context.enter, (self._context,))
 
     def about(self, payload: list[Payload], trainer: str) -> tuple[int, str]:
-        """Set the worker here, as Ray drops constructor arguments. Return the PID and the node."""
+        """Return the PID and node. Set the worker here, because Ray drops constructor arguments."""
         if trainer != versions():
             raise ImportError(
                 f"the agent on node {self._node} has {versions()}, but the training process has "
@@ -177,7 +177,7 @@ class Agent:
             faulthandler.cancel_dump_traceback_later()
 
     def _batch(self, numbers: context.Numbers, indices: NDArray[np.int64], on_error: str) -> Any:
-        """Make a batch. Remake it if this imports a module with a random generator."""
+        """Make a batch. If doing so imports a module with a random generator, remake the batch."""
         if self._indexer is None:
             own = ray.get_runtime_context().runtime_env.get("env_vars") or {}
             if self._threads is not None and system.OPENMP not in own:
@@ -201,8 +201,8 @@ class Agent:
 class RayFleet:
     """Worker processes on a Ray cluster: Ray actors that make batches.
 
-    Pass a fleet to `RaySequence` instead of `worker`. Several ranks and sequences can use a fleet
-    at the same time. A fleet that is pickled for a Ray task or a `TorchTrainer` refers to the same
+    Pass a fleet to `RaySequence` instead of `worker`. Several ranks and sequences can share a
+    fleet. A fleet that is pickled for a Ray task or a `TorchTrainer` refers to the same
     actors. The constructor calls ``ray.init()`` if necessary, and does not wait for the actors.
 
     Parameters
@@ -212,8 +212,8 @@ class RayFleet:
         read-only.
     nodes, num_workers : int, optional
         The fleet has `nodes` times `num_workers` processes. If both are omitted, it has as many as
-        all nodes can run at creation. If one is omitted, it defaults to the number of nodes with
-        enough CPUs, or to the number of workers that the largest node can run.
+        the nodes can run when it is created. If one is omitted, it defaults to the number of nodes
+        with enough CPUs, or to the number of workers that the largest node can run, respectively.
     num_cpus : float
         The number of CPUs per worker process.
     timeout : float, optional
@@ -384,7 +384,7 @@ class Caller:
                 raise crew.failed(error) from None
             if crew.closed.is_set():
                 self.close()
-                raise InterruptedError("the sequence was finished")
+                raise InterruptedError("the sequence is already finished")
             if self._until:
                 return
 
@@ -397,7 +397,7 @@ class Caller:
         while calls:
             answered = ray.wait(list(calls), timeout=seconds)[0]
             if not answered:
-                raise TimeoutError("Ray has not started the agent")
+                raise TimeoutError("Ray has not started the agent yet")
             call, k = answered[0], calls.pop(answered[0])
             crew.calls.pop(k, None)
             with contextlib.suppress(*OPEN if calls else ()):
@@ -446,7 +446,7 @@ def of_fleet(job: Job) -> Job:
         fleet = RayFleet(job.worker, 1, job.num_workers, seed_globals=job.seed_globals, **own)
         fleet.is_own = True
     if not fleet.handles:
-        raise RuntimeError("this fleet is closed; make another one")
+        raise RuntimeError("this fleet is closed; create a new one")
     threads, buffer = len(fleet.handles), job.start.buffer
     if job.auto[1]:
         buffer = min(max(buffer, 2 * threads), MOST_BUFFER)
@@ -485,12 +485,12 @@ class FleetCrew(ThreadCrew):
         return self._callers[-1]
 
     def failed(self, error: BaseException) -> BaseException:
-        """Make the loop raise an error that would occur on any agent. Return the error."""
+        """Make the loop raise an error that would occur on any agent, and return the error."""
         self._group.fail(error)
         return error
 
     def close(self, *, hurried: bool) -> None:
-        """Stop the threads. If the fleet was created for this crew, close it."""
+        """Stop the threads. If the fleet was created for this crew, close it too."""
         self.closed.set()
         for caller in self._callers:
             caller.close()

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "look", "report"]
 
-# Fraction of throttled periods above which to warn.
+# Warn if more than this fraction of the CPU quota's periods were throttled.
 THROTTLED = 0.05
-# Percentage of the last 10 s with a task waiting for a core, above which to warn.
+# Warn if a task was waiting for a core during more than this percentage of the last 10 s.
 PRESSED = 20.0
-# Number of clock readings to average, and ns per reading above which to warn.
+# The number of clock readings to average, and the ns per reading above which to warn.
 READINGS, SLOW_CLOCK = 1000, 250
-# Number of processes that must still be startable: a base number, plus a number per core.
+# Warn if fewer processes than this can still be started: a base number, plus a number per core.
 PROCESSES = 32, 4
 
 

@@ -302,7 +302,7 @@ def batch_times(stats: Stats) -> Drawn:
 
 
 def enough(stats: Stats) -> Drawn:
-    """Draw the expected rate against the number of workers."""
+    """Plot the expected rate against the number of workers."""
     window, title = stats.window(), "How many workers would be enough"
     now, wanted = window.workers, stats.advice().change.get("num_workers")
     most = max(2 * now, math.ceil(1.3 * (wanted or 0)), 4)

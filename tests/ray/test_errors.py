@@ -309,7 +309,7 @@ def test_what_concerns_workers_is_given_to_the_fleet():
         with pytest.raises(TypeError, match="is a fleet; pass it to a RaySequence"):
             cseq.MPSequence(fleet, 8)
         manager = cseq.RaySequence(fleet, 8, **OPTIONS)
-    with pytest.raises(RuntimeError, match="this fleet is closed; make another one"):
+    with pytest.raises(RuntimeError, match="this fleet is closed; create a new one"):
         manager.start()
 
 
