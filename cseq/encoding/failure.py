@@ -30,7 +30,7 @@ __all__ = [
 
 RAISE = opcode.opmap["RAISE_VARARGS"]
 
-# If raised in the loop, these would end the loop, the program or a generator.
+# Raised in the loop, these exceptions would end the loop, the program or a generator.
 ENDINGS = (StopIteration, SystemExit, KeyboardInterrupt, GeneratorExit)
 
 # Descriptors for attributes that an exception class may override.
@@ -60,7 +60,7 @@ DEBUG = (
     "or start a manager with start_test()"
 )
 
-# Maximum number of indices in most messages, and in messages about dead workers.
+# Maximum number of indices to list: in most messages, and in messages about dead workers.
 SHOWN, MOST = 16, 1024
 
 
@@ -100,7 +100,7 @@ def _without(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackTy
 
 
 def shorten(error: BaseException) -> None:
-    """Strip cseq's leading frames from a traceback, or only the feed's if all are cseq's."""
+    """Strip leading cseq frames from a traceback, or only the feed's if all frames are cseq's."""
     trace: TracebackType | None = TRACE.__get__(error)
     TRACE.__set__(error, _without(trace, OURS) or _without(trace, ("cseq/engine/_feed.pyx",)))
 
@@ -139,9 +139,9 @@ def _travelling(error: BaseException) -> bytes:
 
 
 def _with_args(error: BaseException) -> list[tuple[BaseException, tuple[object, ...]]]:
-    """Return an exception and any nested in its arguments (as in a group), each with its arguments.
+    """Return (exception, args) for an exception and each one in its args, as in a group.
 
-    Unpickling passes them to the constructor, which might format the message a second time.
+    Unpickling passes the args to the constructor, which might format the message a second time.
     """
     args: tuple[object, ...] = ARGS.__get__(error)
     inner = [part for arg in args for part in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -239,7 +239,7 @@ def location_of(epoch: int, batch: int, indices: Sequence[int], most: int = SHOW
 
 
 def listed(indices: object, most: int = SHOWN) -> str:
-    """Format a batch's indices: at most `most` of a list or tuple, else a shortened repr."""
+    """Format a batch's indices: the first `most` of a list or tuple, otherwise a shortened repr."""
     if not isinstance(indices, (list, tuple)):
         return reprlib.repr(indices)
     shown = ", ".join(map(reprlib.repr, indices[:most]))

@@ -49,7 +49,7 @@ __all__ = [
 Reduced: TypeAlias = "str | tuple[Any, ...]"
 Reducers: TypeAlias = "dict[type, Callable[[Any], Reduced]]"
 
-# Module names of the user's script, here and in multiprocessing's child processes.
+# Module names of the user's script: in this process, and in multiprocessing's child processes.
 MAIN = ("__main__", "__mp_main__")
 # Smaller buffers are stored in the pickle.
 IN_BAND = 512
@@ -64,7 +64,7 @@ REMEDY = (
     "are first used, in each worker process and not in the training process"
 )
 
-# Types that only cloudpickle can pickle. It turns files and memoryviews into other types.
+# `dumps` rejects these types: only cloudpickle can pickle them, and not always as the same type.
 EMPTY: tuple[dict[str, object], ...] = {}, OrderedDict()
 VIEWS = {type(view()) for one in EMPTY for view in (one.keys, one.values, one.items)}
 DATA = {io.TextIOWrapper, memoryview, *VIEWS}
@@ -80,7 +80,7 @@ def unpicklable(name: str, error: Exception, remedy: str) -> UnpicklableError:
 
 
 class Pickled(NamedTuple):
-    """A pickle of a list that starts with the object, and the large buffers outside the pickle.
+    """A pickled list whose first item is the object, and the large buffers outside the pickle.
 
     The buffers are views, so write them before the object changes. `modules` are the importable
     modules that the pickle refers to.
@@ -153,12 +153,12 @@ def dumps(
     return file.getvalue()
 
 
-# A cache that maps `reducers` to (what the table was made from, the table).
+# Maps `reducers` to a pair: (torch's classes, a copy of copyreg's table), and the merged table.
 _tables: dict[Callable[[], Reducers], tuple[object, Reducers]] = {}
 
 
 def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
-    """Return copyreg's table merged with the reducers, cached until either changes."""
+    """Return copyreg's table merged with the reducers, cached until it changes or torch loads."""
     made_of, table = _tables.get(reducers, (None, {}))
     if made_of != (_torch_types(), copyreg.dispatch_table):
         own: Reducers = copyreg.dispatch_table.copy()
@@ -168,7 +168,7 @@ def _table_of(reducers: Callable[[], Reducers]) -> Reducers:
 
 
 def _keep_in(buffers: list[memoryview] | None) -> Callable[[pickle.PickleBuffer], bool]:
-    """Return a `buffer_callback` that adds large buffers to a list, or drops all if it is None."""
+    """Return a `buffer_callback` that adds large buffers to a list or, without one, drops all."""
 
     def is_in_band(buffer: pickle.PickleBuffer) -> bool:
         if buffers is None:
@@ -220,7 +220,7 @@ def _reduce_array(array: _Array) -> Reduced:
 
 
 def is_usual(dtype: np.dtype[Any]) -> bool:
-    """Return True if a dtype has nothing, such as metadata, that `==` ignores."""
+    """Return True unless a dtype has properties that `==` ignores, such as metadata."""
     if dtype.metadata is not None or type(dtype) in DTYPES or dtype.isalignedstruct:
         return False
     if dtype.fields is not None:
@@ -233,7 +233,7 @@ def _reduce_dtype(dtype: np.dtype[Any]) -> Reduced:
     return make, (dtype.char, *flags), *state
 
 
-# If two types are equal, as long and long long may be, numpy pickles both as the same type.
+# If two types compare equal, such as long and long long on Linux, numpy pickles both as one.
 DTYPES: Reducers = {
     type(dtype): _reduce_dtype
     for dtype in map(np.dtype, np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
@@ -276,7 +276,7 @@ def _tensor_on(
 
 
 def _sparse_tensor(layout: torch.layout, data: tuple[Any, ...]) -> torch.Tensor:
-    """Create a sparse tensor. torch's own function would keep a reference for `torch.load`."""
+    """Create a sparse tensor. torch's rebuild function would keep a reference for `torch.load`."""
     import torch
 
     if layout is torch.sparse_coo:

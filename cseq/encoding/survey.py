@@ -192,7 +192,7 @@ def torch_type(dtype: Dtype) -> torch.dtype:
 
 @functools.cache
 def _bits(dtype: torch.dtype) -> tuple[torch.dtype | None, str | None]:
-    """If numpy lacks a torch dtype, return an integer dtype of its size, and the torch name."""
+    """If numpy lacks a torch dtype, return an integer dtype of the same size and the torch name."""
     import torch
 
     try:

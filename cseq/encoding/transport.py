@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_SLOT", "BatchReader", "SlotReader", "Source"]
 
-# The slot number of a ticket without a slot.
+# Used as the slot number if a ticket has no slot.
 NO_SLOT = 0xFFFFFFFF
 
-# A source leaves the ticket unchanged, and the `Feed` frees its cell.
+# A source does not change the ticket. The `Feed` frees the ticket's cell.
 Source: TypeAlias = "Objects | SlotReader | TicketWriter"
 BatchReader: TypeAlias = "Objects | SlotReader"
 

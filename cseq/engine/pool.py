@@ -33,9 +33,9 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# Minimum seconds between advice messages: at the end of an epoch, and during an epoch.
+# Minimum time between advice messages in seconds: at the end of an epoch, and during one.
 LONG, OFTEN = 20.0, 600.0
-# Fractions of time spent waiting above which advice is logged as info and as a warning.
+# Log advice as info or as a warning if the loop waits for at least this fraction of the time.
 LOGGED, WARNED = 0.05, 0.2
 
 
@@ -133,7 +133,7 @@ class Pool(Generic[K]):
         return batch if crew.convert is None else crew.convert(batch), None
 
     def describe(self, ring_number: int, cell: int, error: BaseException) -> tuple[Any, Any]:
-        """Add a ticket's details to an exception. Return both it and an entry for `skipped`."""
+        """Return the exception with a ticket's details added, and any entry for `skipped`."""
         return self.tickets.describe(ring_number, cell, error)
 
     def list_left(

@@ -28,9 +28,9 @@ log = logging.getLogger("cseq")
 # Minimum and maximum window length in seconds. Windows grow while there are no changes.
 SHORT, LONG = 0.5, 8.0
 PER_WORKER = 4
-# Changes after the first `QUICK` lengthen the windows. Added workers call for `AHEAD` batches each.
+# Changes after the first `QUICK` lengthen windows. With more workers, buffer `AHEAD` batches each.
 QUICK, AHEAD = 3, 3
-# If a change multiplies the rate by less than BETTER, it is useless; by less than WORSE, harmful.
+# A change is useless if it multiplies the rate by less than BETTER, and harmful if below WORSE.
 BETTER, WORSE = 1.05, 0.95
 # The limits are reset if the ratio of batch time to step time changes by this factor.
 CHANGED = 1.5

@@ -76,7 +76,7 @@ def serve(
     """Work on the tickets in a ring until the ring is closed for this worker.
 
     The indexer or producer is created in the context `starting`. `tell` is called with warnings,
-    and `convert` with batches. With `copied`, this process has its own copy of the user's object
+    and `convert` with batches. If `copied`, this process has its own copy of the user's object
     and writes batches to slots.
     """
     context.enter(batch_context)

@@ -245,7 +245,7 @@ def _arrays_of(entry: memoryview) -> list[memoryview] | memoryview:
 
 
 def _identity(make: Any, version: str | None) -> dict[str, Any]:
-    """Identify a data set by its type and either its version or its data and code."""
+    """Identify a data set by its type and its version or, without one, by its data and code."""
     kind = type(make)
     named = f"{kind.__module__}.{kind.__qualname__}"
     if version is not None:

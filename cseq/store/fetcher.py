@@ -2,7 +2,7 @@
 
 ::
 
-    <cache>/index      names, sizes and tags of all objects, and rows and bytes of each shard
+    <cache>/index      the name, size and tag of each object; each shard's row count and size
     <cache>/socket     the socket that workers connect to
     <cache>/fetcher    a file that this process locks until it exits
     <cache>/shards/5   a shard, named 5.part while it is being written
@@ -215,7 +215,7 @@ class Fetcher:
     def _make_room(self, number: int, needed: Iterable[int], *, is_needed: bool) -> bool:
         """Remove shards until there is room for the given one. Return False if the fetch must wait.
 
-        The first to go is the shard whose next use is furthest away or, without a plan, the most
+        The shard whose next use is furthest away is removed first or, without a plan, the most
         recently used one. Shards that workers have yet to map are not removed.
         """
         nbytes = self.reader.nbytes

@@ -176,7 +176,7 @@ def close(path: str, files: Sequence[int], pid: int, *, is_kept: bool) -> None:
 
 
 def write(fd: int, data: bytes, offset: int) -> None:
-    """Write all data. If the disk is full, raise OSError; a mapping would cause SIGBUS."""
+    """Write all data. If the disk is full, raise OSError, whereas a mapping would cause SIGBUS."""
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, offset)
@@ -185,7 +185,7 @@ def write(fd: int, data: bytes, offset: int) -> None:
 
 @contextlib.contextmanager
 def address(path: str) -> Iterator[str]:
-    """Yield an address for the folder's socket, even if the path is too long."""
+    """Yield an address for the folder's socket that works even if the path is too long."""
     if len(os.fsencode(path)) < LONGEST or not os.path.isdir("/proc/self/fd"):
         yield f"{path}/socket"
         return

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Npy"]
 
-# Number of bytes to request for a header at first, and if it turns out to be longer.
+# Number of bytes to request for a header: in the first request, and if the header is longer.
 HEADS = 4096, 1 << 20
 # Rows of at least this size in bytes are copied one by one.
 LARGE = 4096

@@ -19,7 +19,7 @@ BACK, FORTH = 2, 3
 
 
 class Plan:
-    """An order's windows of shards, and the current window.
+    """Tracks the windows of shards in an order, and which one is current.
 
     Windows are numbered consecutively across epochs, from epoch 0.
 
@@ -55,7 +55,7 @@ class Plan:
         return turns
 
     def has(self, window: int, seed: int, epoch: int, shard: int) -> bool:
-        """Return True if a trainer is close to the current window."""
+        """Return True if a trainer uses the same order and is close to the current window."""
         if (window, seed) != (self.window, self.seed):
             return False
         return bool(-BACK <= self._turns(epoch)[shard] - self.front <= FORTH)
@@ -84,7 +84,7 @@ class Plan:
         return coming
 
     def _next_of(self, front: int) -> tuple[Ints, Ints, Ints]:
-        """Return the result of `uses`, each shard's next window, and the shards sorted by it."""
+        """Return `uses()`, each shard's next window, and the shards sorted by next window."""
         epoch = front // self.count
         turns = self._turns(epoch)
         uses = np.where(turns >= front, turns, self._turns(epoch + 1))

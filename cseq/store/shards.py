@@ -238,7 +238,7 @@ class Shards(Reader):
             if nbytes > self.limit:
                 raise ValueError(
                     f"limit={self.limit} is too small: the {len(shards)} shards of this batch take "
-                    f"{nbytes} bytes; pass a larger limit, or the order that order() returns"
+                    f"{nbytes} bytes; pass a larger limit, or use the order from order()"
                 )
         while missing := [number for number in shards if number not in mapped]:
             self._map_there(self._ask("need", missing), mapped)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tar"]
 
-# A sample's key, and a dict that maps the extension of each member to its offset and size.
+# A sample: its key, and a dict that maps each member's extension to an offset and a size.
 Members: TypeAlias = "tuple[str, dict[str, tuple[int, int]]]"
 # Size in bytes of the last field of a shard, which holds the length of the member list.
 LENGTH = 8

@@ -94,7 +94,7 @@ class InlineCrew(Crew):
         indexer.FirstBatch(self._indexing, self._task.output, log.warning)
 
     def stats(self, **counted: Any) -> Stats:
-        """Return statistics, which are limited to the numbers of batches and skips."""
+        """Return statistics: only the numbers of batches and skips."""
         batches = Meters.read_rings(self.rings).counts()["batches"]
         return Stats(batches=batches, skips=counted["skips"])
 

@@ -159,7 +159,7 @@ class ProcessCrew(Crew):
         return request
 
     def _pickle(self, value: object, name: str) -> Pickled:
-        """Pickle a value. For forked workers, which have the same classes, do so by reference."""
+        """Pickle a value: by reference for forked workers, because they have the same classes."""
         if self.supervisor.takes_objects:
             # If this fails, `dump` raises the same exception with an explanation.
             with contextlib.suppress(Exception):

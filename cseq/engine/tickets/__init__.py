@@ -1,1 +1,1 @@
-"""What a pool requests: batches from an order, or items from streams."""
+"""A pool's requests for batches from an order, or for items from streams."""

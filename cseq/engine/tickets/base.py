@@ -35,7 +35,7 @@ class Tickets:
     num_workers, num_converters : int
         The maximum number of workers and converters.
     rings, runners, cells, words, limit, calls : int
-        The number of rings, the number of runners per ring, and arguments for `Ring`.
+        The number of rings, and arguments for each `Ring`, such as its number of runners.
     ahead : int
         The number of slots that workers may fill before the loop consumes anything.
     errors, interrupted : str

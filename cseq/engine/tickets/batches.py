@@ -154,8 +154,8 @@ class Batches(Tickets):
     def begin_epoch(self, place: Place, epoch: int, consumed: int, generation: int) -> None:
         """Start an epoch after `consumed` units, for the iterator of the given generation.
 
-        The epoch starts and `place` is set in one step of C code. If the epoch has already been
-        started at this place and no batch consumed, its finished batches are kept.
+        The epoch starts and `place` is set in one step of C code. If the epoch has already
+        started at this place and no batch has been consumed, its finished batches are kept.
         """
         feed, job = self.pool.feed, self._job
         before = feed.place

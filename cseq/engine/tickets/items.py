@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "Naming"]
 
-# Maximum number of tickets per worker. Beyond `prefetch`, cells take at most MOST_BYTES in total.
+# Maximum number of tickets per worker, and of bytes in all cells unless `prefetch` needs more.
 DEEPEST, MOST_BYTES = 64, 16 << 20
 # Lists of more than KEY_ROOM ints are pickled. One call and one cancelled call may be pending.
 KEY_ROOM, CALLS = 512, 2
 
 
 class Naming(NamedTuple):
-    """What to call an item in messages, and how many samples it contains.
+    """The wording of messages about items, and a function that counts an item's samples.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Items(Tickets):
         self._depth = depth = min(prefetch, DEEPEST)
         # Extra cells: for a cancelled ticket that the worker may still hold, and for calls.
         besides = 1 + CALLS
-        # If memory permits, a single worker may receive all keys.
+        # If memory permits, a single worker may hold all keys in flight.
         self.words = words = KEYS + KEY_ROOM
         cell = ring_bytes(2, words, 1) - ring_bytes(1, words, 1)
         affordable = MOST_BYTES // (num_workers * cell) - besides
@@ -110,8 +110,8 @@ class Items(Tickets):
         keep the `Streams` alive through the pool, the feed and the key iterator.
         """
         for ring in pool.rings:
-            # Waking up a worker costs more than making a small item, so wait until half are
-            # consumed.
+            # Waking up a worker costs more than making a small item, so wait until half of
+            # the items are consumed.
             ring.wake_at = (self._depth + 1) // 2
         feed = pool.feed
         pool.feed = weakref.proxy(feed)
@@ -246,7 +246,7 @@ class Items(Tickets):
         return replies
 
     def _write_all(self, assignments: Sequence[object]) -> list[Request]:
-        """Write the assignments, each distinct object only once."""
+        """Write the assignments. An object that several workers share is written only once."""
         written: dict[int, Request] = {}
         for assignment in assignments:
             if id(assignment) not in written:
@@ -295,7 +295,7 @@ class Items(Tickets):
     def _reply(self, worker: int, cell: int, ticket: int, generation: int) -> object:
         answer = self._await_answer(worker, cell, ticket, generation)
         if answer is None:
-            raise InterruptedError("a signal handler made another call")
+            raise InterruptedError("a signal handler cancelled this call by making another one")
         entry = cell + self.pool.rings[worker].first_entry
         if not answer[0] & RAISED:
             try:
