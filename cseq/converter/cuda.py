@@ -64,7 +64,7 @@ class CudaConverter:
         transfer = self.convert(batch)
         transfer.event.synchronize()
         self.reap()
-        # Pack the batch on the lane that copied it: the receiving process waits for that lane.
+        # Use the lane that copied the batch, because the receiving process waits for that lane.
         with self._lane.active():
             return pack(transfer.batch)
 

@@ -74,7 +74,7 @@ def remove_counts() -> None:
 
 
 class Imports(SlotReader):
-    """The trainer's reader for slots that converter processes write to. Use it in one thread.
+    """The trainer's reader for slots that converter processes write to. Use it in one thread only.
 
     All tensors are copied to the trainer's memory.
 
@@ -90,12 +90,12 @@ class Imports(SlotReader):
         # When torch releases another process's memory, it makes the host wait for the current
         # stream. Using a separate lane keeps this wait short.
         self._lane = Lane(output.device)
-        # For each cell, its token at the time its pickle was last read.
+        # The token that each cell had when its pickle was last read.
         self._read = [0] * ring.capacity
         self.lost = 0
 
     def decoder(self, *, convert: Convert | None, leaf_for: LeafFor | None) -> Decoder:
-        """Create a decoder that also frees the slots."""
+        """Create a decoder that only frees slots, and leaves the decoding to `decode`."""
         return Decoder(slots=self.arena.slots, convert=convert, leaf_for=leaf_for)
 
     def decode(self, cell: int, slot: int, capacity: int, record: Fields) -> Batch:

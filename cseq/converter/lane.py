@@ -56,7 +56,7 @@ class Lane:
     def record(self, read: list[Tensor]) -> Event:
         """Record an event that a thread can wait for without spinning.
 
-        The tensors in `read` are kept alive until the event occurs.
+        The tensors in `read` are kept alive until the event completes.
         """
         event: Event = self._torch.cuda.Event(blocking=True)
         event.record(self._stream)
@@ -67,7 +67,7 @@ class Lane:
     def join(self, event: Event, tensors: list[Tensor]) -> None:
         """Make the current stream wait for an event, and mark tensors as used by that stream.
 
-        Otherwise, a tensor that the user drops could be overwritten while kernels still read it.
+        Otherwise, a tensor that the user drops could be overwritten while kernels are reading it.
         """
         current = self._torch.cuda.current_stream(self._device)
         current.wait_event(event)

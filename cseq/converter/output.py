@@ -128,7 +128,7 @@ def _is_torch(value: object, name: str) -> bool:
 
 
 def for_test(output: Output, test_mode: str) -> Output:
-    """Return the output of ``start_test(test_mode)``.
+    """Return the output for ``start_test(test_mode)``.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def cast_dtype(output: Output) -> Dtype | None:
 def explain_cast(batch: Batch, output: Output) -> str | None:
     """Return a warning if labels appear to have been cast to floats, otherwise None.
 
-    Among several arrays, integer ones count as labels, except multidimensional ``uint8`` (images).
+    With several arrays, integer arrays count as labels, except multidimensional ``uint8`` (images).
     """
     dtype = output.dtype
     if output.kind not in ("cpu", "cuda", "array") or dtype is None or dtype.kind != "f":

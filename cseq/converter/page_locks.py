@@ -21,7 +21,7 @@ class PageLocks:
     address were mapped again.
     """
 
-    # Page-locked for all CUDA contexts (cudaHostRegisterPortable).
+    # The flag that page-locks memory for all CUDA contexts (cudaHostRegisterPortable).
     PORTABLE = 1
 
     def __init__(self, device: str) -> None:

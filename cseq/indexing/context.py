@@ -27,7 +27,7 @@ PURPOSE_ITEM = 3
 
 
 class Numbers(NamedTuple):
-    """The seed, epoch and position of a batch that has no ticket in a local ring.
+    """Identifies a batch that has no ticket in a local ring.
 
     `start` is the position of the first unit in the epoch. `units` is the result of `parts`.
     """
@@ -173,7 +173,7 @@ def parts() -> NDArray[np.int64]:
     -------
     numpy.ndarray
         An int64 array with one element per unit of the order, such as a row of `Packed`. The sum is
-        the number of indices, not counting samples that `from_dataset` has left out because of
+        the number of indices, not counting samples that `from_dataset` left out because of
         ``on_error='skip'``.
 
     Raises

@@ -38,7 +38,7 @@ __all__ = [
 
 Samples: TypeAlias = "Sequence[Any]"
 
-# Smallest stacks (in bytes) to build in the slot, and smallest arrays to copy there when fetched.
+# Minimum size (in bytes) of stacks built in the slot, and of arrays copied there when fetched.
 IN_PLACE = SMALL
 LARGE = 65536
 
@@ -137,7 +137,7 @@ def refuse_iterable(dataset: object, subject: str) -> None:
 class DatasetIndexer:
     """The worker that `from_dataset` creates.
 
-    `is_unasked` is True if a torch data set was passed as a worker. It may expect index arrays.
+    `is_unasked` is True if a torch data set, which may expect index arrays, was passed as a worker.
     """
 
     is_unasked = False
@@ -148,7 +148,7 @@ class DatasetIndexer:
         self._length = len(dataset)
 
     def __len__(self) -> int:
-        """Return the length of the data set, as read at creation."""
+        """Return the length that the data set had when this worker was created."""
         return self._length
 
     def close(self) -> None:
@@ -247,8 +247,8 @@ def _collate_mappings(samples: Samples) -> Any:
     first = samples[0]
     if any(sample.keys() != first.keys() for sample in samples):
         raise ValueError(
-            f"samples differ in their keys (the first has {list(first)}); return the same keys for "
-            "all samples, or use from_dataset(dataset, collate=...)"
+            f"samples differ in their keys (the first has {list(first)}); give all samples the "
+            "same keys, or use from_dataset(dataset, collate=...)"
         )
     batch = {key: default_collate([sample[key] for sample in samples]) for key in first}
     return batch if type(first) is dict else _like(first, batch)
@@ -267,7 +267,7 @@ def _collate_sequences(samples: Samples) -> Any:
     if any(len(sample) != len(first) for sample in samples):
         raise ValueError(
             f"samples differ in length, from {min(map(len, samples))} to {max(map(len, samples))}; "
-            "return the same length for all samples, or use from_dataset(dataset, collate=...)"
+            "make all samples the same length, or use from_dataset(dataset, collate=...)"
         )
     batch = [default_collate(parts) for parts in zip(*samples, strict=True)]
     return type(first)(*batch) if hasattr(first, "_fields") else batch

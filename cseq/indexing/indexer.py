@@ -150,7 +150,7 @@ def advised(indexer: object, error: BaseException) -> BaseException:
     """
     cls = type(error)
     if isinstance(indexer, DatasetIndexer):
-        # An error from a `raise` statement needs no hint.
+        # A ValueError from a `raise` statement needs no hint.
         is_own = issubclass(cls, ValueError) and failure.is_stated(error)
         is_sign = issubclass(cls, (TypeError, ValueError, AttributeError)) and not is_own
         if indexer.is_unasked and is_sign:
@@ -188,7 +188,7 @@ def build(worker: Any) -> Indexer[Any]:
 
 
 def build_seeded(worker: object, seeds: Seeds | None, *, copied: bool) -> Indexer[Any]:
-    """Seed the generators and create an indexer. If that imports another generator, start over."""
+    """Seed generators and create an indexer. Start over if it imports a module with a generator."""
     if seeds is None:
         return build(worker)
     seeds.seed_present()

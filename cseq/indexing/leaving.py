@@ -97,7 +97,7 @@ class Leaving:
     Attributes
     ----------
     left : list of tuple
-        The position, index and exception text of each sample left out of the latest batch.
+        The position, index and exception text of each sample left out of the most recent batch.
     """
 
     def __init__(self, dataset: Any, *, skips: bool, refuses_none: bool) -> None:
@@ -160,7 +160,7 @@ class Leaving:
                 del first
 
     def _may_leave(self) -> bool:
-        """Return True if samples may be left out, and False in a child forked by the data set."""
+        """Return True if samples may be left out, but False in a child forked by the data set."""
         return self._skips and fork_depth() == self._depth
 
     def whole(self, batch: object) -> object:

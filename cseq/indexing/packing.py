@@ -35,7 +35,7 @@ def packed(items: Iterable[T]) -> PackedItems[T]:
     """Pack Python objects into a buffer that all workers share, with any start method.
 
     Reading an object from a list updates its reference count, so each worker process soon has its
-    own copy of the list. Packed objects exist in memory only once.
+    own copy of the list. All processes share one copy of packed objects.
 
     Parameters
     ----------

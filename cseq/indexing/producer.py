@@ -48,7 +48,7 @@ class Producer(Protocol):
     def items(self, start: int, /) -> Iterator[object]:
         """Return an iterator over the items of the epoch, starting with item `start`.
 
-        `start` is 0 unless this process replaces one that died. It must then make the same items.
+        `start` is 0 unless a process has died. Its replacement must make the same items.
         """
 
 
@@ -72,8 +72,8 @@ class EitherProducer(Producer, KeyProducer, Protocol):
 class Making(Work):
     """Calls the producer for each ticket. `work` is implemented in C.
 
-    Epochs are numbered from 1. `_reply` holds the result of `begin` until it is requested. No items
-    are left in epoch `_ended_epoch`. An exception is published with the status `_failing`.
+    Epochs are numbered from 1. `_reply` holds the result of `begin` until it is requested.
+    `_ended_epoch` is an epoch with no items left. Exceptions are given the status `_failing`.
     """
 
     end_copy: Callable[[BaseException | None], None] = staticmethod(end_copy)

@@ -1,6 +1,6 @@
 """Seeds the global generators of Python, numpy and torch for each batch.
 
-The seeds depend only on the seed, the epoch and the position of the batch, as for `cseq.rng`. See
+The seeds depend only on the seed, the epoch and the position of the batch, as with `cseq.rng`. See
 `generator-states-v2` in docs/inside/shuffle.md.
 
 Only generators of imported modules are seeded. A batch that imports such a module is made again.

@@ -128,9 +128,9 @@ class Balanced(Order):
             return self
         if not is_same and consumed % self._window and consumed < self.units:
             raise ValueError(
-                f"the order cannot change after row {consumed} of an epoch, inside a window of "
-                f"{self._window} rows that are balanced together, because some rows would be "
-                "repeated; change the order at the start of a window"
+                f"the order cannot change after row {consumed} of an epoch, in the middle of a "
+                f"window of {self._window} rows that are balanced together, because some rows "
+                "would be repeated; change the order at the start of a window"
             )
         return type(self)(
             order, self.step, over=self._over, together=self.together, cache=self._cache
@@ -138,7 +138,7 @@ class Balanced(Order):
 
     def reader(self, seed: int) -> Reader:
         reader, works = self.order.measured(seed)
-        # Number of windows to cache, at least as many as reading ahead needs.
+        # Number of windows to cache: at least two, for reading ahead.
         kept = max(2, KEPT // self._window)
         window = lru_cache(kept)(partial(self._sorted, seed, works))
         dealt = lru_cache(2)(partial(self._dealt, window, works))
@@ -178,7 +178,7 @@ class Balanced(Order):
         return lambda epoch, units: inner(epoch, self._rows(window, epoch, units, is_sum=True))
 
     def _rows(self, window: Any, epoch: int, units: Ints, *, is_sum: bool = False) -> Ints:
-        """Return the row at each unit. With `is_sum`, leave complete windows as they are."""
+        """Return the row for each unit. If `is_sum` is set, do not rearrange complete windows."""
         numbers, counts = np.unique(windows := units // self._window, return_counts=True)
         rows: Ints = units.copy()
         for w, number in zip(numbers.tolist(), counts.tolist(), strict=True):

@@ -32,7 +32,7 @@ AGAIN = (
 )
 Ints: TypeAlias = "NDArray[np.int64]"
 Floats: TypeAlias = "NDArray[np.float64]"
-# Functions of an epoch and units. `Works` returns the work per unit, `Sums` the tokens per source.
+# Both take an epoch and units. `Works` returns the work per unit, `Sums` the tokens per source.
 Works: TypeAlias = "Callable[[int, Ints], Floats]"
 Sums: TypeAlias = "Callable[[int, Ints], list[int]]"
 # The samples, and the size of each unit (or None if all sizes are 1).
@@ -155,7 +155,7 @@ class Order:
 
     def reader(self, seed: int) -> Reader:
         """Return a reader for a seed. Only one thread at a time may use it."""
-        # A custom order's `read` is called only when a batch is due.
+        # Do not read ahead: call a custom order's `read` only when a batch is needed.
         return ArrayReader(self, seed, partial(call_read, self, seed), ahead=0)
 
     def measured(self, seed: int) -> tuple[Reader, Works]:
@@ -213,7 +213,7 @@ class Order:
 def by_epoch(
     order: Order, seed: int, draw: Callable[[int], Any], **options: Any
 ) -> tuple[Reader, Callable[[int], Any]]:
-    """Return a reader that runs `draw` once per epoch, along with the cached `draw`."""
+    """Return a reader that calls `draw` once per epoch, and a caching version of `draw`."""
     epoch_of = lru_cache(1)(draw)
     reader = ArrayReader(order, seed, lambda epoch, units: epoch_of(epoch).read(units), **options)
     return reader, epoch_of

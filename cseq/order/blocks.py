@@ -139,7 +139,7 @@ class Windows:
             for k, below in enumerate((count, lanes))
         )
         self.epoch_start = int(self.start_of(window))
-        # Maps each lane to its latest window and the lane's part of that window.
+        # Maps each lane to the window it read last, and its part of that window.
         self.kept: dict[int, tuple[int, NDArray[Any]]] = {}
 
     def start_of(self, windows: Ints | int) -> Ints:
@@ -183,7 +183,7 @@ class Windows:
         n, lanes, start = self.samples, self.lanes, int(self.start_of(window))
         end = n if window == self.count - 1 else int(self.start_of(window + 1))
         size, more = divmod(end - start, lanes)
-        # `more` consecutive lanes, starting with this one, have an extra sample.
+        # The first of `more` consecutive lanes that have an extra sample.
         first = ((start - self.epoch_start) % n + self.turn) % lanes
         begin, end = (
             start + k * size + min(max(0, k - first), more) + min(k, max(0, first + more - lanes))

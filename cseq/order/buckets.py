@@ -147,7 +147,7 @@ class Buckets(Recipes):
         ).reshape(-1, 3)[copies > 0]
         copies = copies[copies > 0]
         first = np.arange(len(copies) + 1)
-        # For the last non-empty class, the number of batches made from each recipe.
+        # The number of batches from each recipe of the last non-empty class.
         ends = copies[parts[:, 0] == parts[-1, 0]]
         super().__init__(
             samples,

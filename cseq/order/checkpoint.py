@@ -47,8 +47,8 @@ def _facts_in(state: dict[str, Any]) -> dict[str, Any]:
     version, remedy = state.get("version"), "pass the dict that state_dict() returned"
     if version not in (1, 2, VERSION):
         raise ValueError(
-            f"the state has version={version!r}, but this version of cseq reads only 1 to "
-            f"{VERSION}; load the state with the version of cseq that saved it"
+            f"the state has version={version!r}, but this version of cseq reads only versions "
+            f"1 to {VERSION}; load the state with the version of cseq that saved it"
         )
     first = {"algorithm", "shuffle", "dset_size"} if version == 1 else {"order"}
     if missing := (first | {"seed", "epoch", "consumed"}) - state.keys():

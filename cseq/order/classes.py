@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 # Tables store each sample in 4 bytes.
 MOST_SAMPLES = 2**32
 MOST_BUDGET = 2**62
-# Arguments: classes and, for each, the rank of the first member to read and how many to read.
+# Takes (classes, ranks, counts). Reads `counts[k]` samples of `classes[k]` from rank `ranks[k]`.
 ReadMembers: TypeAlias = "Callable[[Ints, Ints, Ints], NDArray[np.integer[Any]]]"
-# `distinct` uses a lookup table if the length range is at most this far above the sample count.
+# `distinct` uses a lookup table if longest - shortest exceeds the sample count by at most this.
 DENSE = 2**16
 # Maximum fraction of samples or tokens that may be left out without a warning.
 LITTLE = 0.01
@@ -188,7 +188,7 @@ class Recipes(Order):
         The number of units per recipe, and the index of each recipe's first part, followed by the
         total number of parts.
     parts : numpy.ndarray
-        For each part: class, samples per unit, and the rank of the first unit's first sample.
+        For each part: its class, samples per unit, and the rank of the first unit's first sample.
     together : int
         The number of consecutive units (in recipe order) to keep together.
     longest : int, optional

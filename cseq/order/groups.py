@@ -39,7 +39,7 @@ class Groups(Order):
     classes, samples : int
         The number of classes in a batch, and the number of adjacent samples from each class.
     epoch_size : int, optional
-        The number of batches in an epoch. By default, an epoch has as many samples as the data.
+        The number of batches in an epoch. Defaults to enough for as many samples as the data has.
     repeat_small : bool
         Whether to repeat samples if a class has fewer than `samples`, instead of raising an error.
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cseq.order.base import Ints, Sums, Works
 
 MOST_ROOMS = 2**27
-# `describe` reports the maximum fill if the row count must exceed the ideal by this factor.
+# `describe` reports the maximum fill if rows must outnumber the ideal by more than this factor.
 SHOWN = 1.001
 # Counting pieces takes 8 bytes per quantum of a row.
 MOST_COUNTED = 2**24

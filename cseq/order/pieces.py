@@ -142,7 +142,7 @@ def fewest_rows(lengths: Ints, counts: Ints, budget: int) -> int:
     many = np.arange(1, budget // int(lengths[0]) + 1)
     best = int((-(-above[lengths.searchsorted(budget // (many + 1), "right")] // many)).max())
     half = int(lengths.searchsorted(budget // 2, "right"))
-    # For each k, the first class whose pieces are too long to share a row with class k.
+    # For each class up to half the budget, the first class too long to share a row with it.
     beside = lengths.searchsorted(budget - lengths[:half], "right")
     small = tokens[:half][::-1].cumsum()[::-1]
     large = np.append(0, tokens.cumsum())

@@ -35,7 +35,7 @@ class Last(NamedTuple):
 
 
 class Now(NamedTuple):
-    """The epoch, the number of its units consumed by all ranks, and whether the epoch is over."""
+    """The epoch, the number of units that all ranks have consumed in it, and whether it is over."""
 
     epoch: int
     position: int

@@ -187,7 +187,7 @@ class Sampler:
         """Return the batches of an epoch, and of the following epochs if `repeat` exceeds 1.
 
         The units after `consumed` are divided from scratch, so `batch_size` and `world_size` may
-        have changed. With `own`, the source does not share its reader.
+        have changed. If `own` is set, the source gets its own reader.
         """
         reader = self._make_reader() if own else self._reader
         number = integer("epoch", epoch, 0, MOST_SEED)
@@ -236,7 +236,7 @@ class Sampler:
     def end(self, consumed: int = 0) -> int:
         """Return how many units all ranks have consumed by the end of an epoch.
 
-        With `drop_last`, this depends on `consumed`, the position where the epoch was started.
+        With `drop_last`, this depends on `consumed`, the position at which the epoch started.
         """
         left_out = (self.order.units - consumed) % self._stride if self.drop_last else 0
         return self.order.units - left_out
@@ -249,7 +249,7 @@ class Sampler:
 
 
 def _samples(dset_size: object) -> tuple[int, NDArray[np.integer[Any]] | None]:
-    """Return the number of samples, and the indices if there are any."""
+    """Return the number of samples, and the indices if they were passed."""
     if isinstance(dset_size, Iterator):
         raise TypeError(
             f"dset_size is a {type(dset_size).__name__}, which has no length; pass the number of "

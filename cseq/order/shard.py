@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("cseq")
 
 FORMS = "(rank, world_size), a process group, a one-dimensional DeviceMesh, 'auto' or None"
-# Words that mark a mesh dimension as dividing the batches.
+# Words in the names of mesh dimensions that divide the batches.
 DATA = {"dp", "ddp", "fsdp", "hsdp", "efsdp", "data", "batch", "replicate", "replica", "shard"}
-# Words for dimensions that come in pairs and only together divide the batches.
+# Words for mesh dimensions that divide the batches only as a pair.
 HALVES = {"replicate", "replica", "shard"}
 # Megatron uses process groups instead of a mesh.
 MEGATRON = {
@@ -166,8 +166,8 @@ def model_parallel() -> list[tuple[str, int]]:
     data dimension does not include all ranks.
 
     torch has no list of meshes. Since torch 2.6, the process groups of meshes have descriptions.
-    Earlier versions keep track of sliced meshes. A one-dimensional mesh of all ranks is missed,
-    because it uses the default group.
+    Earlier versions keep track of sliced meshes. A one-dimensional mesh of all ranks is not
+    detected, because it uses the default group.
     """
     torch = _torch()
     if torch is None:
@@ -219,7 +219,7 @@ def warn_alone() -> None:
 
 
 def _ray_train() -> Shard | None:
-    """Query Ray Train. Return None for a single worker."""
+    """Query Ray Train. Return None unless it has several workers."""
     train = sys.modules.get("ray.train")
     # RuntimeError is raised outside of workers, and DeprecationWarning in Tune trials.
     with contextlib.suppress(RuntimeError, DeprecationWarning):

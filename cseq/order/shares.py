@@ -62,7 +62,7 @@ class Shares:
         self._top = before
         self._nodes = np.array(nodes[::-1], np.int64).reshape(-1, 4)
         self._parts = [(part // (g := math.gcd(part, of)), of // g) for part, of in parts[::-1]]
-        # Each fraction times 2**64, rounded up, and the largest count for which this is exact.
+        # Per node: its fraction times 2**64 (rounded up), and the largest count it is exact for.
         factors = [
             (-(-(part << 64) // of), (1 << 63) // of if (part << 64) % of else WORD)
             for part, of in self._parts

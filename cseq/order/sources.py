@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 MOST_SOURCES = 2**16 - 1
 # Number of units to read ahead per source.
 FEW = 64
-# Units sorted by source: their original positions, their numbers in the source (over all epochs,
-# modulo 2**64), and (source, start, stop) for each part.
+# Units sorted by source: the original position of each unit, its number in its source (over all
+# epochs, modulo 2**64), and the range of each source's units as (source, start, stop).
 Drawn: TypeAlias = "tuple[Ints | slice, NDArray[np.uint64], list[tuple[int, int, int]]]"
 Draws: TypeAlias = "Callable[[int, Ints], Drawn]"
 

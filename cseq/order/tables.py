@@ -57,7 +57,7 @@ def tables(
             if fd is None:
                 continue
             if arrays is not None:
-                # `_claimed` created an empty file after the other process had renamed its own.
+                # The other process renamed its file before `_claimed` created this empty one.
                 os.remove(f"{path}.part")
                 continue
             try:

@@ -1,4 +1,4 @@
-"""Counts the tokens consumed from each source, given the positions reached."""
+"""Counts the tokens consumed from each source up to a position."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tally(NamedTuple):
     due : tuple of (Sampler, epoch, start, stop)
         Ranges of units from earlier places that have yet to be counted.
     mark : (epoch, position) or None
-        The position up to which the current place has been counted, or None.
+        The position in the current place up to which tokens have been counted, or None.
     """
 
     counts: Counter[str] = Counter()  # noqa: RUF012 - never changed
