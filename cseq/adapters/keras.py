@@ -37,7 +37,7 @@ class Batches(DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        # If this is None, Keras ends each epoch after `steps_per_epoch` and keeps the iterator.
+        # With None, Keras ends each epoch after `steps_per_epoch` batches and keeps the iterator.
         return len(self._manager) if self._manager._sampler.repeat == 1 else None
 
     def get_numpy_iterator(self) -> MSequence[Any]:
@@ -80,7 +80,7 @@ class SaveState(Callback):  # type: ignore[misc]
         self.model._initial_epoch = self._manager.epoch
 
     def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
-        # Keras consumes a batch to build the model. Setting the epoch also restores that batch.
+        # Keras takes a batch to build the model. Setting the epoch also puts that batch back.
         self._manager.set_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: object = None) -> None:
@@ -91,7 +91,7 @@ class SaveState(Callback):  # type: ignore[misc]
         """Save a checkpoint, replacing the previous one."""
         state = self._manager.state_dict()
         os.makedirs(self._folder, exist_ok=True)
-        # Keep the previous weights until the state refers to the new file.
+        # Keep the previous weights file until batches.json names the new one.
         weights = "b.weights.h5" if self._weights == "a.weights.h5" else "a.weights.h5"
         self.model.save_weights(os.path.join(self._folder, weights))
         path = os.path.join(self._folder, "batches.json")

@@ -108,7 +108,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         return self._started("predict")
 
     def _started(self, name: str) -> object:
-        """Finish the previous manager and start a new one. Return [] if no function was passed."""
+        """Finish any previous manager and start a new one. Return [] if there is no function."""
         make = self._makers[name]
         if make is None:
             return []
@@ -157,7 +157,7 @@ class SaveState(Callback):  # type: ignore[misc]
             set_epoch: Callable[[int], object] | None = getattr(sampler, "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(trainer.current_epoch)
-        # Lightning has already called `iter`, and calls it again if it restarted on the last batch.
+        # Lightning has called `iter`, and will call it again if it resumed from the last batch.
         if states and not loop.epoch_loop.restarted_on_last:
             iter(loop._data_fetcher)
         if trainer.val_dataloaders is None:

@@ -137,7 +137,7 @@ def check(path: str, offsets: NDArray[Any], tokens: int) -> None:
 def kept(
     path: str, folder: str, facts: list[int], bounds: Callable[[], NDArray[Any]]
 ) -> NDArray[Any]:
-    """Return the document lengths stored in a file, creating it if necessary."""
+    """Return the document lengths from a file, which is created if necessary."""
     there = os.stat(path)
     key = int(fingerprint(np.array([there.st_size, there.st_mtime_ns, *facts])))
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from cseq.order.mixture import Weights
     from cseq.tokens.documents import Corpus, Documents
 
-# Limited because `cu_seqlens` is int32.
+# The row length is limited because `cu_seqlens` is int32.
 MOST_ROW = 2**30
 KEYS = ("input_ids", "labels", "position_ids", "document_ids", "valid_tokens", "source_tokens")
 ALL = (*KEYS, "cu_seqlens", "max_seqlen")
@@ -91,9 +91,9 @@ class Rows:
         The entries of a batch:
 
         - ``input_ids``: shape (rows, row).
-        - ``labels``: the next token in the document, or -100 for the last token of a document, if a
-          loss mask excludes the next token, and in padding.
-        - ``position_ids``: positions, which start at 0 in each piece and in padding.
+        - ``labels``: the next token in the document. It is -100 at the end of a document, in
+          padding, and where a loss mask excludes the next token.
+        - ``position_ids``: positions, starting at 0 in each piece and in padding.
         - ``document_ids``: int32, the index of the piece in the row, or -1 in padding.
         - ``cu_seqlens``: int32, shape (pieces + 1,): the start of each piece or padding in the
           batch, and the end of the last one. Used for varlen attention over the batch as one row.
@@ -254,7 +254,7 @@ class Rows:
         return [Piece(self.names[s], k, start, start + n) for s, k, start, n in columns]
 
     def token_sums(self, order: Order, seed: int) -> Callable[[int, Ints], dict[str, int]]:
-        """Return a function that counts the tokens from each source in given units of an epoch."""
+        """Return a function that counts each source's tokens in the given units of an epoch."""
         known, reader = order.token_sums(seed), order.reader(seed)
 
         def sums(epoch: int, units: Ints) -> dict[str, int]:
@@ -321,7 +321,7 @@ class Rows:
     ) -> tuple[list[NDArray[Any]], list[NDArray[Any] | None], Ints, Ints]:
         """Return the token arrays, the masks, and the array index and position of each piece.
 
-        If a piece of a custom source is cut, the next token is also read, for its last label.
+        If a piece of a custom source is cut, the token after it is also read, as its last label.
         """
         owners = self._part_firsts.searchsorted(indices, "right") - 1
         starts = indices - self._part_firsts.take(owners)

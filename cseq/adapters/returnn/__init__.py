@@ -58,7 +58,7 @@ __all__ = ["MultiProcDataset", "install"]
 
 SHARDING_METHODS = ("seq_order", "dedicated")
 
-# Set by `install`, so that workers call it as well.
+# `install` itself once it has been called, so that workers also call it.
 _installed: Callable[[], None] | None = None
 
 
@@ -170,15 +170,15 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         self._meta = dict(_meta_info_cache or {})
         if self._meta:
             self._describe()
-        # The serial number, arguments and order (if known) of the latest `init_seq_order` call.
+        # The latest `init_seq_order` call: its serial number, arguments and order (if known).
         self._serial = 0
         self._asked: OrderRequest | None = None
         self._order: Sequence[int] | None = None
-        # Whether an epoch is running, an iterator over its items, and the number of items taken.
+        # The epoch: whether it is running, its remaining items, and how many have been taken.
         self._is_under_way = False
         self._items: Iterator[Loaded] = iter(())
         self._taken = 0
-        # For the epoch so far: the largest `complete_frac`, and the frame count of each data key.
+        # The largest `complete_frac` and each data key's frame count in the epoch so far.
         self._complete = 0.0
         self._frames: dict[str, int] = {}
 
@@ -186,7 +186,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
 
     @property
     def _meta_info_cache(self) -> dict[str, Any] | None:
-        """The cached answers, which copies of this object reuse."""
+        """The cached answers, for copies of this object to reuse."""
         return dict(self._meta) if self.num_outputs else None
 
     def __reduce__(self) -> Any:
@@ -363,7 +363,7 @@ class MultiProcDataset(CachedDataset2):  # type: ignore[misc]
         return self._order
 
     def _ask_order(self) -> Sequence[int]:
-        """Request the full order from worker 0, or each shard's order from its worker."""
+        """Ask worker 0 for the full order, or each worker for the order of its shard."""
         with self._guarded() as streams:
             if self._sharding_method == "seq_order":
                 order: Sequence[int] = streams.ask("order", self._asked, worker=0)

@@ -68,7 +68,7 @@ class SequenceSeeds:
         return self.passed[-1]
 
     def begin_epoch(self, dataset: Dataset, epoch: int | None) -> None:
-        """Drop the previous epoch's generators and derive the new seed."""
+        """Drop the previous epoch's generators and derive this epoch's seed."""
         fixed = dataset.fixed_random_seed
         seed, epoch = (dataset.random_seed_offset, epoch or 0) if fixed is None else (fixed, 0)
         [self._key] = derive(seed % 2**64, epoch, PURPOSE_ITEM, 1)
@@ -77,7 +77,7 @@ class SequenceSeeds:
         self._batch_context.clear_ticket()
 
     def seed(self, number: int, position: int) -> None:
-        """Seed all generators for this worker's sequence `number`, at `position` in the epoch."""
+        """Seed all generators for sequence `number` of this worker, at `position` in the epoch."""
         self._batch_context.set_ticket(Numbers(self._key, self._epoch, number, position))
         self._seeds.seed(self._key, position)
         if self.passed:

@@ -92,7 +92,7 @@ class SequenceProducer:
         self._num_workers = num_workers
         # The dataset is created on first use, and again after `finish` has dropped it.
         self._dataset: Any = None
-        # The serial number of the prepared request, and this epoch's data keys.
+        # The prepared request's serial number, if any, and this epoch's data keys, once known.
         self._serial: int | None = None
         self._keys: list[str] | None = None
         batch_context = context.BatchContext(number, num_workers)
@@ -234,5 +234,5 @@ class SequenceProducer:
 
 
 def _bare(error: NotImplementedError) -> NotImplementedError:
-    """Return a picklable copy of an error, with only its text."""
+    """Return a picklable copy of an error, with its arguments as strings."""
     return type(error)(*map(str, error.args))

@@ -75,8 +75,8 @@ class BatchSampler:
             raise ValueError(
                 f"order={order!r} was created without a number of samples; create it with one"
             )
-        # `_takes_any`: a loaded state may replace the seed. `_is_drawn`: None if the seed has yet
-        # to be drawn, True once it has been. `_is_agreed`: the seed is the same as on rank 0.
+        # `_takes_any`: whether a loaded state may replace the seed. `_is_drawn`: whether the seed
+        # was drawn (None if it will be). `_is_agreed`: whether it is known to match rank 0's.
         self._takes_any = seed is None
         self._is_drawn = None if seed is None else False
         self._is_agreed = False
@@ -141,7 +141,7 @@ class BatchSampler:
         self._now = None
 
     def _settle(self) -> shards.Shard:
-        """Resolve shard='auto' once."""
+        """Resolve shard='auto' on first use."""
         if self._shard is None:
             self._shard = shard = shards.resolve()
             self._sampler = self._sampler.changed(rank=shard.rank, world_size=shard.world_size)
@@ -183,7 +183,7 @@ class BatchSampler:
         return checkpoint.make(self._sampler, self._sampler.world_size, *(self._now or self._next))
 
     def state_after(self, state: dict[str, Any], batches: int) -> dict[str, Any]:
-        """Return a state advanced by `batches` batches within its epoch."""
+        """Return `state` as it would be `batches` batches later in its epoch."""
         sampler, consumed = self._sampler, state["consumed"]
         end, stride = sampler.end(consumed), sampler.batch_size * sampler.world_size
         consumed = min(consumed + batches * stride, end)

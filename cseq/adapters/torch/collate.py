@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["collating", "stack_in_slots"]
 
-# Above WATCHED bytes, a copy costs more than intercepting torch's functions. While interception
-# saves no copies, only one batch in EVERY is intercepted.
+# Above WATCHED bytes, copying costs more than intercepting torch's functions. Unless the last
+# interception saved a copy, only one batch in EVERY is intercepted.
 WATCHED, EVERY = 1 << 20, 32
 
 
@@ -41,12 +41,12 @@ def stack_in_slots(*, tensors: bool = True) -> None:
 
 
 def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack tensors, or call torch's function for special cases and errors."""
+    """Stack ordinary tensors; otherwise, call torch's collate function."""
     first = batch[0]
     plain = type(first) is torch.Tensor and is_plain(first)
     if plain and first.nbytes * len(batch) >= IN_PLACE:
         return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
-    # In a worker, torch's function rejects quantized tensors.
+    # torch's default collate function rejects quantized tensors in workers.
     if plain or first.is_quantized:
         stacked = torch.stack(batch, 0)
         if stacked.dtype == first.dtype and not stacked.requires_grad:
@@ -55,7 +55,7 @@ def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None)
 
 
 def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> torch.Tensor:
-    """Stack arrays of equal type and shape, or call torch's function."""
+    """Stack arrays that share a dtype and shape; otherwise, call torch's collate function."""
     first = batch[0]
     dtype, shape = first.dtype, first.shape
     is_ours = context.here.batch_context is not None and dtype.kind in "biufc" and dtype.isnative

@@ -51,7 +51,7 @@ def lines() -> Iterator[str]:
 
 
 def _can_torch(loader: data.DataLoader[Any]) -> bool:
-    """Return True if multiprocessing can pickle a loader that cseq cannot.
+    """Return True if multiprocessing can pickle a loader even though cseq cannot.
 
     Some libraries register reducers with multiprocessing.
     """

@@ -16,8 +16,8 @@ warn = functools.cache(log.warning)
 def look_at(dataset: Any, sampler: object, counts: list[int]) -> None:
     """Check a finished epoch for likely mistakes.
 
-    `counts` contains the number of batches from each worker for an IterableDataset, and only the
-    total for other data sets.
+    For an IterableDataset, `counts` lists how many batches each worker made. For other data sets,
+    it contains only the total.
     """
     size = getattr(sampler, "batch_size", None)
     drops = bool(getattr(sampler, "drop_last", False))

@@ -41,7 +41,7 @@ INTERRUPTED = (
     "this iterator has ended: its workers were closed, or they belong to the process that forked "
     "this one; call iter() on the DataLoader again"
 )
-# Stands in for the exception that caused a batch to be skipped.
+# A placeholder for `_error` that marks a skipped batch.
 LEFT_OUT = Exception()
 
 
@@ -86,7 +86,7 @@ class LoaderIterator(names.Workers):
             self._check_threads(type(loader.dataset).__name__)
         keys = Keys(loader, keeps_state=self._keeps_state, resume=resume)
         self.progress = LoaderProgress(loader, keys, rng=options.rng)
-        # torch draws a seed here. A resumed epoch already has one, so restore the generator.
+        # torch draws a seed here. A resumed epoch already has one, so undo this draw below.
         goes_on = resume is not None and resume["base_seed"] is not None
         trainers = torch.get_rng_state() if goes_on and loader.generator is None else None
         names.Base.__init__(self, loader)
@@ -95,10 +95,10 @@ class LoaderIterator(names.Workers):
         torchs = names.Workers if self._num_workers else names.Inline
         self._profile_name = f"enumerate(DataLoader)#{torchs.__name__}.__next__"
         self._in_order = bool(not self._num_workers or getattr(loader, "in_order", True))
-        # Map-style epochs resume without remaking batches, so save the state after every batch.
+        # Map-style epochs resume without making batches again, so save the state after each one.
         self._snapshot_every = every if self._is_iterable else min(1, every)
-        # `_maker`: the worker that made the latest batch, if needed. `_after`: the state of the
-        # data set after that batch. `_error`: the exception to raise, if any.
+        # `_maker`: the worker that made the latest batch (kept up to date only where it matters).
+        # `_after`: the data set's state after that batch. `_error`: the exception to raise, if any.
         self._maker = 0
         self._after: bytes | None = None
         self._error: BaseException | None = None
@@ -200,7 +200,7 @@ class LoaderIterator(names.Workers):
                 keys.look_again(resume if self._persistent_workers else None)
                 names.Base._reset(self, loader, first_iter)
         else:
-            # As in torch, the requested batches are made first, because they draw random numbers.
+            # As in torch, first make the requested batches, because this draws random numbers.
             if not is_seeded and not self._ended:
                 self._streams.ask("get_ready", behind=True)
             keys = Keys(loader, keeps_state=self._keeps_state)
@@ -415,7 +415,7 @@ class LoaderIterator(names.Workers):
             if self.progress.stats is None:
                 self.progress.stats = self.stats()
             self._streams.close()
-        # Set this last, so that an interrupted `close` runs again.
+        # Set this last, so that another call can complete an interrupted one.
         self._shutdown = True
 
     # Module globals may be gone when the interpreter exits.

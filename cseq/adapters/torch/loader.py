@@ -95,7 +95,7 @@ class DataLoader(Torchs[T_co]):
         and skip the sample (or the whole batch if no single sample raised). See `skipped`. Defaults
         to `defaults.on_error`, which is initially 'raise'.
     snapshot_every_n_steps : int, optional
-        The number of batches that a worker makes between saves of an IterableDataset's state. The
+        How often a worker saves the state of an IterableDataset, as a number of batches. The
         state of a map-style data set is saved after every batch. None and 0 disable saving.
         `StatefulDataLoader` defaults to 1.
     max_restarts : int
@@ -121,7 +121,7 @@ class DataLoader(Torchs[T_co]):
     worker_method: str | None = None
     snapshot_every_n_steps: int | None = None
     max_restarts: int = MAX_RESTARTS
-    # The epoch and progress of the latest `iter`, and the reason for a fallback, if any.
+    # The latest `iter`: its epoch, its progress, and the reason for a fallback, if any.
     _begun: int | None = None
     _progress: LoaderProgress | None = None
     _reason: str | None = None
@@ -130,7 +130,7 @@ class DataLoader(Torchs[T_co]):
     _is_strict = True
     _has_warned = False
 
-    # For type checkers, with the arguments of torch and cseq.
+    # For type checkers: torch's arguments, followed by cseq's.
     if TYPE_CHECKING:
 
         def __init__(
@@ -221,7 +221,7 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def epoch(self) -> int:
-        """The number of the current epoch, or of the next one if it is over.
+        """The number of the current epoch or, once that is over, of the next one.
 
         Epochs are numbered from 0. States contain this number, so a training loop can resume with
         ``for epoch in range(loader.epoch, epochs)``.
@@ -264,7 +264,7 @@ class DataLoader(Torchs[T_co]):
         return resume
 
     def _batching(self) -> dict[str, Any]:
-        """Return the values that determine an epoch's batches, with None for unknown ones."""
+        """Return the values that determine an epoch's batches. Unknown values are None."""
         dataset: Any = self.dataset
         layers = Layers(self._index_sampler)
         kind, shares = type(layers.inner), layers.shares
@@ -276,7 +276,7 @@ class DataLoader(Torchs[T_co]):
             "seed": layers.seed,
             "samples": len(dataset) if has_length else None,
             "batch_size": self.batch_size,
-            # The `__len__` of an unknown sampler may draw numbers or prepare the next epoch.
+            # An unknown sampler's `__len__` may draw random numbers or prepare the next epoch.
             "batches": None if shares is None else len(self._index_sampler),
             **(NOT_SHARED if shares is None else shares._asdict()),
         }
@@ -288,7 +288,7 @@ class DataLoader(Torchs[T_co]):
 
     @property
     def _run(self) -> Run[Any] | None:
-        """The run of the latest iterator, for `cseq.testing`."""
+        """The latest iterator's run, used by `cseq.testing`."""
         iterator = None if self._progress is None else self._progress.iterator()
         return None if iterator is None else iterator._run
 

@@ -24,7 +24,7 @@ __all__ = ["Base", "Inline", "Workers"]
 DATAPIPES = tuple(getattr(data, name, ()) or () for name in ("IterDataPipe", "MapDataPipe"))
 
 if TYPE_CHECKING:
-    # Use torch's types where torch declares them.
+    # Import the types that torch declares, and declare the others.
     from collections.abc import Callable
 
     from torch.overrides import TorchFunctionMode
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 else:
     Base = Inline = Workers = object
     function_modes = list
-# `DataLoader._dataset_kind` of an IterableDataset.
+# The value of `DataLoader._dataset_kind` for an IterableDataset.
 ITERABLE = 1
 # The reason that cseq's iterator does not work with this version of torch, if any.
 REASON: str | None = None
@@ -56,7 +56,7 @@ def settle_pinning(device: str | None) -> Any:
     module = getattr(torch, torch.device(device or "cuda").type, None)
     if module is None or not module.is_available():
         return partial(torch.set_num_threads, 1)
-    # Look up the index here, because a new thread starts out on the first device.
+    # Look up the current device here, because new threads start with the first device.
     index = module.current_device()
 
     def settle() -> None:

@@ -53,7 +53,7 @@ OWN = (*DRAWING, DistributedSampler)
 
 
 class Shares(NamedTuple):
-    """How ranks share an epoch. One batch per rank adds up to `step` samples."""
+    """How ranks share an epoch. One batch on each rank makes `step` samples in total."""
 
     step: int
     world_size: int
@@ -74,7 +74,7 @@ class Layers:
     batches : iterable
         The batch sampler that `shard` divides, or `outer`.
     size, inner : int, iterable
-        The batch size and the sampler of torch's BatchSampler, or else 0 and `outer`.
+        The batch size and sampler of torch's BatchSampler. Without one, 0 and `outer`.
     seed : int or None
         The seed, if the order depends only on the seed and the epoch.
     is_known : bool
@@ -109,7 +109,7 @@ class Layers:
 
     @property
     def leaves_no_trace(self) -> bool:
-        """Whether keys can be drawn before workers are forked without affecting the workers.
+        """Whether drawing keys before workers are forked has no effect on the workers.
 
         torch forks before it draws keys. Its samplers change only the global generator, which every
         worker reseeds, and a generator passed to them, which the data set may share.
@@ -118,7 +118,7 @@ class Layers:
 
     @property
     def is_sliced(self) -> bool:
-        """Whether torch's BatchSampler yields slices of a permutation."""
+        """Whether batches come from torch's BatchSampler and are slices of a permutation."""
         return self.batches is self.outer and self.size > 0 and type(self.inner) in PERMUTED
 
     @property
@@ -137,7 +137,7 @@ class Layers:
 
 
 def _of_accelerate(sampler: object, name: str) -> Any:
-    """Return `sampler` if it is an instance of accelerate's class `name`."""
+    """Return `sampler` if its class is accelerate's `name`, or else None."""
     known: object = getattr(sys.modules.get("accelerate.data_loader"), name, None)
     return sampler if type(sampler) is known else None
 
@@ -161,7 +161,7 @@ def _as_lists(value: object) -> object:
 
 
 def text_of(states: torch.Tensor) -> str:
-    """Encode a torch generator's state as text, omitting zero words (half of the total)."""
+    """Encode a torch generator's state as text, leaving out zero words (about half)."""
     words = states.numpy().view(np.uint32)
     used = words != 0
     parts = (np.uint32(len(words)), np.packbits(used), words[used])
@@ -189,7 +189,7 @@ def _source_of(generator: torch.Generator) -> Source:
 
 
 def sources_in(python: Any, of_numpy: Any, of_torch: torch.Generator) -> dict[str, Source]:
-    """Return getters and setters for generator states, by name."""
+    """Return the getter and setter of each generator's state, keyed by name."""
     return {
         "random": (
             python.getstate,
@@ -256,8 +256,8 @@ PERMUTED = {
 def drawn_keys(layers: Layers, skip: int = 0, start: int = 0) -> Iterator[object]:
     """Yield all keys after the first `skip`, drawing the same random numbers as the sampler.
 
-    Key 0 comes after the first `start` samples over all ranks. For a DistributedSampler, the other
-    samples are padded with the first samples of the epoch. This is faster than torch's code, which
+    Key 0 follows the epoch's first `start` samples, counted over all ranks. A DistributedSampler
+    pads what remains with the epoch's first samples. This is faster than torch's code, which
     converts all samples to a list and passes each key through two iterators.
     """
     outer, inner, size = layers.outer, layers.inner, layers.size
@@ -397,7 +397,7 @@ class Keys:
         self._keeps_state = keeps_state and type(layers.inner) is not SequentialSampler
         known: tuple[object, ...] = layers.outer, layers.inner, layers.batches
         self._sampler = next(filter(is_stateful, known), None)
-        # The state of a sampler that is divided among ranks does not determine a rank's keys.
+        # If a sampler is divided among ranks, its state does not determine each rank's keys.
         self._is_divided = layers.shard is not None and self._sampler is known[-1]
         # Only cseq's BatchSampler has this method.
         self._after: Callable[[State, int], State] | None
@@ -413,7 +413,7 @@ class Keys:
         self._epochs = Epochs(loader, layers.inner, resume) if "epoch" in self._sources else None
         self._begun_with = self.loaders_generator(now=True)
         self.look_again()
-        # The state before the first key, that key's number, and the sampler's own state after it.
+        # `_state`: from before the first key. `_base`: its number. `_own`: the sampler's, after it.
         self._state: State | None = None
         self._base = 0
         self._own: State = {}
@@ -439,13 +439,13 @@ class Keys:
     def seed(self) -> int | None:
         """Derive a seed for the epoch from accelerate's seedable sampler, if any.
 
-        accelerate saves no generators, so a run that skips batches cannot redraw the seed.
+        accelerate does not save generators, so a run that skips batches cannot redraw the seed.
         """
         inner = self.layers.seedable
         return None if inner is None else seed_from(inner.initial_seed, inner.epoch)
 
     def loaders_generator(self, *, now: bool) -> str | None:
-        """Return the current state of the loader's generator, or its state before the epoch."""
+        """Return the state of the loader's generator, either now or from before the epoch."""
         if now:
             return None if self._generator is None else text_of(self._generator.get_state())
         return self._begun_with
@@ -469,13 +469,13 @@ class Keys:
         if "sampler" in state and self._sampler is not None:
             own = state["sampler"]
             begun, base, noted_at = state.get("begun", (own, 0, 0))
-            # accelerate has reduced the number of batches, so recompute the sampler's state.
+            # accelerate has lowered the batch count, so recompute the sampler's state.
             if self._after is not None and yielded < noted_at:
                 self._sampler.load_state_dict(begun, **self._options)
                 own = self._after(begun, yielded - base)
             self._sampler.load_state_dict(copy.deepcopy(own), **self._options)
             iterator = iter(layers.outer)
-            # cseq's BatchSampler starts at its own position, so skip no keys.
+            # cseq's BatchSampler resumes at its position, so no keys need to be skipped.
             if self._after is not None:
                 self._base, yielded = yielded, 0
         # With `chain`, an exception while drawing the first key does not end the iterator.
@@ -496,7 +496,7 @@ class Keys:
     def _first_of(self, iterator: Iterator[Any]) -> object:
         self._state = self._noted()
         key = next(iterator)
-        # Many samplers draw their order with the first key, and are exhausted after a short batch.
+        # Many samplers draw their order with the first key. A short batch exhausts them.
         size = 0 if self.layers.shard else self.layers.size
         if (not size or len(key) == size) and not self._is_divided:
             self._own = self._own_state()
@@ -530,14 +530,14 @@ class Keys:
                 self._compare(before)
         finally:
             set_sources(trainers)
-            # A RandomSampler draws a random number before its first key.
+            # Draw one number, as a RandomSampler would before its first key.
             if not skip and not start and type(layers.inner) is RandomSampler:
                 torch.empty((), dtype=torch.int64).random_()
         yield key
         yield iterator
 
     def _compare(self, before: State) -> None:
-        """Warn if later keys changed a global generator, because a resume is then not exact."""
+        """Warn if drawing later keys changed a global generator: resuming is then not exact."""
         after = read_sources({name: GLOBAL[name] for name in before.keys() & GLOBAL.keys()})
         if late := sorted(name for name in after if after[name] != before[name]):
             log.warning(
@@ -574,7 +574,7 @@ class Keys:
             when: {k: v if type(v) is str else copy.deepcopy(v) for k, v in states.items()}
             for when, states in state["generators"].items()
         }
-        # A sampler's state may refer to an object twice, so copy everything at once.
+        # A sampler's state may refer to the same object twice, so copy it all in a single call.
         if len(state) > 1:
             state = copy.deepcopy({**state, "generators": {}})
         return {**state, "generators": generators}

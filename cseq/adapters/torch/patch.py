@@ -22,7 +22,7 @@ _class: Any = DataLoader.__mro__[1]
 
 
 def _get_iterator(self: data.DataLoader[Any]) -> object:
-    """Return cseq's iterator for a torch loader, or torch's if cseq's would make no difference.
+    """Return cseq's iterator for a torch loader, or torch's own if cseq's is not needed or usable.
 
     A `cseq.DataLoader` calls this only to create torch's own iterator.
     """

@@ -31,7 +31,7 @@ class Pinner:
         self._jobs: SimpleQueue[PinJob | None] = SimpleQueue()
         self._threads = Threads()
         self._job: PinJob | None = None
-        # The latch of the latest job, even if that job has been forgotten.
+        # The latest job's latch, which is kept when the job is forgotten.
         self._done: Latch | None = None
         _pinners.add(self)
 
@@ -40,7 +40,7 @@ class Pinner:
         return names.settle_pinning(self._device), self._device
 
     def pin(self, item: Any, batch: Any) -> Any:
-        """Pin an item's batch, unless the thread has already done so."""
+        """Return an item's pinned batch. Pin it here unless the thread has already done so."""
         job = self._job
         if job is not None and job.item is item and self.wait() and job.is_pinned:
             return job.batch
@@ -58,7 +58,7 @@ class Pinner:
                 self._threads = Threads()
                 return
         self._job = PinJob(item, batch)
-        # No signal handler can run between these two lines.
+        # No signal handler can run between the next two lines.
         self._done = self._job.done
         self._jobs.put(self._job)
 
@@ -88,7 +88,7 @@ class PinJob:
 
 
 def _work(jobs: SimpleQueue[PinJob | None], device: str | None, settle: Any) -> None:
-    """Pin batches until the queue returns None. Keep no batch alive while waiting."""
+    """Pin batches until the queue returns None. Do not keep a batch alive while waiting."""
     settle()
     while (job := jobs.get()) is not None:
         # If pinning fails, the trainer tries again and raises the exception.

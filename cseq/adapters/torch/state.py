@@ -83,9 +83,9 @@ class LoaderProgress:
         self.states = [
             None if state is None else dumps(state) for state in states or [None] * several
         ]
-        # The next worker, if workers take turns: worker k mod N makes the batch for key k.
+        # The worker whose turn is next. When taking turns, worker k mod N makes key k's batch.
         self.turn = (self.yielded - keys.layers.omitted) % several
-        # Workers take turns, so the last one with the maximum count made the latest batch.
+        # As workers take turns, the last one with the highest count made the latest batch.
         if self.iterable:
             self.turn = -self.counts[::-1].index(max(self.counts)) % several
 
@@ -232,7 +232,7 @@ def _is_number(value: object, _: State, least: int = 0) -> bool:
 
 
 def _is_list(value: Sequence[object], state: State, *kinds: type) -> bool:
-    """Return True if a list has one valid item per worker."""
+    """Return True if a list has one item per worker, of the given types and in range."""
     return len(value) == max(1, state["num_workers"]) and all(
         type(part) in kinds and (type(part) is not int or 0 <= part <= MOST) for part in value
     )
@@ -272,7 +272,7 @@ FORM: dict[str, Callable[[Any, State], object]] = {
 
 
 def _cut(state: State, yielded: int, batching: State, *, strict: bool) -> tuple[list[int], int]:
-    """Return `start` for the current batch size and ranks, and the next batch's number.
+    """Return `start` for the current batch size and ranks, and the number of the next batch.
 
     Raises ValueError if the order of samples differs, or if the batches differ and it is unknown
     how ranks share an epoch.

@@ -41,7 +41,7 @@ def left_by(state: State) -> State:
 
 
 class DatasetState:
-    """The states of a data set and its iterator in torch's `fetcher`."""
+    """The states of a data set and of its iterator, which torch's `fetcher` holds."""
 
     def __init__(self, dataset: object, fetcher: object) -> None:
         iterator: object = getattr(fetcher, "dataset_iter", None)
@@ -55,7 +55,7 @@ class DatasetState:
         return bool(self._stateful)
 
     def after(self, made: int) -> State:
-        """Return the current state, after `made` batches."""
+        """Return the current state, including `made`, the number of batches made so far."""
         state = {name: part.state_dict() for name, part in self._stateful.items()}
         ended: bool = getattr(self._fetcher, "ended", False)
         return {**state, "made": made, "ended": ended, "is_own": self._is_own}

@@ -85,7 +85,7 @@ def _push_all(modes: list[Any]) -> None:
 
 
 def _modes() -> Iterator[tuple[Callable[[], object], Callable[[Any], object]]]:
-    """Yield a getter and a setter for each thread-local mode of torch."""
+    """Yield a getter and a setter for each of torch's thread-local modes."""
     autocast: tuple[tuple[Callable[[str], object], Callable[[str, Any], object]], ...] = (
         (torch.is_autocast_enabled, torch.set_autocast_enabled),
         (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -170,14 +170,14 @@ class Fetcher:
         self._key: Any = ()
         # The packed exception from `get_ready`, if any.
         self._broken: bytes | None = None
-        # `_is_open` is True once there is a fetcher for this epoch, or its creation has failed.
+        # `_is_open` is True once this epoch's fetcher has been created, or could not be.
         self._is_set_up = self._is_open = False
         self._made = 0
         self._state: DatasetState | None = None
         self._depth = fork_depth()
 
     def close(self) -> None:
-        """Drop the references to the data set if this version of torch does so.
+        """Drop the references to the data set if this version of torch does the same.
 
         In a forked worker, the data set belongs to the parent process and is not deleted.
         """
@@ -205,7 +205,7 @@ class Fetcher:
             return
         while (item := self._next_item()) is not END:
             yield item
-            # Do not keep the batch while the next one is being made.
+            # Do not keep this batch alive while the next one is being made.
             del item
         if self._state:
             yield self._stated(is_over=True)
@@ -241,8 +241,8 @@ class Fetcher:
         base_seed = self._epoch.base_seed
         seed = base_seed + self._number
         random.seed(seed)
-        # torch records a stack trace for each unused device. With the default traceback limit, it
-        # would read source files.
+        # torch records a stack trace for each unused device. With the default traceback limit,
+        # this would read source files.
         limit, sys.tracebacklimit = getattr(sys, "tracebacklimit", 1000), 0
         try:
             torch.manual_seed(seed)
@@ -330,7 +330,7 @@ class Fetcher:
         try:
             batch = self._fetcher.fetch(key)
         except BaseException as error:
-            # This process may be a copy forked by the data set.
+            # The data set may call `fork`, so this process may be a copy of the worker.
             is_copy = fork_depth() != self._depth
             if is_copy or not (self.IN_WORKER or isinstance(error, Exception)):
                 raise

@@ -246,7 +246,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
         return None
 
     def finalize(self) -> None:
-        """Use a background thread to stop all processes. Calling this again has no effect."""
+        """Stop all processes in a background thread. Calling this again has no effect."""
         parts = self._outlet, self._streams, self._relay
         if parts != (None, None, None):
             close_elsewhere(partial(_close, *parts), self._pid)
@@ -324,7 +324,7 @@ class MultiProcessingReadingService(CheckpointableReadingServiceInterface):  # t
 
     @property
     def _run(self) -> Run[Items] | None:
-        """The run of the workers, for `cseq.testing`."""
+        """The workers' run, used by `cseq.testing`."""
         return self._streams._run if self._streams is not None else None
 
 

@@ -39,7 +39,7 @@ def shard(pipe: DataPipe, info: Any) -> None:
 
 
 def as_pipe(value: Any, origin: str) -> DataPipe:
-    """Return `value`, or raise TypeError if user function `origin` did not return a datapipe."""
+    """Return `value`. Raise TypeError if it is not a datapipe; `origin` is the user's function."""
     if not isinstance(value, (IterDataPipe, MapDataPipe)):
         raise TypeError(f"{origin} returned {value!r}, not a datapipe; return the datapipe")
     return value

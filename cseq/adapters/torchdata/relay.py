@@ -152,9 +152,9 @@ class Relay:
         self._streams.interrupt()
 
     def close(self) -> None:
-        """Stop the dispatching process and the relay's thread. Close the workers first.
+        """Stop the dispatching process and the relay's thread. The workers must be closed already.
 
-        This may be called again if the first call was interrupted.
+        After an interrupted call, call this again.
         """
         self.stop()
         # In a forked process, the dispatching process belongs to the parent.
@@ -184,7 +184,7 @@ class InDispatching(RemoteTraceback):
 
 @contextlib.contextmanager
 def naming_dispatching() -> Iterator[None]:
-    """Name the dispatching process in exceptions from the `with` block."""
+    """Mention the dispatching process in exceptions from the `with` block."""
     try:
         yield
     except (WorkerDied, WorkerTimeout) as error:

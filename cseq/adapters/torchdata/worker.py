@@ -53,7 +53,7 @@ class _Pipeline:
     """A producer for `Streams` that runs part of the graph."""
 
     def __init__(self, pipe: DataPipe) -> None:
-        # This process may have been forked during a traversal of the graph.
+        # If this process was forked while the graph was being traversed, hooks are still set.
         for kind in (IterDataPipe, MapDataPipe):
             kind.set_reduce_ex_hook(None)
             kind.set_getstate_hook(None)
