@@ -22,8 +22,8 @@ ENOUGH_BATCHES, START = 8, 2.0
 # waits in which the GPU runs dry is below FED.
 LITTLE, FED = 0.05, 0.1
 # Larger batches help if the loop waits less than HANDOVER seconds per batch. Recommend batches up
-# to MOST_LARGER times as large, assuming that handing them over takes LONGER times as long.
-# OVERHEAD is an upper bound on each side's fixed time per batch, in seconds.
+# to MOST_LARGER times as large, assuming that each takes LONGER times as long to hand over.
+# OVERHEAD is an upper bound on the fixed time per batch on each side, in seconds.
 HANDOVER, OVERHEAD, MOST_LARGER, LONGER = 50e-6, 5e-6, 64, 1.5
 # Workers are saturated if they are busy for at least this fraction of the time.
 BUSY = 0.8
@@ -33,7 +33,7 @@ BUSY = 0.8
 # waiting for a core as computing, the thread that holds the GIL is also waiting for a core.
 GIL, LONG, ONE_CORE, HELD, TURNS, STARVED = 1e-3, 0.3, 1.3, 0.8, 0.2, 2.0
 # All cores are in use if utilization is at least USED_UP, or if workers spend at least QUEUED of
-# their busy time waiting for a core. If utilization is below OTHERS, other programs use the rest.
+# their busy time waiting for a core. Below OTHERS, other programs are using the rest.
 USED_UP, QUEUED, OTHERS = 0.95, 0.25, 0.7
 # Recommend SPARE times as many workers as needed, but at most MOST_READERS per core.
 SPARE, MOST_READERS = 1.1, 4
@@ -46,7 +46,7 @@ UNITS += [("ms", 1e-3, 0.9995e-3), ("µs", 1e-6, 0.9995e-6)]
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements, as seconds and fractions. Values that were not measured are 0.
+    """Measurements, in seconds or as fractions. Values that were not measured are 0.
 
     Attributes
     ----------
@@ -76,10 +76,10 @@ class Window:
         The 80th percentile of the workers' waits for the GIL, and the fraction of long waits. A few
         very long waits would distort a mean.
     computed : float
-        The number of cores that threads use, if they share the GIL.
+        The number of cores that all threads use together, or 0 if they do not share the GIL.
     behind, early : float
-        The fractions of the waiting time spent while most other batches were ready, and before the
-        first batches of later epochs.
+        The fraction of the waiting time spent while most other batches were ready, and the fraction
+        spent waiting for the first batches of epochs (0 if there is only one epoch).
     converting : float
         The mean fraction of the time that converters are busy.
     dry : float or None
@@ -125,7 +125,7 @@ class Window:
 
     @property
     def is_stream(self) -> bool:
-        """Whether this is a stream, such as a DataLoader."""
+        """Whether the batches come from a stream, such as a DataLoader."""
         return not self.buffer
 
     @property
@@ -150,7 +150,7 @@ class Window:
 
     @property
     def holds_gil(self) -> bool:
-        """Whether threads keep others waiting for the GIL."""
+        """Whether threads hold the GIL long enough to keep others waiting."""
         return self.threads and self.gil_long > self.computed / 4
 
     @property
@@ -192,14 +192,14 @@ class Window:
             return max(1, self.workers)
         if self.cpu is None:
             return max(1, int(self.cores - min(self.loop_cpu, 1.0) + 0.5))
-        # More workers wait longer for a core, so subtract half of the waits.
+        # With more workers, each waits longer for a core, so subtract half of the waiting time.
         queues = self.queued / max(self.cpu + self.queued, 0.01) / 2
         cores = 1.0 if self.holds_gil else self.cores - min(self.loop_cpu, 1.0)
         computing = min(max(self.cpu / (1 - self.queued), 0.01), 1.0)
         return max(1, int(cores * (1 - queues) / computing + 0.5))
 
     def rate(self, workers: float) -> float:
-        """Return how many batches per second `workers` workers would make if always busy."""
+        """Return the number of batches per second that `workers` always-busy workers would make."""
         return min(workers, self.room) / self.index
 
 
@@ -328,7 +328,7 @@ def _start(v: Window) -> str:
 
 
 def _more(v: Window, seen: str, action: str = "") -> Said:
-    # The number of workers that could have made these batches if they had always been busy.
+    # The number of workers that would have been enough if they had always been busy.
     made = v.index * v.batches / v.elapsed
     gain = max(1.0, min(v.most, min(v.enough, v.room) / made)) if made > 0 else v.most
     return Said(seen, action, {"num_workers": v.enough}, gain)
@@ -392,7 +392,7 @@ def _loop(v: Window) -> Said:
 
 
 def _handover(v: Window) -> Said:
-    """Recommend a batch size, assuming a constant overhead on each side."""
+    """Recommend a batch size, assuming that each side's overhead per batch is constant."""
     took = v.elapsed / v.batches
     larger = 2 ** math.ceil(math.log2(2 * HANDOVER / took)) if took < HANDOVER else 2
     larger = min(larger, MOST_LARGER)

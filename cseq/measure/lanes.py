@@ -21,7 +21,7 @@ _recorded: list[Lanes] | None = None
 
 
 def record(pools: list[Lanes] | None) -> None:
-    """Add all current and future pools to a list, until called with None."""
+    """Collect all current and future pools in a list, until called with None."""
     global _recorded
     _recorded = pools
     for pool in () if pools is None else sorted(_alive, key=lambda pool: pool.number):

@@ -31,7 +31,7 @@ METER = np.dtype(
     + [(name, HISTOGRAM) for name in ("work", "wait", "gil")]
     + [("slowest", SLOW, SLOWEST), ("pad", "V48")]
 )
-# Maximum number of rows, and the initial interval between rows in ns.
+# Maximum number of rows in a `History`, and the initial interval between them in ns.
 POINTS, EVERY = 512, 100_000_000
 # Bucket bounds in seconds.
 EDGES = np.array([(4 + k % 4) * 2.0 ** (k // 4 + 4) for k in range(BUCKETS + 1)]) / 1e9
@@ -49,7 +49,7 @@ class Counts(TypedDict):
 
 
 class Row(NamedTuple):
-    """A row of a `History`, with its time in ns."""
+    """A row of a `History`. `at` is its time in ns."""
 
     at: int
     batches: int
@@ -197,7 +197,7 @@ class Meters:
             return self
         added = copy(self)
         added._from = earlier._now
-        # A replaced worker never finished the ticket that it was working on in `earlier`.
+        # If a worker was replaced, its ticket in `earlier` is unfinished and no longer counts.
         stays = words(self.runners, "thread") == words(earlier.runners, "thread")
         begun = np.where(stays, earlier.busy, earlier._ended / 1e9)
         added.busy = np.maximum(self.busy - begun, 0)

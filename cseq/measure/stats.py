@@ -45,7 +45,7 @@ class Cache(Protocol):
         """The size in bytes."""
 
     def counts(self) -> tuple[int, int, int]:
-        """Return how many samples were read, made and kept, and made but not kept."""
+        """Return how many samples were read, were made and kept, and were made but not kept."""
 
 
 def _counted(cache: Cache) -> tuple[int, int, int]:
@@ -59,7 +59,7 @@ class WorkerStats(NamedTuple):
     Attributes
     ----------
     number : int
-        The number of the worker, starting with 0.
+        The worker's number, starting from 0.
     pid : int
         The id of the worker's process or thread, or 0 if it is unknown.
     batches : int
@@ -88,11 +88,11 @@ class SlowBatch(NamedTuple):
     Attributes
     ----------
     epoch, batch : int
-        The epoch, and the number of the batch in the epoch (for a stream, of the item).
+        The epoch, and the number of the batch (for a stream, the item) within it.
     seconds : float
         The time to make the batch, in seconds.
     worker : int
-        The number of the worker.
+        The number of the worker that made the batch.
     """
 
     epoch: int
@@ -120,7 +120,7 @@ class Stats:
     retries : int
         The number of batches that were made again because a worker died.
     skips : int
-        The number of batches that were left out because the indexer raised (``on_error='skip'``).
+        The number of batches skipped because the indexer raised an exception (``on_error='skip'``).
     copies : int
         The number of batches that were copied because the loop held too many others.
     depths : (int, int, int)
@@ -137,11 +137,11 @@ class Stats:
     buffer : int
         The maximum number of batches ahead of the loop, or 0 for streams.
     gpu_waits, gpu_dry : int
-        How often the loop has waited for a batch while it used CUDA, and how often the GPU was idle
+        How often the loop has waited for a batch while using CUDA, and how often the GPU was idle
         when the batch arrived.
     cache_hits, cache_misses : int
-        How many samples all processes have read from the caches that are open in this process
-        (`cseq.cached`), and how many samples they had to make.
+        How many samples all processes together have read from the caches (`cseq.cached`) that this
+        process has open, and how many they had to make.
     cache_nbytes : int
         The total size of the caches that are open in this process, in bytes.
     source_tokens : dict of str to int
@@ -210,7 +210,7 @@ class Stats:
 
     @property
     def step_seconds(self) -> Histogram:
-        """How long the loop took per batch, without waiting."""
+        """How long the loop took per batch, excluding waits."""
         return self.meters.histogram("work", self.meters.loop)
 
     @property
@@ -444,7 +444,7 @@ class Counting(Protocol):
 
 
 def counting(manager: object) -> Counting:
-    """Return the manager. Raise TypeError if it has no method `stats`."""
+    """Return `manager`. Raise TypeError if it has no `stats` method."""
     if not hasattr(manager, "stats"):
         raise TypeError(
             f"manager={manager!r} has no stats(); pass a cseq manager or a cseq.DataLoader"
@@ -498,7 +498,7 @@ class Every:
 
 
 def _part(seconds: float, of: float, most: float = 1.0) -> float:
-    """Return a fraction in [0, most], or 0 if `of` is 0."""
+    """Return `seconds / of`, limited to [0, most], or 0 if `of` is 0."""
     return max(0.0, min(seconds / of, most)) if of > 0 else 0.0
 
 

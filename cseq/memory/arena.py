@@ -3,8 +3,8 @@
 The memory consists of two anonymous files. The slot file is sparse. Slot ``s`` starts at byte
 ``s * width``, and only the committed part of a slot uses memory.
 
-Pages are committed before being written, so that running out of memory raises an exception, not
-a signal. The lowest free slots are used first, because warm pages are many times faster.
+Pages are committed before they are written, so that running out of memory raises an exception
+instead of a signal. The lowest free slots are used first, because warm pages are many times faster.
 
 A slot is never overwritten while an array, view or tensor in it is alive, in the trainer or in the
 worker that filled it, even after the arena has been closed.
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cseq")
 
-# (Width in bytes, number of slots), tried in this order.
+# The (width in bytes, number of slots) of the slot file, tried in this order.
 SIZES = (
     (1 << 40, 1 << 22),
     (1 << 36, 1 << 16),
@@ -68,12 +68,12 @@ class Arena:
     locks : PageLocks, optional
         Page-locks every mapping, for copies to a CUDA device.
     tickets : int
-        The maximum number of posted tickets. As many free slots stay committed.
+        The maximum number of posted tickets. `tidy` keeps slots for all of them.
 
     Attributes
     ----------
     fd, width, most : int
-        The slot file's descriptor, the distance between slots in bytes, and their maximum number.
+        The slot file's descriptor, the width of a slot in bytes, and the maximum number of slots.
     rings : list of Ring
         The rings.
     owners : int
@@ -96,7 +96,7 @@ class Arena:
         tickets: int = 0,
     ) -> None:
         self._locks = locks
-        # Not needed to end a lease. A signal handler may fetch batches while this lock is held.
+        # Leases end without this lock. A signal handler may fetch batches while the lock is held.
         self._lock = Lock()
         self._tickets = tickets
         self.memory_limit = memory_limit_of(memory_limit)
@@ -121,8 +121,8 @@ class Arena:
     ) -> None:
         """Create `rings` rings with `capacity` cells for `room` indices; see `Ring`.
 
-        `rings` is 1 if all workers share a ring, or else the number of workers. `name` is shown in
-        ``/proc``.
+        `rings` is 1 if all workers share a ring, and the number of workers otherwise. `name` is
+        shown in ``/proc``.
         """
         self.owners = owners
         self._ring_bytes = size = ring_bytes(capacity, room, runners)
@@ -257,8 +257,8 @@ class Arena:
     def tidy(self) -> None:
         """Free pinned slots, and release the memory of free slots that are not needed.
 
-        Slots more than twice the size of the previous epoch's largest batch are not needed, nor are
-        more slots than that epoch had tickets and leases.
+        A slot is not needed if it is more than twice the size of the previous epoch's largest
+        batch, or if there are enough others for all tickets and for that epoch's leases.
         """
         with self._lock.hold():
             self.slots.unpin()
@@ -320,14 +320,14 @@ def _slots_file(tickets: int) -> tuple[Descriptor, int, int]:
 def reserved(tickets: int) -> tuple[tuple[int, int], ...]:
     """Return the sizes to try on Windows, as (width in bytes, number of slots).
 
-    There are enough slots for the tickets, a cancelled epoch's tickets, and just as many leases.
+    Half of the slots are enough for two epochs' tickets (one cancelled). Half can be leased.
     """
     slots = max(FEWEST, 1 << (4 * tickets - 1).bit_length())
     return tuple((nbytes // slots, slots) for nbytes in RESERVED)
 
 
 def room_for(needed: int, capacity: int, width: int) -> int:
-    """Return the new size of a slot that must contain `needed` bytes."""
+    """Return the new size of a slot that must hold `needed` bytes."""
     if needed > width:
         raise MemoryError(
             f"a batch of {needed} bytes exceeds the maximum slot size of {width} bytes; reduce "

@@ -27,9 +27,9 @@ __all__ = ["anonymous_file", "lifted", "own_offsets", "receive", "send", "sparse
 
 
 def anonymous_file(name: str) -> tuple[Descriptor, bool]:
-    """Open an empty anonymous file. Also return whether it can be sealed.
+    """Open an empty anonymous file. Return it, and whether it can be sealed.
 
-    ``/proc`` shows `name`. A sandbox may reject a memfd, as does a kernel with vm.memfd_noexec=2.
+    ``/proc`` shows `name`. A sandbox may reject memfds, and kernels with vm.memfd_noexec=2 do.
     """
     if hasattr(os, "memfd_create"):
         try:

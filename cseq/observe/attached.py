@@ -76,7 +76,7 @@ class AttachedRun:
         return self._started is not None and starts(self.pid) == self._started
 
     def fact(self, name: str) -> int:
-        """Return a number from the file's name, or 0 if it is not there."""
+        """Return a number from the file's name, or 0 if it is missing."""
         return self.facts.get(name, 0)
 
     def process(self, number: int) -> int:
@@ -110,7 +110,7 @@ class AttachedRun:
             yield Ring(copy, at=k * (size // self.fact("rings")))
 
     def _read(self, rings: list[Ring]) -> None:
-        # `closed` is 1 once the run is closed. If larger, it is the first exiting runner's number.
+        # `closed` is 1 once the run is closed. If larger, workers from that runner number on exit.
         count, leaving = self.fact("workers"), rings[0].closed
         self.stats = stats = Stats.read(
             rings,
@@ -139,7 +139,7 @@ class AttachedRun:
         return self.stats
 
     def window(self) -> Stats:
-        """Return statistics for the last 20 s, or the whole run if these cover too few batches."""
+        """Return statistics for the last 20 s, or for the whole run if that is too few batches."""
         recent = self.since(WINDOW)
         return recent if recent.batches >= ENOUGH_BATCHES else self.stats
 
@@ -157,7 +157,7 @@ class AttachedRun:
 
 
 def runs_of(pid: int, opened: Container[int] = ()) -> Iterator[tuple[int, AttachedRun]]:
-    """Yield (inode, run) for each run of a process, except for inodes in `opened`.
+    """Yield (inode, run) for each run of a process, except runs whose inode is in `opened`.
 
     Raises OSError if the process is gone or belongs to another user.
     """
@@ -213,7 +213,7 @@ class Watcher:
 
     @property
     def shown(self) -> AttachedRun | None:
-        """The run to show in full: the one that was waiting the most when it was chosen."""
+        """The run to show in full. When it was chosen, its loop was waiting more than any other."""
         runs = self.runs
         if self._shown not in runs or (self._shown.ended and not runs[0].ended):
             waits = {run: run.since(RECENT).loop_waiting for run in runs}

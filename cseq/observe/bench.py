@@ -50,8 +50,8 @@ LABELS = {
 class Made(NamedTuple):
     """The loader that ``make()`` returned.
 
-    `text` describes it, and `kinds` are the rows to measure. The row `current` is the unchanged
-    loader. The rows for torch and cseq use `workers` workers.
+    `text` describes the loader, and `kinds` lists the rows to measure. In the row `current`, the
+    loader is unchanged. The rows for torch and cseq use `workers` workers.
     """
 
     text: str
@@ -132,7 +132,7 @@ def loader_of(made: Any) -> Loader:
 
 
 def look(made: object) -> Made:
-    """Describe the object that ``make()`` has returned."""
+    """Describe the object that ``make()`` returned."""
     loader = loader_of(made)
     if isinstance(loader, MSequence):
         return Made(f"{loader!r}", ("none", "manager"), "manager", 0)
@@ -213,7 +213,7 @@ def measure(
 
 
 def _fallen_back() -> str:
-    """Return why torch's workers were used instead, or an empty string."""
+    """Return why torch's workers were used instead of cseq's, or an empty string."""
     from cseq.adapters.torch.fallback import made
 
     return next((f"torch's own workers ran, because {reason}" for _, reason in made if reason), "")
@@ -260,12 +260,12 @@ def seconds_of(text: str) -> float:
 def bench(target: str, step: float = 0.0, seconds: float = MEASURED) -> int | str:
     """Measure all rows and print a table. Return the exit status, or an error message.
 
-    With a `step`, the waiting time is measured, too. Each measurement takes `seconds`.
+    If `step` is not 0, also measure the waiting time. Each measurement takes `seconds`.
     """
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
         return f"cseq bench: {target!r} is not of the form FILE.py:make"
-    # The file and its workers see these arguments.
+    # Otherwise, the file and its workers would see the arguments of `cseq bench`.
     sys.argv = [path]
     try:
         make = load(path, name)

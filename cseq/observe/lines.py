@@ -140,7 +140,7 @@ def foot(run: AttachedRun, width: int) -> list[str]:
 
 
 def overview(watcher: Watcher, width: int, height: int = 0) -> list[str]:
-    """Return a line per run, then one run in full, with workers that fit into `height` (0: all)."""
+    """Return a line per run, then one run in full. Show only workers that fit `height` (0: all)."""
     shown = watcher.shown
     if shown is None:
         why = watcher.problems or ["none of the processes that you can read has one"]

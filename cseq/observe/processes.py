@@ -15,7 +15,7 @@ PROC = "/proc"
 
 
 def _fields(pid: int) -> list[str]:
-    """Return the fields of a process after its name, which may contain spaces."""
+    """Return the fields after the name in a process's stat file. The name may contain spaces."""
     try:
         with open(f"{PROC}/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

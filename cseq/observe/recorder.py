@@ -24,7 +24,7 @@ def of_run(run: Run[Any]) -> Part:
     if not isinstance(pool.tickets, Batches):
         return Part("DataLoader" if run.about else "Streams", run.about, stats)
     assert pool.tickets.sampler is not None
-    # `changed` returns a sampler with its own reader.
+    # The copy that `changed` returns has its own reader.
     sampler = pool.tickets.sampler.changed()
     facts = f"samples={sampler.dset_size:,}, batches={sampler.length:,}, "
     facts += f"batch_size={sampler.batch_size:,}, workers={stats.num_workers}, seed={sampler.seed}"
@@ -32,14 +32,14 @@ def of_run(run: Run[Any]) -> Part:
 
 
 class Recorder:
-    """Keeps the longest run of each kind and writes a page at the end.
+    """Keeps the longest run of each kind, and writes a page about them at the end.
 
     In `path`, %p is the process id and %r the rank.
     """
 
     def __init__(self, path: str) -> None:
         self._path, self._pid = full(path), os.getpid()
-        # Raise OSError early if the folder does not exist.
+        # Raise OSError now, not at the end, if the folder does not exist.
         os.stat(os.path.join(os.path.dirname(self._path), ""))
         self._kept: dict[tuple[str, str], Part] = {}
         # Runs may end in any thread or in a signal handler.

@@ -39,16 +39,16 @@ class Watched:
     persistent : bool
         Whether workers are kept between epochs.
     computed : float
-        CPU seconds of the workers (or of the loop's thread, without workers) after the first batch
-        of each epoch.
+        CPU seconds that the workers (or the loop's thread, if there are none) used after the first
+        batch of each epoch.
     queued : float
         Seconds that the workers waited for a core during this time.
     epochs, batches : int
-        The number of epochs, and the number of batches except the first of each epoch.
+        The number of epochs, and the number of batches, excluding the first of each epoch.
     started : float
         Seconds from `iter` to the first batch, summed over all epochs.
     waited, stepped : float
-        Seconds that the loop waited for other batches, and worked between batches.
+        Seconds that the loop waited for later batches, and seconds that it worked between batches.
     turns : list of Turn
         The epochs in progress.
     """
@@ -116,7 +116,7 @@ class Turn:
         self.watched.turns.append(self)
 
     def end_epoch(self) -> None:
-        """Add the CPU time of the workers before they exit."""
+        """Add the workers' CPU time and waits for a core to the totals, before the workers exit."""
         if self in self.watched.turns:
             self.watched.turns.remove(self)
             self.watched.computed += max(cpu_seconds(self._pids) - self._computed, 0.0)
@@ -154,7 +154,7 @@ def watch(loaders: dict[Any, Watched]) -> None:
 
     def __next__(iterator: names.Base) -> object:  # noqa: N807
         turn: Turn | None = getattr(iterator, "_cseq_turn", None)
-        # A subclass may not have called `__iter__`.
+        # A subclass may override `__iter__` without calling the original.
         if turn is None:
             return following(iterator)
         begun, before = clock(), time.thread_time()

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Deaths", "Held"]
 
-# Limit on deaths caused by one ticket, and on consecutive deaths at startup (per worker).
+# Maximum number of deaths per ticket, and of consecutive deaths at startup per worker.
 TRIES = 3
 
 
 class Held(NamedTuple):
     """A ticket that a dead worker was working on.
 
-    `location` names epoch, batch and indices. If `is_batch` is True, the loop can skip the ticket.
+    `location` names the epoch, batch and indices. If `is_batch` is set, the loop can skip it.
     """
 
     epoch: int
@@ -39,11 +39,11 @@ class Deaths:
     budget : int
         The maximum number of replacements per epoch.
     unit, advice : str
-        The word for a ticket in messages ('batch'), and advice about tickets that kill workers.
+        What messages call a ticket (such as 'batch'), and what they say if it kills workers.
     lost : str
         Text to append to the log message about a dead worker.
     fails : bool
-        If True, a batch that kills workers fails with a `WorkerDied`, and the run continues.
+        Whether the run continues after a batch that kills workers has failed with a `WorkerDied`.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Deaths:
     ) -> WorkerDied | None:
         """Count a worker's death. Return an error if there have been too many.
 
-        If `has_failed` is True, the run continues without the batch. `is_overdue` means a timeout.
+        If this sets `has_failed`, the run goes on without the batch. `is_overdue` means a timeout.
         """
         self._deaths += 1
         self._unready = 0 if was_ready else self._unready + 1

@@ -55,7 +55,7 @@ class Workers:
     def duplicate_for_child(fd: int) -> int:
         """Return the descriptor. Raise RuntimeError if workers cannot open it."""
         if not os.path.exists(f"/proc/{os.getpid()}/fd/{fd}"):
-            raise RuntimeError(f"descriptor {fd} cannot be opened by other processes here")
+            raise RuntimeError(f"other processes cannot open descriptor {fd} on this system")
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
             raise RuntimeError(f"descriptor {fd} is a socket, which other processes cannot open")
         return fd

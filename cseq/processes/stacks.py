@@ -41,7 +41,7 @@ class Frame(NamedTuple):
 
 
 def location_in(stacks: str) -> str:
-    """Describe where the main thread is, and what it is importing.
+    """Describe where the main thread is, and which modules it is importing, if any.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Supervisor"]
 
-# Other selectors open a descriptor, which may get the number of a closed standard stream.
+# Other selectors open a descriptor, which could take the number of a closed standard stream.
 Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 # A warning is logged if the first item takes longer than SLOW seconds and twice `slowest`.
 SLOW, slowest = 10.0, 0.0
@@ -117,7 +117,7 @@ class Supervisor:
         self.takes_objects = launcher.takes_objects
         self._launcher = launcher
         self._readers, self._task, self._describe = readers, task, describe
-        # The number of readers to run, and the thread that called `launch`.
+        # The number of workers to run, and the id of the thread that called `launch`.
         self._active, self._caller = readers, 0
         # The runners to fork while the loop's thread is waiting, and the latches it is waiting for.
         self._missing: list[int] = []
@@ -129,11 +129,11 @@ class Supervisor:
         self._failed: dict[str, WorkerDied] = {}
         self._noted, self._preloads, self._gone = False, True, False
         self._records = Records()
-        # Set when `Launcher.prepare` has returned, when workers may start, when all have started,
-        # and when all are gone.
+        # Set once `Launcher.prepare` returns, once workers may start, once all have started, and
+        # once the supervisor thread ends, respectively.
         self._prepared, self._wanted = Latch(), Latch()
         self._launched, self._ended = Latch(), Latch()
-        # Used only by the supervisor thread. Other threads wake it up through the waker.
+        # Only the supervisor thread uses the selector. Other threads use the waker to wake it up.
         self._selector: selectors.BaseSelector
         self._waker: socket.socket | None = None
         self._thread = Threads()
@@ -148,7 +148,7 @@ class Supervisor:
         needs: Sequence[str] = (),
         timeout: float | None = None,
     ) -> None:
-        """Prepare everything that the workers need before `launch`.
+        """Start the supervisor thread, and prepare the user's object for the workers.
 
         The supervisor thread starts all processes, because signal handlers do not run there. If
         this method raises, `close` cleans up.
@@ -190,7 +190,7 @@ class Supervisor:
         launcher.preload(modules, FOREVER if timeout is None else START_SHARE * timeout)
 
     def launch(self) -> None:
-        """Start the workers, without waiting for them.
+        """Start the workers, without waiting until they are ready.
 
         If a signal handler raises an exception, the next call picks up where this one stopped.
 
@@ -207,7 +207,7 @@ class Supervisor:
             # Wait, because a child forked while this thread holds a lock (such as an import lock)
             # would deadlock. See `_staff`.
             self._launched.wait()
-        # Check only if the supervisor has ended. Exceptions from workers are raised in the loop.
+        # Exceptions from workers are raised in the loop, so check only if the supervisor has ended.
         if self._ended.wait(0):
             self.check()
 
@@ -219,7 +219,7 @@ class Supervisor:
     def _write(self, pickled: Pickled, name: str) -> None:
         """Write the user's object to a file, in the same format as requests in slots."""
         nbytes = len(pickled.data) + sum(view.nbytes for view in pickled.buffers)
-        # An upper bound on the size of the buffers, their table and the structure.
+        # An upper bound on the total size of the buffers, their table and the structure.
         width = nbytes + 128 * len(pickled.buffers) + GRAIN
         self._object = sparse_file(width)
         room = Room(self._object.fd, width)
@@ -282,7 +282,7 @@ class Supervisor:
     def _staff(self) -> None:
         """Start all missing workers.
 
-        This process is only forked while the loop's thread waits in `_await_forks`. At other times,
+        This process is forked only while the loop's thread waits in `_await_forks`. At other times,
         that thread may hold a lock that a child would wait for.
         """
         missing = [
@@ -374,13 +374,13 @@ class Supervisor:
         lost = ((since, f"{h.epoch}/{h.batch}") for (_, since), h in zip(begun, held, strict=True))
         text = describe_exit(exitcode)
         was_ready = worker.state == READY
-        # Whether the worker has exited because of `resize`.
+        # Whether the worker exited because of `resize`.
         left = was_ready and exitcode == 0 and not held
         event = "end" if left else "death"
         self._lanes.note(event, runner_number, child.pid, text=text, held=tuple(lost))
         counts = not left and (held or runner_number in self.wanted()) and not self.failure
         error, has_failed = None, False
-        # Count the death before reposting tickets. After that, the epoch may end at any time.
+        # Count the death first, because the epoch may end as soon as the tickets are reposted.
         if counts:
             error = self.deaths.count_death(
                 runner_number - 1,
@@ -472,15 +472,15 @@ class Supervisor:
     def _snapshot(self) -> list[WorkerProcess]:
         """Return the current workers.
 
-        No lock is needed: only the supervisor thread changes the dict, and C code copies it in one
-        call.
+        No lock is needed, because only the supervisor thread changes the dict, and `list` copies it
+        in a single C call.
         """
         return list(self._workers.values())
 
     def check_time(
         self, working: Sequence[tuple[int, int, str]], timeout: float, *, restart: bool
     ) -> None:
-        """Raise WorkerTimeout if a worker exceeds `timeout`, or kill it if `restart` is set.
+        """If a worker exceeds `timeout`, raise WorkerTimeout, or kill it if `restart` is set.
 
         `working` contains the number, start time and task of each busy runner; see `overdue`.
         """
@@ -581,7 +581,7 @@ class Supervisor:
 
 
 def _other_threads(caller: int) -> str:
-    """Describe threads that a fork would not copy, except for `caller` and cseq's own."""
+    """Describe all threads except `caller` and cseq's own. A fork would not copy them."""
     threads = threading.enumerate()
     pythons = {str(thread.native_id) for thread in threads} | {str(os.getpid())}
     both = (caller, threading.get_ident())

@@ -174,7 +174,7 @@ def _leave(code: int = 1) -> NoReturn:
 
 
 _outgoing: deque[bytes] = deque()
-# The thread that holds this lock sends all threads' messages.
+# Held while a message is sent. Reentrant, because a signal handler may send one, too.
 _sending = threading.RLock()
 _is_sending = False
 
@@ -206,7 +206,7 @@ class WorkerProcess:
     Attributes
     ----------
     runner_number : int
-        The number of the runner, starting with 1.
+        The runner's number, starting from 1.
     state : bytes
         The latest state (ENTERED, LOADED, READY or FAILED), or b"".
     entered : int
@@ -237,7 +237,7 @@ class WorkerProcess:
             self.child.sock.sendall(body)
 
     def receive(self) -> list[tuple[bytes, bytes]] | None:
-        """Return the complete messages that have a body, or None at EOF."""
+        """Read from the socket. Return the complete messages that have a body, or None at EOF."""
         try:
             data = self.child.sock.recv(65536)
         except ConnectionError:
@@ -264,7 +264,7 @@ class WorkerProcess:
 
     def stack(self) -> str:
         """Return the worker's stack traces, even while C code holds the GIL."""
-        # Keep the file open during this call.
+        # This reference keeps the file open if `close` is called meanwhile.
         file = self._stacks
         if file is None or not self.state or STACK_SIGNAL is None:
             return NO_STACK

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Time limits in seconds: one that never expires, and the time a killed process has to exit.
+# Time limits in seconds: one that is never reached, and one for a killed process to exit.
 FOREVER, LAST = 1e6, 1.0
 
 # On Windows, SIGTERM kills a process. `KILLED` is the exit code after `KILL`.
@@ -107,7 +107,7 @@ def zombie_status(pid: int) -> int | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    # Other threads of the process may still be writing to memory.
+    # While the process has other threads, they may still be writing to memory.
     return int(fields[49]) if fields[0] == b"Z" and int(fields[17]) <= 1 else None
 
 

@@ -79,7 +79,7 @@ _measures = False
 
 
 def is_measured() -> bool:
-    """Return True if coverage measures this process and its multiprocessing children."""
+    """Return True if coverage is measuring this process and its multiprocessing children."""
     measuring: Any = getattr(sys.modules.get("coverage"), "Coverage", None)
     current = None if measuring is None else measuring.current()
     return current is not None and "multiprocessing" in current.get_option("run:concurrency")
@@ -142,7 +142,7 @@ def _drop_handlers() -> None:
 def _empty_stdin() -> None:
     """Make standard input empty, because the terminal belongs to the trainer.
 
-    Closed output streams are opened, so that other files do not take over their descriptors.
+    Closed output streams are reopened, so that no other file can take their descriptors.
     """
     try:
         fd = os.open(os.devnull, os.O_RDWR)
@@ -176,7 +176,7 @@ def set_name(name: str) -> None:
 def work(
     sock: socket.socket, worker: int, entry: str, trainer: Identity, local: object = None
 ) -> NoReturn:
-    """Call the worker's entry function and exit. Forked copies that return here also exit."""
+    """Call the worker's entry function and exit. Forks of the worker that get here exit, too."""
     depth = fork_depth()
     try:
         close_in_forks(sock)
@@ -206,7 +206,7 @@ def _adopt(worker: int, trainer: Identity, sentinel: int) -> None:
     modules: Any = sys.modules
     multiprocessing, module = modules["multiprocessing"], modules["multiprocessing.process"]
     process = multiprocessing.Process(name=f"cseq-w{worker}")
-    # Set the worker's number here, because every worker would be number 1 by default.
+    # Number the workers, because multiprocessing would give each of them number 1.
     process._identity = (worker + 1,)
     module._current_process = process
     module._parent_process = module._ParentProcess(*trainer, sentinel)

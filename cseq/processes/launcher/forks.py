@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _private: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-# Held until a new socket is in `_private`. (Typeshed's RLock lacks some methods.)
+# Held until a new socket is in `_private`. `Any`, because typeshed's RLock lacks methods.
 _fork_guard: Any = threading.RLock()
 
 

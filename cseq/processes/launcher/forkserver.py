@@ -102,7 +102,7 @@ class ForkServer:
 class _ServedChild(Child):
     """A worker that a fork server starts and reaps.
 
-    A zombie counts as exited, because the server may be busy for minutes.
+    A zombie counts as exited, because the server may take minutes to reap it.
     """
 
     def __init__(self, sock: socket.socket, pid: int, reports: socket.socket) -> None:
@@ -115,7 +115,7 @@ class _ServedChild(Child):
             super()._send(number, tree=tree)
 
     def status(self, timeout: float) -> int | None:
-        """Return the exit code like `Child.status`, even if the report is late."""
+        """Return the same exit code as `Child.status`, even if the report arrives late."""
         super().status(timeout)
         self._has_ended(unreported=True)
         return self.code
@@ -124,7 +124,7 @@ class _ServedChild(Child):
         with self._lock.hold():
             if self.ended.wait(0):
                 return True
-            # Read the status first. If no report follows, the pid was still the worker's.
+            # Read the status first. If no report has arrived after that, the pid was the worker's.
             status = zombie_status(self.pid)
             if readable(self._reports.fileno(), 0):
                 report = answered(self._reports)
@@ -174,8 +174,8 @@ class ForkServerLauncher(Launcher):
                 end = time.monotonic() + seconds
             if time.monotonic() >= end:
                 raise TimeoutError(
-                    "the fork server did not answer in time; it may be importing a module that is "
-                    "very slow"
+                    "the fork server did not answer in time; it may still be importing a "
+                    "slow module"
                 )
         return answered(answers)
 
@@ -201,7 +201,7 @@ class ForkServerLauncher(Launcher):
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
                 _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # An import for another launcher has ended the server or made it unfit.
+            # The server ended or became unfit during another launcher's import.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)
@@ -242,7 +242,7 @@ class ForkServerLauncher(Launcher):
         # Try twice, because a server may have died unnoticed.
         for _ in range(2):
             server = self._serving()
-            # On an error, closing the socket makes the worker exit.
+            # After an error, the socket is closed, which makes the worker exit.
             with contextlib.ExitStack() as undo:
                 ours, theirs = pair()
                 undo.callback(ours.close)
@@ -268,7 +268,7 @@ class ForkServerLauncher(Launcher):
         return not self._servers
 
     def _leave(self, server: ForkServer, deadline: float) -> bool:
-        """Stop using a server, and stop it if no launcher uses it. Return False if this fails."""
+        """Stop using a server, and end it if no other launcher uses it. Return False on failure."""
         if not _guard.acquire(timeout=max(LAST, deadline - time.monotonic())):
             return False
         server.users -= 1

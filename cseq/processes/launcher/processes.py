@@ -59,7 +59,7 @@ class Child:
     handle : int or None
         The handle of the process on Windows.
     ended, code : Latch, int or None
-        A latch that is set on exit, and the exit code, if known. The code is set first.
+        A latch that is set when the process has exited, and the exit code (set first), if known.
     """
 
     handle: int | None = None
@@ -233,7 +233,7 @@ class Launcher:
         return self._end_servers(deadline) and all(child.gone for child in children)
 
     def _end_servers(self, deadline: float) -> bool:  # noqa: ARG002
-        """Stop the servers that have started workers. Return True if they are gone."""
+        """Stop using the servers, and end unused ones. Return False on failure."""
         return True
 
 
@@ -290,7 +290,7 @@ def spawn(start: Start, title: str, threads: int | None) -> Child:
                 creationflags=subprocess.CREATE_NEW_PROCESS_GROUP,
                 **dict.fromkeys(lacking, subprocess.DEVNULL),
             )
-            # If the process is already dead, the socket will reach EOF.
+            # Ignore an error: if the process is already dead, the socket will reach EOF.
             with contextlib.suppress(OSError), popen.stdin as pipe:
                 own = cast("Any", theirs).share(popen.pid)
                 pipe.write(marshal.dumps(start | {"socket": own}))

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cseq.processes.launcher.base import Identity, Start
 
 IS_LINUX = sys.platform == "linux"
-# Names of threads that libraries restart after a fork (jemalloc, in pyarrow).
+# Names of threads that their libraries restart after a fork, such as pyarrow's jemalloc.
 FORKING = ("jemalloc_bg_thd",)
 
 
@@ -74,7 +74,7 @@ class Forker:
         os._exit(0)
 
     def _step(self) -> bool:
-        """Handle a request or an exit. Return False if the trainer is gone."""
+        """Handle a request or a worker's exit. Return False if the trainer is gone."""
         ready = [fd for fd, _ in self._poll.poll()]
         if self._woken.fileno() in ready:
             # Drain the socket before reaping, so that a later exit wakes up the server again.
@@ -157,7 +157,7 @@ def _ended_child() -> tuple[int, int] | None:
 
 
 def _import(name: str) -> int:
-    """Import a module. Return KEPT, FAILED, THREADS or FILES."""
+    """Import a module, and return the outcome: KEPT, FAILED, THREADS or FILES."""
     tasks, files, outcome = _tasks(), _files(), KEPT
     try:
         with reading():
@@ -171,7 +171,7 @@ def _import(name: str) -> int:
 
 
 def _tasks() -> set[str]:
-    """Return the threads that a fork would not copy, if known."""
+    """Return the ids of this process's threads, except for `FORKING`, if known."""
     tasks = set()
     with contextlib.suppress(OSError):
         for task in os.listdir("/proc/self/task"):
@@ -185,7 +185,7 @@ def _tasks() -> set[str]:
 
 
 def _files() -> set[tuple[str, str]]:
-    """Return the open descriptors, including CUDA's, if known."""
+    """Return the open descriptors (including CUDA's) and what they refer to, if known."""
     files = set()
     with contextlib.suppress(OSError):
         for fd in os.listdir("/proc/self/fd"):
