@@ -81,27 +81,28 @@ def pids(running: Any) -> list[int | None]:
     return supervisor_of(running).pids()
 
 
-def await_workers(running: Any, timeout: float = 60.0) -> None:
+def await_workers(running: Any, timeout: float | None = 60.0) -> None:
     """Wait until all workers are ready and have created their indexers.
 
     Raises
     ------
     TimeoutError
-        If some workers are not ready after `timeout` seconds.
+        If some workers are not ready after `timeout` seconds (None: no limit).
     Exception
         If a worker cannot be created or has died too often. The loop would raise the same
         exception.
     """
     supervisor = supervisor_of(running)
-    deadline = time.monotonic() + (seconds("timeout", timeout) or 0.0)
+    limit = seconds("timeout", timeout)
+    start = time.monotonic()
     while late := [
         worker
         for worker, runner_number in enumerate(supervisor.wanted())
         if not supervisor.is_ready(runner_number)
     ]:
         supervisor.check()
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"workers {late} are not ready after {timeout:g} s")
+        if limit is not None and time.monotonic() > start + limit:
+            raise TimeoutError(f"workers {late} are not ready after {limit:g} s")
         time.sleep(PAUSE)
 
 

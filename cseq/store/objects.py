@@ -92,18 +92,20 @@ class Remote:
     place : Place
     store : bytes or None
         The user's pickled store, or None to create one from the URL.
-    timeout : float
+    timeout : float or None
         The time in seconds that obstore waits for data before it retries a request.
     """
 
-    def __init__(self, place: Place, store: bytes | None, timeout: float) -> None:
+    def __init__(self, place: Place, store: bytes | None, timeout: float | None) -> None:
         self.place, self._timeout = place, timeout
         self._gate = asyncio.Semaphore(AT_ONCE)
         self._obstore: Any = importlib.import_module("obstore")
         self._errors = importlib.import_module("obstore.exceptions").BaseError, OSError
         self._folder = place.root if store is not None else ""
         # Reading a whole shard may take a long time.
-        patience = {"timeout": "1day", "read_timeout": timedelta(seconds=timeout)}
+        patience: dict[str, Any] = {"timeout": "1day"}
+        if timeout is not None:
+            patience["read_timeout"] = timedelta(seconds=timeout)
         if store is None:
             self._store = self._made(patience)
             return
@@ -186,7 +188,7 @@ class Remote:
         except FileNotFoundError:
             raise changed(named, shard, None) from None
         except self._errors as error:
-            stalled = "kind: Timeout" in str(error)
+            stalled = self._timeout is not None and "kind: Timeout" in str(error)
             cause = f"none for {self._timeout:g} s" if stalled else _first_line(error)
         if came < stop - start:
             raise OSError(

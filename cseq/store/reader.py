@@ -31,7 +31,7 @@ class Reader:
     store: bytes | None
     limit: int
     ahead: int
-    timeout: float
+    timeout: float | None
     is_kept: bool
     about: dict[str, Any]
 

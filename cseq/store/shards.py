@@ -77,8 +77,8 @@ class Shards(Reader):
         small or the store's latency is high.
     store : optional
         An obstore store with credentials and options. `urls` are then paths in this store.
-    timeout : float
-        The time in seconds to wait for data before a request is retried.
+    timeout : float, optional
+        Seconds to wait for data before a request is retried. With None, there is no limit.
 
     Attributes
     ----------
@@ -104,7 +104,7 @@ class Shards(Reader):
         limit: int | str | None = None,
         ahead: int = 4,
         store: Any = None,
-        timeout: float = 30.0,
+        timeout: float | None = 30.0,
     ) -> None:
         _refuse_what_is_missing()
         self.place = located(urls, self.suffix, in_store=store is not None)
@@ -120,7 +120,7 @@ class Shards(Reader):
         if most is None:
             most = shutil.disk_usage(os.path.dirname(self.folder)).free // 2
         self.limit, self.ahead = most, integer("ahead", ahead)
-        self.store, self.timeout = _pickled(store), seconds("timeout", timeout) or 0.0
+        self.store, self.timeout = _pickled(store), seconds("timeout", timeout)
         self._open(dict(vars(self)))
         largest = int(self.nbytes.max())
         if largest > most:

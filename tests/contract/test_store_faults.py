@@ -123,6 +123,14 @@ def test_what_passes_changes_nothing(server, tmp_path, fault):
     assert rows.stats().fetched == SHARDS
 
 
+def test_without_a_timeout_slow_answers_are_awaited(server, tmp_path):
+    """`timeout=None` means no limit."""
+    server.slow(0.3)
+    rows = read(server, tmp_path, timeout=None)
+    assert is_right(epoch(FEW[0], rows), truth())
+    assert rows.stats().fetched == SHARDS
+
+
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_chance(server, tmp_path, kind):
     """Over two epochs, one request in five fails in any of these ways; the stream is unchanged."""
