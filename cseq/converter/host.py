@@ -54,7 +54,7 @@ def is_usable(array: Array, target: Dtype) -> bool:
 
 
 class Host:
-    """Converts arrays and CPU tensors to the types of an output."""
+    """Converts arrays and CPU tensors to the output types."""
 
     def __init__(self, output: Output) -> None:
         self.torch = torch = importlib.import_module("torch")

@@ -33,7 +33,7 @@ K = TypeVar("K", bound="Tickets")
 
 log = logging.getLogger("cseq")
 
-# Minimum time between advice messages in seconds: at the end of an epoch, and during one.
+# Minimum number of seconds between messages: at the end of an epoch, and during an epoch.
 LONG, OFTEN = 20.0, 600.0
 # Log advice as info or as a warning if the loop waits for at least this fraction of the time.
 LOGGED, WARNED = 0.05, 0.2

@@ -316,7 +316,7 @@ def count_actors(nodes: int | None, num_workers: int | None, num_cpus: float) ->
 
 
 class Caller:
-    """The indexer of one thread, which requests batches from an agent."""
+    """A thread's indexer, which requests batches from an agent."""
 
     def __init__(self, crew: FleetCrew, worker: int) -> None:
         self._crew, self._worker = crew, worker

@@ -255,7 +255,7 @@ def _collate_mappings(samples: Samples) -> Any:
 
 
 def _like(mapping: Any, batch: dict[Any, Any]) -> Any:
-    """Convert the batch to the type of a mapping, if possible."""
+    """Convert the batch to the same type as the mapping, if possible."""
     try:
         return type(mapping)(batch)
     except TypeError:

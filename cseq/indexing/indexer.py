@@ -67,7 +67,7 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class Indexer(Protocol[B_co]):
-    """Makes batches of type `B`. Any object with such a ``__getitem__`` is an indexer."""
+    """Makes batches of type `B`. Any object whose ``__getitem__`` does this is an indexer."""
 
     def __getitem__(self, indices: NDArray[np.int64], /) -> B_co:
         """Return the batch for `indices`, a one-dimensional array that may be changed or kept."""

@@ -362,7 +362,7 @@ def _gil(v: Window) -> Said:
     )
     if v.starved:
         seen += "; they wait even longer for a core: other programs are using the cores"
-    # The number of cores that the threads could use, and the loop's own time without GIL waits.
+    # The cores that threads could use, and the time of the loop itself, excluding GIL waits.
     wanted = v.computed + v.queue
     rest = (1 - v.w) * v.elapsed - min(wanted, 1.0) * v.gil * v.batches
     gain = min(

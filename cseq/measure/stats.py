@@ -83,7 +83,7 @@ class WorkerStats(NamedTuple):
 
 
 class SlowBatch(NamedTuple):
-    """A slow batch. `manager.remake(epoch, batch)` makes it again.
+    """A slow batch. Call `manager.remake(epoch, batch)` to make it again.
 
     Attributes
     ----------

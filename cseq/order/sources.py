@@ -115,7 +115,7 @@ def passes(drawn: Drawn, sources: Mapping[str, Order]) -> Iterator[tuple[int, in
 
 
 def ordered(order: Ints | slice, values: Ints, sizes: Ints, room: int) -> Read:
-    """Restore the original order of units, which have at most `room` samples each."""
+    """Restore the original order of units of at most `room` samples each."""
     if isinstance(order, slice):
         return values, None if room == 1 else sizes
     if room == 1:

@@ -201,7 +201,7 @@ class ForkServerLauncher(Launcher):
             with contextlib.suppress(TimeoutError), server.ask(IMPORT, len(data), data=data) as end:
                 _, outcome = self._answer(server, end, self._seconds) or (ENDED, None)
                 reason = REASONS.get(outcome, "")
-            # The server ended or became unfit during another launcher's import.
+            # The server exited or became unusable during another launcher's import.
             if outcome is None and (server.is_unfit or server.importers[0] is not self):
                 return
             server.is_unfit = server.is_unfit or bool(reason)
