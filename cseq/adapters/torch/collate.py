@@ -43,7 +43,7 @@ def stack_in_slots(*, tensors: bool = True) -> None:
 def collate_tensors(batch: list[torch.Tensor], *, collate_fn_map: object = None) -> torch.Tensor:
     """Stack ordinary tensors; otherwise, call torch's collate function."""
     first = batch[0]
-    plain = type(first) is torch.Tensor and is_plain(first)
+    plain = is_plain(first) and _becomes_tensor(first)
     if plain and first.nbytes * len(batch) >= IN_PLACE:
         return torch.stack(batch, 0, out=empty_tensor((len(batch), *first.shape), first.dtype))
     # torch's default collate function rejects quantized tensors in workers.
@@ -69,6 +69,14 @@ def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> 
     out = context.empty(dims, dtype) if is_large else np.empty(dims, dtype)
     np.stack(batch, out=out)
     return torch.from_numpy(out)
+
+
+def _becomes_tensor(tensor: torch.Tensor) -> bool:
+    """Return True if torch stacks tensors of this type to a `torch.Tensor`.
+
+    Subclasses that say so in `new` include the images of torchvision.
+    """
+    return type(tensor) is torch.Tensor or type(tensor.new()) is torch.Tensor
 
 
 def collating(function: Callable[[Any], object]) -> Callable[[Any], object]:
@@ -128,7 +136,9 @@ def _shape_of(tensors: Any, *, stacked: bool) -> tuple[int, ...] | None:
     """Return the result's shape, or None if the tensors are incompatible or too small."""
     if type(tensors) not in (list, tuple) or not tensors:
         return None
-    if not all(type(tensor) is torch.Tensor and is_plain(tensor) for tensor in tensors):
+    if not all(isinstance(tensor, torch.Tensor) and is_plain(tensor) for tensor in tensors):
+        return None
+    if not all(map(_becomes_tensor, {type(tensor): tensor for tensor in tensors}.values())):
         return None
     parts: Sequence[torch.Tensor] = tensors
     first = parts[0]

@@ -51,10 +51,22 @@ class Sub(torch.Tensor):
     """A subclass of tensor."""
 
 
+class Image(torch.Tensor):
+    """A subclass whose results are plain tensors, as those of torchvision's images are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result.as_subclass(torch.Tensor) if isinstance(result, cls) else result
+
+
 STACKED: list[Any] = [
     [torch.ones(BIG), torch.zeros(BIG)],
     [torch.ones(BIG, dtype=torch.bfloat16)] * 3,
     [torch.ones(80, 70).T, torch.ones(BIG)],
+    [torch.ones(BIG).as_subclass(Image), torch.zeros(BIG).as_subclass(Image)],
+    [torch.ones(BIG), torch.zeros(BIG).as_subclass(Image)],
     [np.ones(BIG), np.zeros(BIG)],
     [np.ones((80, 70), np.float16).T] * 4,
 ]
@@ -73,6 +85,7 @@ SMALL: list[Any] = [
     [torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)],
     [np.ones(3, np.float64), np.ones(3, np.int32)],
     [torch.ones(2).as_subclass(Sub), torch.zeros(2).as_subclass(Sub)],
+    [torch.ones(2).as_subclass(Image), torch.zeros(2).as_subclass(Image)],
 ]
 BAD: list[Any] = [
     [torch.ones(2), torch.ones(3)],
@@ -152,6 +165,7 @@ LARGE = (512, 1024)
 OWN: list[tuple[Any, list[Any]]] = [
     (torch.stack, [torch.rand(LARGE), torch.rand(LARGE)]),
     (torch.stack, [torch.rand(LARGE).bfloat16()] * 3),
+    (torch.stack, [torch.rand(LARGE).as_subclass(Image)] * 2),
     (torch.cat, [torch.rand(LARGE), torch.rand(3, 1024)]),
     (lambda samples: torch.stack(tuple(samples), dim=0), [torch.rand(LARGE)] * 2),
     (lambda samples: {"a": [torch.stack(tensors=samples)]}, [torch.rand(LARGE)] * 2),
