@@ -72,9 +72,10 @@ def collate_arrays(batch: Sequence[Array], *, collate_fn_map: object = None) -> 
 
 
 def _becomes_tensor(tensor: torch.Tensor) -> bool:
-    """Return True if torch stacks tensors of this type to a `torch.Tensor`.
+    """Return True if stacking tensors of this type results in a plain `torch.Tensor`.
 
-    Subclasses that say so in `new` include the images of torchvision.
+    The result has the type that `new` returns. Among others, torchvision's images are stacked to a
+    plain tensor.
     """
     return type(tensor) is torch.Tensor or type(tensor.new()) is torch.Tensor
 
