@@ -1,9 +1,8 @@
 """Update figures in the README and the pages from results: `python benchmarks/tables.py`.
 
-The figures come from latest.json, or from renewed.json if it has the case. The table in
-performance.md is regenerated. Elsewhere, a sentence is found by its words, and its figures are
-replaced: `{case: contender}`, that figure *less* another contender's, or *over* it. A test compares
-the pages with the output of this program.
+The figures come from latest.json. The table in performance.md is regenerated. Elsewhere, a sentence
+is found by its words, and its figures are replaced: `{case: contender}`, that figure *less* another
+contender's, or *over* it. A test compares the pages with the output of this program.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-# The second has cases that were measured again later.
-NAMES = ("latest", "renewed")
 HEAD = "|work|cseq|torch|best peer|limit|\n|---|---:|---:|---:|---:|\n"
 PEERS = "SPDL|Grain|grain|lhotse|trl|numpy|queue|multiproc|concurrent|Stateful|WebLoader"
 UNITS = ("ns", "µs", "ms", "s")
@@ -136,9 +133,9 @@ possible is {computing_uneven: best possible, 32 in hand}.
 class Run:
     """The medians of a run, formatted for the pages."""
 
-    def __init__(self, *reports: dict[str, Any]) -> None:
-        self.cases = {case["name"]: case for report in reports for case in report["cases"]}
-        about = reports[-1]["machine"]
+    def __init__(self, report: dict[str, Any]) -> None:
+        self.cases = {case["name"]: case for case in report["cases"]}
+        about = report["machine"]
         cpu, cores = re.sub(r"\(R\)| Processor.*", "", about["cpu"]), about["cores"]
         self.machine = f"cseq {about['versions']['cseq']} on {cores} cores of an {cpu}"
 
@@ -176,7 +173,7 @@ def short(value: float) -> str:
     return f"{value:#.2g}".rstrip(".") if value < 99.5 else f"{value:.0f}"
 
 
-def renewed(page: str, sentence: str, run: Run) -> str:
+def updated(page: str, sentence: str, run: Run) -> str:
     """Return the page with updated figures in the sentence."""
     parts = re.split(r"\{(\w+): (.*?)\}", " ".join(sentence.split()))
     words = [re.escape(part).replace(r"\ ", r"\s+") for part in parts[::3]]
@@ -191,18 +188,17 @@ def renewed(page: str, sentence: str, run: Run) -> str:
 
 def pages() -> dict[Path, str]:
     """Return the pages with current figures."""
-    texts = ((RESULTS / f"{name}.json").read_text(encoding="utf-8") for name in NAMES)
-    run = Run(*map(json.loads, texts))
+    run = Run(json.loads((RESULTS / "latest.json").read_text(encoding="utf-8")))
     result = {}
     for name, sentences in SENTENCES.items():
         page = (ROOT / name).read_text(encoding="utf-8")
         for sentence in sentences.strip().split("\n\n"):
-            page = renewed(page, sentence, run)
+            page = updated(page, sentence, run)
         if HEAD in page:
             before, rest = page.split(HEAD)
             rows = "".join(run.row(*row) for row in ROWS)
             page = before + HEAD + rows + rest[rest.index("\n\n") + 1 :]
-        if "renewed.md" in page and " cores of an " in page and run.machine not in page:
+        if "latest.md" in page and " cores of an " in page and run.machine not in page:
             raise ValueError(f"{name} does not say {run.machine!r}")
         result[ROOT / name] = page
     return result
