@@ -1,4 +1,4 @@
-"""Feed batches to training loops in order, each sample once, reproducibly for a given seed.
+"""Feeds batches to training loops in order, each sample once, by a seed.
 
 Each batch has a ticket in a cell of a ring. The cell's state shows the batch's progress::
 

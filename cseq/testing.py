@@ -1,4 +1,4 @@
-"""Helpers for testing training scripts: kill workers, wait for them, or check an order.
+"""Helpers for tests of training scripts: kill and await workers, check an order.
 
 ::
 
@@ -87,7 +87,7 @@ def await_workers(running: Any, timeout: float | None = 60.0) -> None:
     Raises
     ------
     TimeoutError
-        If some workers are not ready after `timeout` seconds (None: no limit).
+        If some workers are not ready after `timeout` seconds. With None, there is no limit.
     Exception
         If a worker cannot be created or has died too often. The loop would raise the same
         exception.

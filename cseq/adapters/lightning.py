@@ -1,4 +1,4 @@
-"""Lightning support: a data module, a callback for exact resumption, and a monitor."""
+"""Lightning support: a data module, a callback for exact resumes, and a monitor."""
 
 from __future__ import annotations
 

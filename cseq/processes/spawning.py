@@ -1,4 +1,4 @@
-"""Pickles multiprocessing objects for workers that are not forked from the trainer.
+"""Pickles multiprocessing objects for workers not forked from the trainer.
 
 Locks, events and queues pass their descriptors to the current `Popen`, so cseq installs its own
 `Popen` while pickling. Workers reopen the descriptors.

@@ -76,7 +76,7 @@ def test_a_fleet_has_what_the_nodes_have_room_for():
         assert len(fleet.handles) == 4
     with cseq.RayFleet(Draws, num_workers=3, num_cpus=0.1) as fleet:
         assert len(fleet.handles) == 6
-    with pytest.raises(ValueError, match="num_cpus=64, but no node in the cluster has"):
+    with pytest.raises(ValueError, match="num_cpus=64, but no node in the cluster currently has"):
         cseq.RayFleet(Draws, num_cpus=64)
 
 

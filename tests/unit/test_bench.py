@@ -191,5 +191,5 @@ def test_durations():
     found = [seconds_of(each) for each in ("30ms", "0.5s", "800us", "2")]
     assert found == pytest.approx([0.03, 0.5, 8e-4, 2])
     for text in ("", "s", "-1", "0", "nan", "1e9", "30 m"):
-        with pytest.raises(ValueError, match="not a duration"):
+        with pytest.raises(ValueError, match="not a valid duration"):
             seconds_of(text)

@@ -85,7 +85,6 @@ def test_workers_are_waited_for(tmp_path, monkeypatch):
         with pytest.raises(TimeoutError, match=r"workers \[0, 1\] are not ready after 0.05 s"):
             testing.await_workers(m, 0.05)
         (tmp_path / "go").touch()
-        # None means no limit.
         testing.await_workers(m, None)
         assert len(list(m)) == 30
 

@@ -1,4 +1,4 @@
-"""A replacement for RETURNN's `MultiProcDataset` that uses cseq's worker processes.
+"""A replacement for RETURNN's `MultiProcDataset` with cseq's worker processes.
 
 It wraps any `RETURNN <https://github.com/rwth-i6/returnn>`_ dataset. Each worker process creates
 its own copy. Worker 0 determines each epoch's order, each worker prefetches its share, and the

@@ -1,4 +1,4 @@
-"""torchdata's MultiProcessingReadingService for DataLoader2, running on cseq's engine.
+"""torchdata's MultiProcessingReadingService for DataLoader2, on cseq's engine.
 
 The graph of datapipes is split into up to three parts::
 
