@@ -11,11 +11,14 @@ import json
 import os
 import socket
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cseq.files import locked
 from cseq.memory.descriptors import lifted
 from cseq.store.folder import Folder, address
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 __all__ = ["Client"]
 
@@ -64,13 +67,22 @@ class Client(Folder):
         """Close all idle connections."""
         _close(self._free)
 
-    def ask(self, start: bytes, *message: Any, answers: bool = True) -> Any:
+    def ask(
+        self,
+        start: bytes,
+        *message: Any,
+        answers: bool = True,
+        use: Callable[[Any], object] | None = None,
+    ) -> Any:
         """Send a message. Return the answer if `answers` is set.
 
         Parameters
         ----------
         start : bytes
             The pickled class and state of the reader, used to start a fetcher.
+        use : callable, optional
+            A function to call with the answer. The fetcher learns when it has returned. If it
+            raises, the connection is closed.
 
         Raises
         ------
@@ -86,6 +98,9 @@ class Client(Folder):
             try:
                 line.send(json.dumps(message).encode() + b"\n")
                 answer = line.receive() if answers else None
+                if use is not None and not isinstance(answer, Exception):
+                    use(answer)
+                    line.send(b'["used"]\n')
                 is_whole = True
             except ConnectionError:
                 # The other connections are dead as well.

@@ -110,8 +110,9 @@ class Fetcher:
                     writer.write(_line([*amounts, self.fetched, self.fetched_nbytes]))
                 elif verb == "plan":
                     self._read_at(*given)
-                else:
+                elif verb == "use":
                     self._use(*given)
+                # All messages, including "used", end the claim on the shards that were given.
                 self._schedule()
         except ConnectionError:
             pass

@@ -8,6 +8,7 @@ import mmap
 import os
 import pickle
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -142,8 +143,8 @@ class Shards(Reader):
         self.load()
         self._ends = self.sizes.cumsum()
 
-    def _ask(self, *message: Any, answers: bool = True) -> Any:
-        return self._client.ask(self._start, *message, answers=answers)
+    def _ask(self, *message: Any, **options: Any) -> Any:
+        return self._client.ask(self._start, *message, **options)
 
     # -- reader methods that run in workers
 
@@ -241,7 +242,7 @@ class Shards(Reader):
                     f"{nbytes} bytes; pass a larger limit, or use the order from order()"
                 )
         while missing := [number for number in shards if number not in mapped]:
-            self._map_there(self._ask("need", missing), mapped)
+            self._ask("need", missing, use=partial(self._map_there, mapped=mapped))
         self._ask("use", shards, answers=False)
         self._mapped = mapped
         return mapped

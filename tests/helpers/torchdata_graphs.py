@@ -108,9 +108,6 @@ def slowly(seconds, item):
     return item
 
 
-# -- 8, D 5: seeds
-
-
 def random_graph():
     return IterableWrapper(range(6)).shuffle().map(draw).sharding_filter().map(draw)
 

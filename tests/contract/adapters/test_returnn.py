@@ -68,9 +68,6 @@ class Who(Numbers):
         return type(array).__name__
 
 
-# ── 1, 2: the class ────────────────────────────────────────────────────────────────────────
-
-
 def test_it_is_a_dataset_with_the_original_s_arguments():
     """Arguments that may be positional have the original's names, order and defaults."""
     assert issubclass(MultiProcDataset, CachedDataset2)
@@ -145,9 +142,6 @@ import cseq.adapters.returnn
     assert "pip install 'cseq-loader[returnn]'" in run_script(script).stderr
 
 
-# ── 3: processes ───────────────────────────────────────────────────────────────────────────
-
-
 def test_workers_start_when_they_are_needed_and_have_names(make):
     """No process runs before the first question; then N run, not daemonic, and with names.
 
@@ -192,9 +186,6 @@ def test_the_configuration_is_there_first(make, start_method):
         assert [data["data"].item() for _, data in sequences(dataset)] == [42, 42, 42]
 
 
-# ── 4: answers about the wrapped dataset ───────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("plan", [TASK, numbers()])
 def test_answers_are_the_wrapped_dataset_s(make, plan):
     """Keys, types, dimensions, labels, totals and tags equal the wrapped dataset's."""
@@ -223,9 +214,6 @@ def test_answers_are_the_wrapped_dataset_s(make, plan):
                 dataset.get_all_tags()
     else:
         assert dataset.get_all_tags() == expected
-
-
-# ── 5, 8, 9: the order ─────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -280,9 +268,6 @@ def test_given_orders(make):
     assert [dataset.get_corpus_seq_idx(n) for n in range(2)] == [7, 2]
 
 
-# ── 6: dedicated shards ────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_dedicated_covers_the_same_set(make, num_workers):
     """Each worker is a shard; the sequences are the same, in the announced order."""
@@ -332,9 +317,6 @@ def test_a_dataset_without_an_order_needs_dedicated(make):
         dataset.init_seq_order(epoch=1)
 
 
-# ── 7: shards of the whole ─────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("method", ["seq_order", "dedicated"])
 @pytest.mark.parametrize("when", ["given", "before", "after", "copied"])
 def test_sharding(make, method, when):
@@ -364,9 +346,6 @@ def test_a_dataset_that_cannot_be_sharded_is_not(make):
         dataset.set_sharding(num_shards=2, shard_index=0)
 
 
-# ── 10: read-ahead ─────────────────────────────────────────────────────────────────────────
-
-
 def test_the_buffer_is_bounded(make, tmp_path):
     """Until sequences are taken, each worker loads `buffer_size` of them, and no more."""
     dataset = make(numbers(Logged, str(tmp_path)), 2, 2)
@@ -391,9 +370,6 @@ def test_what_is_loaded_is_served_while_the_next_is_loading(make, tmp_path):
     (tmp_path / "gate").write_bytes(b"")
     dataset.load_seqs(2, 3)
     assert dataset.get_tag(2) == "seq-2"
-
-
-# ── 11, 17: the interface that RETURNN requires of a dataset ───────────────────────────────
 
 
 def test_complete_frac_never_falls(make):
@@ -431,9 +407,6 @@ def test_arrays_can_be_written_to_and_stay(make):
     assert_same(found, sequences(init_dataset(TASK)))
     for _, data in found:
         data["data"] += 1
-
-
-# ── 7 of D, 12, 13: before, after, copies ──────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("state", ["new", "finished", "freed", "copied", "closed"])

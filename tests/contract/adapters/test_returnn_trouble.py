@@ -41,8 +41,6 @@ from returnn_data import (
     tags,
 )
 
-# ── 14: errors, deaths, time ───────────────────────────────────────────────────────────────
-
 
 def test_an_exception_of_a_sequence(make):
     """The exception keeps its type, with the worker's traceback and number; a new epoch works."""
@@ -220,8 +218,6 @@ def test_ctrl_c_anywhere_in_the_beginning_of_an_epoch(make):
     assert first_hits(step) > 20
 
 
-# ── 9 of D: randomness ─────────────────────────────────────────────────────────────────────
-
 POSTPROCESSED = {
     "class": "PostprocessingDataset",
     "dataset": {**TASK, "num_seqs": 7},
@@ -253,9 +249,6 @@ def test_augmentation_does_not_depend_on_the_number_of_workers(make, plan):
     assert_same(sequences(dataset, None), expected)
 
 
-# ── 15: in other processes ─────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.needs("fork")
 def test_in_a_worker_of_a_data_loader(make):
     """A dataset works in torch's daemonic workers, both as a copy and forked with them."""
@@ -276,9 +269,6 @@ def test_in_a_worker_of_a_data_loader(make):
     options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": "fork"}
     assert list(data.DataLoader(Tags(dataset), **options)) == expected
     assert tags(dataset) == expected
-
-
-# ── 16: the end ────────────────────────────────────────────────────────────────────────────
 
 
 def test_closing(make):

@@ -99,9 +99,6 @@ def test_one_service_for_several_loaders():
         assert [*one, *two] == [2, 3, 2, 3, 4, 5]
 
 
-# -- 4, 5, 6: which part of the graph runs where
-
-
 def test_without_sharding_every_worker_makes_everything():
     with loader(IterableWrapper(range(3))) as loaded:
         assert list(loaded) == [0, 0, 1, 1, 2, 2]
@@ -228,9 +225,6 @@ def test_several_replicable_branches_are_refused():
         iter(loaded)
 
 
-# -- 7: order and epochs
-
-
 def test_order_does_not_depend_on_the_workers():
     """With sharding, any number of workers gives the order of the unsharded graph."""
     orders = []
@@ -315,9 +309,6 @@ def test_without_a_seed_torch_decides():
         assert list(loaded) == first
 
 
-# -- 9: prefetching
-
-
 @pytest.mark.parametrize(("worker", "main", "ahead"), [(0, 0, 1), (3, 0, 4), (0, 4, 3), (3, 4, 6)])
 def test_how_far_ahead_workers_go(worker, main, ahead, tmp_path):
     """A worker is one item ahead, plus the two counts, either of which may be 0."""
@@ -333,9 +324,6 @@ def test_how_far_ahead_workers_go(worker, main, ahead, tmp_path):
             loaded._pause()
             assert taken < made(path) <= taken + 2 * ahead
             loaded._resume()
-
-
-# -- 10: pause, resume, limit
 
 
 @pytest.mark.parametrize("make", [shuffled, dispatched])
@@ -424,8 +412,6 @@ def test_functions_of_other_services_reach_the_workers():
             [("unset", 1), ("unset", 0)],
         )
 
-
-# -- 14, 15, 16: other services, no workers, tensors
 
 DISTRIBUTED = """
 import torch.distributed as dist

@@ -37,9 +37,6 @@ STREAMS = (
 )  # fmt: skip
 
 
-# -- 11, D 2, 3: ending
-
-
 @pytest.mark.parametrize("make", [numbers, dispatched])
 @pytest.mark.parametrize(("worker", "main"), [(0, 0), (0, 10), (10, 0), (10, 10)])
 def test_shutdown_after_some_items(make, worker, main):
@@ -103,8 +100,6 @@ def test_shutdown_from_another_thread():
         next(items)
     thread.join()
 
-
-# -- 11: Ctrl-C
 
 STEPS = tuple(f"adapters/torchdata/{name}.py" for name in ("__init__", "ends", "relay"))
 STARTING = (*STEPS, "adapters/torchdata/graph.py")
@@ -189,9 +184,6 @@ def test_a_graph_that_could_not_be_started_is_whole():
         assert list(loaded) == list(range(0, 12, 2))
 
 
-# -- 12, D 9: exceptions
-
-
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_exception_in_a_worker(num_workers, ahead):
@@ -273,9 +265,6 @@ def test_exception_in_pause():
         iter(loaded)
         with pytest.raises(Oops, match="Caught Oops in worker process 0"):
             loaded._pause()
-
-
-# -- D 2: death
 
 
 @pytest.mark.parametrize("make", [numbers, dispatched])

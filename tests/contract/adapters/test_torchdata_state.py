@@ -26,9 +26,6 @@ from torchdata_graphs import (  # noqa: E402
 pytestmark = pytest.mark.needs("quick processes")
 
 
-# -- 13, D 6: state
-
-
 def restored(state, num_workers=2, **options):
     return DataLoader2.from_state(state, service(num_workers, **options))
 
