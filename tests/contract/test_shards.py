@@ -22,7 +22,6 @@ from waiting import until
 
 import cseq
 from cseq import store
-from cseq.store.client import Line
 
 pytest.importorskip("obstore")
 pytest.importorskip("pyarrow")
@@ -384,39 +383,6 @@ def test_what_a_process_leaves_unopened_makes_room(server, tmp_path, monkeypatch
         answers.close()
         ending.close()
         assert json.loads(others.readline()) == [[1]]
-
-
-def test_what_a_thread_fails_to_open_makes_room(server, tmp_path, monkeypatch):
-    """A thread that fails to map the shard that it waited for holds up no other thread."""
-    monkeypatch.chdir(tmp_path)
-    limit = max(map(len, SHARDS.values()))
-    arrays = store.Npy("train/", store=s3(server), cache="cache", limit=limit)
-    mapped, send, got, asked = arrays.mapped, Line.send, [], threading.Event()
-    other = threading.Thread(target=lambda: got.append(arrays[SIZES[0]][0]), daemon=True)
-
-    def tell(line, data):
-        send(line, data)
-        if threading.current_thread() is other:
-            asked.set()
-
-    def fail(number, view):
-        if number:
-            return mapped(number, view)
-        other.start()
-        assert asked.wait(60)
-        # After two answers, what was sent before has been read.
-        for _ in range(2):
-            line, answers = connected()
-            with line, answers:
-                assert json.loads(answers.readline())[0][0] == 1
-        raise OSError("too many open files")
-
-    monkeypatch.setattr(Line, "send", tell)
-    monkeypatch.setattr(arrays, "mapped", fail)
-    with pytest.raises(OSError, match="too many open files"):
-        arrays[0]
-    other.join(60)
-    assert got == [SIZES[0]]
 
 
 def test_what_a_window_needs_must_fit(folder, tmp_path):
