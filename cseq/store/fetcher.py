@@ -97,6 +97,7 @@ class Fetcher:
                 if not line:
                     return
                 verb, *given = json.loads(line)
+                # Every message, including "used", ends the claim on the given shards.
                 self._given.pop(writer, None)
                 await asyncio.wait([self._opening])
                 if error := self._opening.exception():
@@ -112,7 +113,6 @@ class Fetcher:
                     self._read_at(*given)
                 elif verb == "use":
                     self._use(*given)
-                # All messages, including "used", end the claim on the shards that were given.
                 self._schedule()
         except ConnectionError:
             pass

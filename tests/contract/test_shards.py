@@ -356,20 +356,18 @@ def test_a_shard_stays_until_a_worker_has_opened_it(tmp_path):
         assert [whole(many, key) for key in shards] == [3] * 24
 
 
-def connected():
-    """Connect to the fetcher of "cache", and ask for its statistics."""
-    line = socket.socket(socket.AF_UNIX)
-    line.settimeout(60)
-    line.connect("cache/socket")
-    line.sendall(b'["stats"]\n')
-    return line, line.makefile("rb")
-
-
 def test_what_a_process_leaves_unopened_makes_room(server, tmp_path, monkeypatch):
     """A process that ends before it opens the shard that it waited for holds up nobody."""
     monkeypatch.chdir(tmp_path)
     limit = max(map(len, SHARDS.values()))
     arrays = store.Npy("train/", store=s3(server), cache="cache", limit=limit)
+
+    def connected():
+        line = socket.socket(socket.AF_UNIX)
+        line.settimeout(60)
+        line.connect("cache/socket")
+        line.sendall(b'["stats"]\n')
+        return line, line.makefile("rb")
 
     (ending, answers), (waiting, others) = connected(), connected()
     with ending, answers, waiting, others:

@@ -248,5 +248,6 @@ def test_facts():
     assert "2 samples" in cseq.Weighted([1, 2]).describe()
     with pytest.raises(ValueError, match="weights="):
         cseq.Weighted([2, 1]).resumed(facts, 0, 0, 0)
-    with pytest.raises(ValueError, match=r"'weighted-v1', but .*'weighted-v2': samples were"):
+    said = r"'weighted-v1', but .*'weighted-v2': samples were taken at equal intervals"
+    with pytest.raises(ValueError, match=said):
         cseq.Weighted([1, 2]).resumed(facts | {"name": "weighted-v1"}, 0, 0, 0)

@@ -52,7 +52,7 @@ class Sub(torch.Tensor):
 
 
 class Image(torch.Tensor):
-    """A subclass whose results are plain tensors, as those of torchvision's images are."""
+    """A subclass whose operations return plain tensors, as with torchvision's images."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
