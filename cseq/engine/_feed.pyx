@@ -11,10 +11,10 @@ cimport cython
 
 from cseq._core cimport ASK_CALL, PARK, Ring
 from cseq._headers cimport *
-from cseq._lock cimport Lock, PyThread_get_thread_native_id, RunState, is_deep, rest
+from cseq._lock cimport Lock, RunState, is_deep, rest
 from cseq.encoding._codec cimport AS_IT_IS, UNREAD, Decoder
 from cseq.engine._streams cimport Request, refer
-from cseq.measure._trace cimport cseq_log_add, log
+from cseq.measure._trace cimport cseq_log_add, log, thread_number
 from cseq.order._source cimport Source
 
 from collections import deque
@@ -626,8 +626,8 @@ cdef class Feed:
         self.note_step()
         ring.committed(self.cell(&t))
         if log.on:
-            cseq_log_add(log, self.cell(&t), self.now, self.waited, <uint32_t>PyThread_get_thread_native_id(),
-                         self.pool_number, <int>t.ring_number if self.queues else -1)
+            cseq_log_add(log, self.cell(&t), self.now, self.waited, thread_number(), self.pool_number,
+                         <int>t.ring_number if self.queues else -1)
         self.units += t.units
         self.latest = t.ring_number
         cseq_count_u64(&self.taken_count, 1)

@@ -19,3 +19,5 @@ cdef extern from "cseq_trace.h" nogil:
 
 # The log of this process.
 cdef cseq_log* log
+
+cdef uint32_t thread_number() noexcept

@@ -1,11 +1,24 @@
 # cython: language_level=3, freethreading_compatible=True
 """Records tickets for traces."""
 
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 
 from cseq._headers cimport cseq_load_acq_u64
+from cseq._lock cimport PyThread_get_thread_native_id
 
 import numpy
+
+cdef extern from *:
+    """
+    #if defined(_MSC_VER)
+    #define CSEQ_THREAD __declspec(thread)
+    #else
+    #define CSEQ_THREAD _Thread_local
+    #endif
+    static CSEQ_THREAD uint32_t cseq_thread_number;
+    """
+    # The system's number of this thread, or 0 if it is not known yet.
+    uint32_t cseq_thread_number
 
 # The layout of the C struct cseq_taken.
 TAKEN = numpy.dtype([
@@ -17,6 +30,14 @@ cdef cseq_log here_log
 log = &here_log
 # The array that the log writes to.
 cdef object records = None
+
+
+cdef uint32_t thread_number() noexcept:
+    """Return the system's number of this thread. Only the first call needs a system call."""
+    global cseq_thread_number
+    if not cseq_thread_number:
+        cseq_thread_number = <uint32_t>PyThread_get_thread_native_id()
+    return cseq_thread_number
 
 
 def begin_log(uint64_t size):
@@ -43,5 +64,7 @@ def end_log():
 
 
 def drop_log():
-    """Stop recording in a forked process."""
+    """Stop recording in a forked process, whose thread has a new number."""
+    global cseq_thread_number
     log.on = False
+    cseq_thread_number = 0

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 
@@ -312,6 +313,24 @@ def test_a_forked_child_records_nothing(tmp_path):
         with POOLS["test mode"]().start_test() as batches:
             next(iter(batches))
     assert [e["name"] for e in named(read(path), "index")] == ["index 0/0"]
+
+
+def thread_in_trace(path):
+    """Return the number of the thread that a trace in test mode shows."""
+    with cseq.trace(path), POOLS["test mode"]().start_test() as batches:
+        next(iter(batches))
+    (row,) = named(read(path), "index")
+    return row["tid"]
+
+
+@pytest.mark.needs("fork")
+def test_a_forked_child_records_its_own_thread(tmp_path):
+    """The number that the thread had in its parent is forgotten."""
+    assert thread_in_trace(tmp_path / "parent.json") == threading.get_native_id()
+    pid = os.fork()
+    if not pid:
+        os._exit(thread_in_trace(tmp_path / "child.json") != threading.get_native_id())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 # torch 2.12 warns of this.
