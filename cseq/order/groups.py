@@ -47,7 +47,7 @@ class Groups(Order):
     --------
     >>> order = cseq.Groups([0, 1, 2, 0, 1, 2, 0, 1, 0], classes=3, samples=2)
     >>> order
-    <Groups: 2 batches of 3 of 3 classes, 2 samples of each; on average, samples come 1–2× an epoch>
+    <Groups: 2 batches of 3 of 3 classes, 2 samples of each; a sample appears about 1–2× per epoch>
     >>> order.batches(seed=1)
     [[0, 3, 5, 2, 4, 7], [5, 2, 4, 1, 6, 8]]
     """
@@ -103,8 +103,8 @@ class Groups(Order):
         left_out = f"; each round leaves out {rest:,} class{'es' * (rest > 1)}" if rest else ""
         return (
             f"{self.units:,} batches of {self.chosen:,} of {self.classes.count:,} classes, "
-            f"{self.per_class:,} samples of each; on average, samples come "
-            f"{least if least == most else f'{least}–{most}'}× an epoch{left_out}"
+            f"{self.per_class:,} samples of each; a sample appears about "
+            f"{least if least == most else f'{least}–{most}'}× per epoch{left_out}"
         )
 
     def reader(self, seed: int) -> Reader:

@@ -142,6 +142,8 @@ class Fetcher:
         for number in missing:
             if number in self.errors:
                 return self.errors[number]
+        # The others may be removed before the worker asks for them again, and are then fetched
+        # again. A claim on them would block other workers if this one were interrupted.
         self._given[writer] = [number for number in missing if number in self.have]
         return self._given[writer]
 
@@ -279,6 +281,7 @@ class Fetcher:
                     f"limit={limit} is too small: shard {number} takes {nbytes} bytes in "
                     f"cache={self.folder!r}; pass a larger limit"
                 )
+            # Do not wait for room, because each fetch in progress may be waiting for the others.
             self._make_room(number, (), is_needed=True)
             os.replace(part, path)
         except BaseException as error:

@@ -18,11 +18,11 @@ def test_it_says_what_comes_more_often_than_once():
     """It has the mean number of times, and how many classes do not fill a batch."""
     order = cseq.Groups(list("abcabcabd"), 2, 3, epoch_size=4, repeat_small=True)
     assert repr(order) == (
-        "<Groups: 4 batches of 2 of 4 classes, 3 samples of each; on average, samples come "
-        "2–6× an epoch>"
+        "<Groups: 4 batches of 2 of 4 classes, 3 samples of each; a sample appears about "
+        "2–6× per epoch>"
     )
     assert cseq.Groups(list("abc") * 4, 2, 2, epoch_size=3).describe() == (
-        "3 batches of 2 of 3 classes, 2 samples of each; on average, samples come 1× an epoch; "
+        "3 batches of 2 of 3 classes, 2 samples of each; a sample appears about 1× per epoch; "
         "each round leaves out 1 class"
     )
 

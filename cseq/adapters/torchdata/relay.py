@@ -70,7 +70,8 @@ class Relay:
     def __init__(self, streams: Streams, num_workers: int) -> None:
         self._streams = streams
         self._num_workers = num_workers
-        # Protects the stream and the next four attributes.
+        # Protects the stream and the next four attributes. `stop` alone writes `_epoch` without it,
+        # because a request may hold the lock while it waits for an item.
         self._lock = Lock()
         # The number of the current epoch, or 0 if no epoch is running.
         self._epoch = 0
