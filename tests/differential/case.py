@@ -8,50 +8,19 @@ import multiprocessing
 
 import parts
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    RandomSampler,
-    StackDataset,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils import data
 
 DEFAULTS = {
-    "seed": 0,
-    "dataset": "map",
-    "length": 6,
-    "item": "tuple",
-    "draws": [],
+    "seed": 0, "dataset": "map", "length": 6, "item": "tuple", "draws": [],
     # Sources of a collate function's draws, where samples draw nothing.
     "kinds": ["torch", "numpy", "random"],
-    "info": False,
-    "sampler": None,
-    "key": "int",
-    "group": "list",
-    "batch_size": 2,
-    "num_workers": 0,
-    "prefetch_factor": None,
-    "persistent_workers": False,
-    "drop_last": False,
-    "in_order": True,
-    "generator": False,
-    "collate": None,
-    "layout": None,
-    "kept": False,
-    "init": None,
-    "method": None,
-    "method_object": False,
-    "timeout": 0,
-    "pin_memory": False,
-    "shuffle": None,
-    "error": None,
-    "stop": False,
-    "stateful": False,
-    "context": False,
+    "info": False, "sampler": None, "key": "int", "group": "list", "batch_size": 2,
+    "num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "drop_last": False,
+    "in_order": True, "generator": False, "collate": None, "layout": None, "kept": False,
+    "init": None, "method": None, "method_object": False, "timeout": 0, "pin_memory": False,
+    "shuffle": None, "error": None, "stop": False, "stateful": False, "context": False,
     "steps": ["epoch"],
-}
+}  # fmt: skip
 
 STREAMS = {
     "stream": parts.Stream,
@@ -60,23 +29,20 @@ STREAMS = {
     "state": parts.Stateful,
     "pipe": parts.pipe,
 }
+OWN_STREAMS = [name for name in STREAMS if name != "pipe"]
+DATASETS = ["bulk", "tensor", "stack", "subset", "concat", *OWN_STREAMS]
+OWN_SAMPLERS = ["own", "eager", "own batches", "eager batches"]
+SAMPLERS = ["random", "random generator", "replacement", "subset", "weighted"]
 ITEMS = [
-    *[
-        "tuple",
-        "tensor",
-        "double",
-        "bool",
-        "array",
-        "numpy scalar",
-        "int",
-        "float",
-        "str",
-        "bytes",
-        "dict",
-    ],
-    *["named", "nested", "ragged", "none", "empty", "half", "mixed"],
-]
+    "tuple", "tensor", "double", "bool", "array", "numpy scalar", "int", "float", "str", "bytes",
+    "dict", "named", "nested", "ragged", "none", "empty", "half", "mixed",
+]  # fmt: skip
 LAYOUTS = ["channels last", "transposed", "large"]
+# Options that are arguments of the loader under the same name.
+GIVEN = [
+    "num_workers", "drop_last", "batch_size", "timeout", "pin_memory", "persistent_workers",
+    "prefetch_factor", "in_order", "shuffle",
+]  # fmt: skip
 # Workers that begin as new interpreters, which takes seconds each.
 FRESH = ("spawn", "forkserver")
 
@@ -102,8 +68,17 @@ class Case(dict):
         """Return whether only torch's own iterator can serve it."""
         return self.dataset == "pipe" or self.context
 
+    @property
+    def has_own_sampler(self):
+        return self.sampler in OWN_SAMPLERS
+
     def fails(self, where):
-        return bool(self.error) and self.error["where"] == where
+        """Return the error if it is raised there, or None."""
+        return self.error if self.error and self.error["where"] == where else None
+
+    def drop(self, *names):
+        for name in names:
+            self.pop(name, None)
 
 
 # -- making a case
@@ -125,19 +100,7 @@ def generate(rng, methods=True):
             return True
         return False
 
-    maybe(
-        0.6,
-        "dataset",
-        "bulk",
-        "tensor",
-        "stack",
-        "subset",
-        "concat",
-        "stream",
-        "counted",
-        "iterator",
-        "state",
-    )
+    maybe(0.6, "dataset", *DATASETS)
     maybe(0.03, "dataset", "pipe")
     maybe(0.55, "draws", ["torch"], ["numpy"], ["random"], ["torch", "numpy", "random"])
     maybe(0.3, "info", True)
@@ -145,9 +108,7 @@ def generate(rng, methods=True):
     maybe(0.25, "collate", "same", "count", "set", "draw")
     maybe(0.25, "drop_last", True)
     if case.get("dataset") not in STREAMS:
-        own = ["own", "eager", "own batches", "eager batches"]
-        torchs = ["random", "random generator", "replacement", "subset", "weighted"]
-        if maybe(0.55, "sampler", *own, *own, *torchs):
+        if maybe(0.55, "sampler", *OWN_SAMPLERS, *OWN_SAMPLERS, *SAMPLERS):
             maybe(0.5, "key", "str", "tuple", "numpy", "tensor", "bool")
             maybe(0.5, "group", "tuple", "dict", "array", "tensor", "generator")
             maybe(0.4, "stateful", True)
@@ -165,20 +126,13 @@ def generate(rng, methods=True):
         maybe(0.04, "context", True)
     maybe(0.05, "pin_memory", True)
     if rng.random() < 0.3:
-        where = (
-            ["sample"] * 3
-            + ["collate"] * 2
-            + ["init"] * bool(case["num_workers"])
-            + ["sampler", "iter"]
-        )
+        where = ["sample"] * 3 + ["collate"] * 2 + ["init"] * bool(case["num_workers"])
+        where += ["sampler", "iter"]
         at = rng.randrange(6)
         case["error"] = {"where": rng.choice(where), "at": at, "type": rng.choice([*parts.ERRORS])}
         maybe(0.4, "stop", True)
-    steps = (
-        ["epoch"] * 6
-        + [f"break {rng.randrange(4)}"] * 3
-        + ["len", "draw", "pickle", f"two {rng.randrange(4)}"]
-    )
+    steps = ["epoch"] * 6 + [f"break {rng.randrange(4)}"] * 3
+    steps += ["len", "draw", "pickle", f"two {rng.randrange(4)}"]
     steps += [f"num_workers {rng.randrange(1, 4)}", "collate count", "generator", "forever 3"]
     case["steps"] = [rng.choice(steps) for _ in range(rng.randrange(1, 4))] + ["epoch"]
     if rng.random() < 0.25:
@@ -188,14 +142,10 @@ def generate(rng, methods=True):
     # Often, the constructor or `iter` refuses these.
     if rng.random() < 0.04:
         odd = {
-            "batch_size": None,
-            "drop_last": True,
-            "timeout": 1,
-            "prefetch_factor": 0,
-            "shuffle": True,
-        }
-        odd |= {"persistent_workers": True, "sampler": "own", "in_order": False, "num_workers": -1}
-        odd |= {"method": "thread", "init": "draw"}
+            "batch_size": None, "drop_last": True, "timeout": 1, "prefetch_factor": 0,
+            "shuffle": True, "persistent_workers": True, "sampler": "own", "in_order": False,
+            "num_workers": -1, "method": "thread", "init": "draw",
+        }  # fmt: skip
         name = rng.choice(sorted(odd))
         case[name] = odd[name]
     maybe(0.2, "layout", *LAYOUTS)
@@ -209,31 +159,19 @@ def settle(options):
     resume = [step for step in case.steps if step.startswith("resume")]
     if resume:
         # Draws and counts before the resume are repeated, so only the samples continue.
-        for name in ("draws", "info", "error", "init", "in_order"):
-            case.pop(name, None)
+        case.drop("draws", "info", "error", "init", "in_order")
         if case.collate in ("count", "draw"):
-            case.pop("collate")
+            case.drop("collate")
         case["steps"] = resume[:1]
     if case.context:
-        for name in ("method", "method_object"):
-            case.pop(name, None)
-        if not case.num_workers > 0:
-            case.pop("context")
-    if case.fails("iter") and case.dataset == "pipe":
-        case.pop("error")
+        case.drop("method", "method_object", *([] if case.num_workers > 0 else ["context"]))
     if case.dataset in ("tensor", "stack"):
-        for name in ("item", "draws", "info"):
-            case.pop(name, None)
-    if case.fails("iter") and (not case.streams or case.persistent_workers):
+        case.drop("item", "draws", "info")
+    if case.fails("iter") and (case.dataset not in OWN_STREAMS or case.persistent_workers):
         # This kills a persistent worker of torch's.
-        case.pop("error")
-    if case.fails("sampler") and case.sampler not in (
-        "own",
-        "eager",
-        "own batches",
-        "eager batches",
-    ):
-        case.pop("error")
+        case.drop("error")
+    if case.fails("sampler") and not case.has_own_sampler:
+        case.drop("error")
     if case.fails("collate") and case.collate is None:
         case["collate"] = "draw"
     if case.layout and case.collate != "same":
@@ -241,39 +179,59 @@ def settle(options):
     if case.fails("init") or case.fails("iter"):
         # torch's worker answers its first task with this error, and later ones with its own.
         case["stop"] = True
-        case.pop("persistent_workers", None)
+        case.drop("persistent_workers")
     if case.fails("sampler") and case.num_workers > 0:
         # A batch is lost: see `observe.alike`.
-        case.pop("draws", None)
-        case.pop("stop", None)
-    plain = ("map", "bulk", *(name for name in STREAMS if name != "pipe"))
-    if case.init == "dataset" and case.dataset not in plain:
-        case.pop("init")
+        case.drop("draws", "stop")
+    if case.init == "dataset" and case.dataset not in ("map", "bulk", *OWN_STREAMS):
+        case.drop("init")
     if case.is_unordered:
         # Which worker makes a batch, and which one comes first, depends on time.
-        for name in ("draws", "info", "error", "collate", "layout", "init"):
-            case.pop(name, None)
+        case.drop("draws", "info", "error", "collate", "layout", "init")
         steps = [step for step in case.steps if step in ("epoch", "len", "draw", "generator")]
         case["steps"] = steps or ["epoch"]
     left = case.stop or any(step.startswith(("break", "two")) for step in case.steps)
     if left and case.streams and case.persistent_workers and case.num_workers > 1:
         # When torch hears that a worker has ended, it asks the others for one more, if in time.
-        for name in ("draws", "info", "collate", "layout", "init"):
-            case.pop(name, None)
+        case.drop("draws", "info", "collate", "layout", "init")
         case["steps"] = [step for step in case.steps if not step.startswith("collate")]
     if case.num_workers < 2:
-        case["steps"] = [
-            step for step in case.steps if case.num_workers == 1 or "num_workers" not in step
-        ]
+        allowed = case.num_workers == 1
+        case["steps"] = [step for step in case.steps if allowed or "num_workers" not in step]
     if not case.error:
-        case.pop("stop", None)
-        case.pop("error", None)
-    if case.sampler not in ("own", "eager", "own batches", "eager batches"):
-        case.pop("key", None)
-        case.pop("stateful", None)
-    if case.sampler not in ("own batches", "eager batches"):
-        case.pop("group", None)
+        case.drop("stop", "error")
+    if not case.has_own_sampler:
+        case.drop("key", "stateful")
+    if case.sampler not in OWN_SAMPLERS[2:]:
+        case.drop("group")
     return Case({name: value for name, value in case.items() if value != DEFAULTS[name]})
+
+
+def settle_for_threads(options):
+    """Return a case without the options that threads lack.
+
+    - How processes are started (`method`, `context`).
+    - What a call leaves in the data set or a collate function (`calls`, `init` of "dataset"): they
+      are not copied, so it is there for all workers, and for the trainer.
+    - A data set's own tensors that the trainer writes to: samples may be these, no copies.
+    - The global generators, which are the trainer's, and `get_worker_info`, which is None.
+    - An IterableDataset in several workers.
+    """
+    case = settle(options)
+    case.drop("method", "method_object", "context", "draws", "info", "init")
+    case["kinds"] = []
+    # It fails at a given number of calls.
+    if case.fails("collate"):
+        case.drop("error")
+    if case.collate == "count":
+        case.drop("collate")
+    if case.streams and case.num_workers > 1:
+        case["num_workers"] = 1
+    other = ("collate count", *(("num_workers",) if case.streams else ()))
+    case["steps"] = [step for step in case.steps if not step.startswith(other)]
+    if case.dataset in ("tensor", "stack"):
+        case["kept"] = True
+    return settle(case)
 
 
 def smaller(case):
@@ -284,9 +242,8 @@ def smaller(case):
         yield settle({**case, "steps": case.steps[:place] + case.steps[place + 1 :]})
     for place, step in enumerate(case.steps):
         if step != "epoch":
-            yield settle(
-                {**case, "steps": [*case.steps[:place], "epoch", *case.steps[place + 1 :]]}
-            )
+            steps = [*case.steps[:place], "epoch", *case.steps[place + 1 :]]
+            yield settle({**case, "steps": steps})
     for name, least in (("num_workers", 1), ("length", 0), ("batch_size", 1)):
         value = getattr(case, name)
         if value is not None and value > least:
@@ -304,64 +261,46 @@ def smaller(case):
 
 
 def dataset(case):
-    """Return the case's data set."""
     items = parts.Items(case.item, case.draws, case.info, case.error)
-    length = case.length
+    length, keyed = case.length, case.has_own_sampler
     if case.streams:
         return STREAMS[case.dataset](length, items)
-    keyed = case.sampler in ("own", "eager", "own batches", "eager batches")
     if case.dataset == "tensor":
-        return TensorDataset(torch.arange(length * 2).reshape(length, 2), torch.arange(length) / 3)
+        pairs, thirds = torch.arange(length * 2).reshape(length, 2), torch.arange(length) / 3
+        return data.TensorDataset(pairs, thirds)
     if case.dataset == "stack":
-        return StackDataset(image=TensorDataset(torch.arange(length)), label=list(range(length)))
+        images = data.TensorDataset(torch.arange(length))
+        return data.StackDataset(image=images, label=list(range(length)))
     if case.dataset == "bulk":
         return parts.Bulk(length, items, keyed)
     whole = parts.Map(length, items, keyed)
     if case.dataset == "subset":
-        return Subset(whole, [length - 1 - number for number in range(length)])
+        return data.Subset(whole, [length - 1 - number for number in range(length)])
     if case.dataset == "concat":
-        return ConcatDataset([parts.Map(2, items, keyed), parts.Bulk(length, items, keyed)])
+        return data.ConcatDataset([parts.Map(2, items, keyed), parts.Bulk(length, items, keyed)])
     return whole
 
 
 def sampler(case, length):
-    """Return the case's sampler."""
-    error = case.error if case.fails("sampler") else None
-    if case.sampler in ("own", "eager", "own batches", "eager batches"):
+    if case.has_own_sampler:
         group = case.group if "batches" in case.sampler else ""
         kind = parts.StatefulSampler if case.stateful else parts.Sampler
-        return kind(length, case.key, "eager" in case.sampler, error, group)
+        return kind(length, case.key, "eager" in case.sampler, case.fails("sampler"), group)
+    every, seeded = range(length), torch.Generator().manual_seed(5)
     return {
-        "random": lambda: RandomSampler(range(length)),
-        "random generator": lambda: RandomSampler(
-            range(length), generator=torch.Generator().manual_seed(5)
-        ),
-        "replacement": lambda: RandomSampler(
-            range(length), replacement=True, num_samples=length + 2
-        ),
-        "subset": lambda: SubsetRandomSampler(range(0, length, 2)),
-        "weighted": lambda: WeightedRandomSampler(
-            [0.1 + number for number in range(length)], length + 1
-        ),
+        "random": lambda: data.RandomSampler(every),
+        "random generator": lambda: data.RandomSampler(every, generator=seeded),
+        "replacement": lambda: data.RandomSampler(every, replacement=True, num_samples=length + 2),
+        "subset": lambda: data.SubsetRandomSampler(range(0, length, 2)),
+        "weighted": lambda: data.WeightedRandomSampler([0.1 + k for k in every], length + 1),
     }[case.sampler]()
 
 
 def loader(case, cls):
-    """Return a loader of the class."""
-    data = dataset(case)
-    options = {
-        "num_workers": case.num_workers,
-        "drop_last": case.drop_last,
-        "batch_size": case.batch_size,
-        "timeout": case.timeout,
-        "pin_memory": case.pin_memory,
-        "persistent_workers": case.persistent_workers,
-        "prefetch_factor": case.prefetch_factor,
-        "in_order": case.in_order,
-        "shuffle": case.shuffle,
-    }
+    samples = dataset(case)
+    options = {name: getattr(case, name) for name in GIVEN}
     if case.sampler is not None:
-        made = sampler(case, 6 if case.streams else len(data))
+        made = sampler(case, 6 if case.streams else len(samples))
         if "batches" in case.sampler:
             options["batch_sampler"] = made
             for name in ("batch_size", "drop_last", "shuffle"):
@@ -371,21 +310,14 @@ def loader(case, cls):
     if case.generator:
         options["generator"] = torch.Generator().manual_seed(7)
     if case.collate:
-        options["collate_fn"] = parts.Collate(
-            case.collate,
-            case.draws or case.kinds,
-            case.error if case.fails("collate") else None,
-            case.layout,
-        )
+        draws, error = case.draws or case.kinds, case.fails("collate")
+        options["collate_fn"] = parts.Collate(case.collate, draws, error, case.layout)
     if case.init or case.fails("init"):
-        options["worker_init_fn"] = parts.Init(
-            case.init, case.error if case.fails("init") else None
-        )
+        options["worker_init_fn"] = parts.Init(case.init, case.fails("init"))
     if case.method is not None:
-        known = case.method_object and case.method in multiprocessing.get_all_start_methods()
-        options["multiprocessing_context"] = (
-            multiprocessing.get_context(case.method) if known else case.method
-        )
+        options["multiprocessing_context"] = case.method
+        if case.method_object and case.method in multiprocessing.get_all_start_methods():
+            options["multiprocessing_context"] = multiprocessing.get_context(case.method)
     if case.context:
         options["multiprocessing_context"] = parts.Context()
-    return cls(data, **options)
+    return cls(samples, **options)

@@ -3,10 +3,7 @@
 `MUTANTS` has a case for each that shows it; `run_differential.py --mutants` searches for others.
 """
 
-from __future__ import annotations
-
 import warnings
-from typing import Any
 
 import torch
 from torch.utils.data.dataloader import DataLoader, _DatasetKind, _MultiProcessingDataLoaderIter
@@ -44,8 +41,6 @@ class WrongLen(DataLoader):
 
 class Changed(DataLoader):
     """Has an iterator with a change, if there are workers."""
-
-    iterator: type
 
     def _get_iterator(self):
         if self.num_workers == 0:
@@ -95,11 +90,8 @@ class Narrowed(Changed):
     class iterator(_MultiProcessingDataLoaderIter):
         def _next_data(self):
             data = super()._next_data()
-            return (
-                data.float()
-                if isinstance(data, torch.Tensor) and data.is_floating_point()
-                else data
-            )
+            is_wide = isinstance(data, torch.Tensor) and data.is_floating_point()
+            return data.float() if is_wide else data
 
 
 class MemoryReused(Changed):
@@ -130,7 +122,7 @@ class LeafOverwritten(Changed):
     """Writes a batch over the rest of the one before the last."""
 
     class iterator(_MultiProcessingDataLoaderIter):
-        older: tuple[Any, ...] = ()
+        older = ()
 
         def _next_data(self):
             data = super()._next_data()
@@ -159,8 +151,7 @@ class BeginsAnew(Changed):
 class Resuming(DataLoader):
     """Has a correct state: the number of batches."""
 
-    latest: Any = None
-    skip = 0
+    latest, skip = None, 0
 
     def _get_iterator(self):
         self.latest = super()._get_iterator()
@@ -211,7 +202,7 @@ class AsksSampler(Changed):
 
 FAILING = {"where": "sample", "at": 1, "type": "ValueError"}
 
-MUTANTS: dict[str, dict] = {
+MUTANTS = {
     "NoBaseSeed": {},
     "FartherAhead": {"num_workers": 1, "sampler": "own", "length": 12},
     "WrongLen": {"dataset": "counted", "drop_last": True, "steps": ["len"]},
@@ -221,10 +212,7 @@ MUTANTS: dict[str, dict] = {
     "Narrowed": {"num_workers": 1, "item": "double"},
     "MemoryReused": {"num_workers": 1, "item": "tensor"},
     "WrittenOut": {
-        "num_workers": 1,
-        "item": "tensor",
-        "collate": "same",
-        "layout": "channels last",
+        "num_workers": 1, "item": "tensor", "collate": "same", "layout": "channels last",
     },
     "LeafOverwritten": {"num_workers": 1, "kept": True},
     "BeginsAnew": {"num_workers": 1},
@@ -232,4 +220,4 @@ MUTANTS: dict[str, dict] = {
     "BeginsAgain": {"num_workers": 1, "context": True, "steps": ["resume 1"]},
     "ChangesState": {"steps": ["resume 1"]},
     "AsksSampler": {"num_workers": 1, "length": 12, "sampler": "own", "stateful": True},
-}
+}  # fmt: skip

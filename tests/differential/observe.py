@@ -3,8 +3,6 @@
 A loader runs in its own process, where it may hang or crash, and where its state stays.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc
@@ -36,6 +34,10 @@ MOST = 60
 # is large enough for all of them to fit in the batch's memory.
 UNEQUAL = ("stack expects each tensor to be equal size", "Trying to resize storage that is not")
 
+# Objects of which a trainer only knows the type.
+NAMED = (parts.Sampler, parts.Collate, parts.Init, parts.Map, parts.Stream, torch.Generator)
+ALL = ["torch", "numpy", "random"]
+
 Event = list[Any]
 
 
@@ -56,21 +58,13 @@ def plain(value):
         return [*about, value.stride() if bits else [], shown(value), bits]
     if isinstance(value, (np.ndarray, np.generic)):
         writeable = isinstance(value, np.generic) or value.flags.writeable
-        return [
-            name,
-            str(value.dtype),
-            list(value.shape),
-            writeable,
-            shown(value),
-            value.tobytes().hex(),
-        ]
+        about = [name, str(value.dtype), list(value.shape), writeable]
+        return [*about, shown(value), value.tobytes().hex()]
     if isinstance(value, dict):
         return [name, [[plain(key), plain(each)] for key, each in value.items()]]
     if isinstance(value, (list, tuple)):
         return [name, [plain(each) for each in value]]
-    if isinstance(
-        value, (parts.Sampler, parts.Collate, parts.Init, parts.Map, parts.Stream, torch.Generator)
-    ):
+    if isinstance(value, NAMED):
         return [name]
     return [name, bare(repr(value))]
 
@@ -80,7 +74,6 @@ def bare(text):
 
 
 def tensors(value):
-    """Yield the tensors in a batch."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -109,9 +102,8 @@ def failure(error):
     text = bare(str(error))
     if "UFunc" in type(error).__qualname__ + text[:24]:
         return ["one of numpy's, which torch cannot raise again by its type"]
-    worker = [
-        line for line in (text, *getattr(error, "__notes__", ())) if line.startswith("Caught ")
-    ]
+    lines = (text, *getattr(error, "__notes__", ()))
+    worker = [line.split("\n")[0] for line in lines if line.startswith("Caught ")]
     place = getattr(error.__cause__, "place", "")
     if place and not worker:
         worker = [f"Caught {type(error).__name__} in {place}."]
@@ -123,11 +115,7 @@ def failure(error):
     first = re.sub(r"\w+Iter(ator)?\b", "Iter", text.split("\n")[0])
     if first.startswith(UNEQUAL):
         first = UNEQUAL[0]
-    return [
-        f"{type(error).__module__}.{type(error).__qualname__}",
-        first,
-        *(w.split("\n")[0] for w in worker),
-    ]
+    return [f"{type(error).__module__}.{type(error).__qualname__}", first, *worker]
 
 
 def generators(loader):
@@ -147,16 +135,12 @@ class Trainer:
     """Does the steps of a case, and records what it sees."""
 
     def __init__(self, case, cls):
-        self.case = case
-        self.cls = cls
-        self.events: list[Event] = []
-        self.warned: list[tuple[str, str]] = []
-        self.loader: Any = None
-        self.begun = 0
+        self.case, self.cls = case, cls
+        self.events, self.warned, self.loader, self.begun = [], [], None, 0
         # Batches of this step, as they were and as they are.
-        self.kept: list[tuple[Any, Any]] = []
+        self.kept = []
         # The smallest tensor of each batch.
-        self.leaves: list[tuple[Any, Any]] = []
+        self.leaves = []
 
     def see(self, name, *values):
         for category, message in self.warned:
@@ -235,15 +219,16 @@ class Trainer:
                     fill(tensor)
         self.kept.clear()
 
+    def samplers(self):
+        return self.loader.batch_sampler, self.loader.sampler
+
     def taken(self):
         """Return the number of keys taken from our sampler."""
-        samplers = (self.loader.batch_sampler, self.loader.sampler)
-        return [sampler.taken for sampler in samplers if isinstance(sampler, parts.Sampler)]
+        return [each.taken for each in self.samplers() if isinstance(each, parts.Sampler)]
 
     def asks(self):
         """Return whether a sampler with a state was asked for it more than twice an epoch."""
-        samplers = (self.loader.batch_sampler, self.loader.sampler)
-        return any(getattr(each, "asked", 0) > 2 * self.begun + 1 for each in samplers)
+        return any(getattr(each, "asked", 0) > 2 * self.begun + 1 for each in self.samplers())
 
     def take(self, iterator, name, most=MOST):
         """Take batches; return False at their end."""
@@ -293,24 +278,20 @@ class Trainer:
         iterator = self.begin()
         if not self.take(iterator, "batch", int(value)):
             return
-        stays, old = True, iterator
-        if hasattr(self.loader, "state_dict"):
-            state = self.loader.state_dict()
-            was = pickle.dumps(state)
-            stays = bool(state) != self.case.falls_back
-            if state:
-                self.loader = cases.loader(self.case, self.cls)
-                self.loader.load_state_dict(state)
-                iterator = iter(self.loader)
-                self.rest(old, 2)
-            rest = self.rest(iterator)
-            stays = stays and pickle.dumps(state) == was
-        else:
-            rest = self.rest(iterator)
+        has_state = hasattr(self.loader, "state_dict")
+        state = self.loader.state_dict() if has_state else {}
+        was, old = pickle.dumps(state), iterator
+        if state:
+            self.loader = cases.loader(self.case, self.cls)
+            self.loader.load_state_dict(state)
+            iterator = iter(self.loader)
+            self.rest(old, 2)
+        rest = self.rest(iterator)
+        is_right = not has_state or bool(state) != self.case.falls_back
         # The warnings are of one more loader.
         self.warned.clear()
         self.see("rest", rest)
-        self.see("state stays", stays)
+        self.see("state stays", is_right and pickle.dumps(state) == was)
 
     def rest(self, iterator, most=MOST):
         found = []
@@ -327,7 +308,7 @@ class Trainer:
         self.see("len", len(self.loader))
 
     def draw(self, value):
-        self.see("draw", plain(parts.drawn(["torch", "numpy", "random"])))
+        self.see("draw", plain(parts.drawn(ALL)))
 
     def pickle(self, value):
         self.loader = pickle.loads(pickle.dumps(self.loader))
@@ -348,24 +329,12 @@ setattr(Trainer, "break", Trainer.break_)
 
 def attributes(loader):
     """Return the attributes that torch's class has, objects by their type."""
-    own = torch.utils.data.DataLoader(range(1))
-    there = {
-        name: value
-        for name, value in vars(loader).items()
-        if name in vars(own) or name == "_iterator"
-    }
-    for name in (
-        "_iterator",
-        "batch_sampler",
-        "sampler",
-        "dataset",
-        "collate_fn",
-        "worker_init_fn",
-    ):
+    own = {*vars(torch.utils.data.DataLoader(range(1)))} - {"_iterator"}
+    there = {name: value for name, value in vars(loader).items() if name in own}
+    for name in ("batch_sampler", "sampler", "dataset", "collate_fn", "worker_init_fn"):
         value = there.get(name)
-        there[name] = (
-            None if value is None else "some" if name == "_iterator" else type(value).__qualname__
-        )
+        there[name] = None if value is None else type(value).__qualname__
+    there["_iterator"] = None if getattr(loader, "_iterator", None) is None else "some"
     there["multiprocessing_context"] = type(loader.multiprocessing_context).__name__
     return dict(sorted(there.items()))
 
@@ -377,8 +346,7 @@ class Observation:
     """A trainer that runs in its own process; `events` waits for the end."""
 
     def __init__(self, case, path):
-        self.result = tempfile.TemporaryFile()
-        self.stderr = tempfile.TemporaryFile()
+        self.result, self.stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         with warnings.catch_warnings():
             # A fork beside other threads causes a warning.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -438,9 +406,8 @@ def alike(case, events):
     """Return the events in a form that all correct loaders share."""
     if case.is_unordered:
         # Ready batches come first, so every epoch is sorted.
-        batches = sorted(
-            (event[1:2] for event in events if event[0].startswith("batch ")), key=repr
-        )
+        found = [event[1:2] for event in events if event[0].startswith("batch ")]
+        batches = sorted(found, key=repr)
         return [event for event in events if not event[0].startswith("batch ")] + batches
     return events
 
@@ -458,35 +425,29 @@ def lacks_fetcher(torchs, other):
     )
 
 
+def lacking(first, second, pattern, stop=None):
+    """Return what one loader's events with such a name have, and another's have not in order."""
+    mine, theirs = (
+        [event[1:stop] for event in events if re.search(pattern, event[0])]
+        for events in (first, second)
+    )
+    rest = iter(theirs)
+    return [each for each in mine if each not in rest]
+
+
 def difference(case, first, second):
     """Return the first two events that differ, or None."""
     first, second = alike(case, first), alike(case, second)
     if case.fails("sampler") and case.num_workers > 0:
         # If a sampler fails, torch loses the batch or exception received in that call; others may
         # return it.
-        mine, theirs = (
-            [event[1:2] for event in events if re.match(r"(batch|first|second) \d+$", event[0])]
-            for events in (first, second)
-        )
-        rest = iter(theirs)
-        lost = [batch for batch in mine if batch not in rest]
-        if lost:
-            return lost[0], "not given, or in another order"
+        for batch in lacking(first, second, r"^(batch|first|second) \d+$", 2):
+            return batch, "not given, or in another order"
+        for error in lacking(first, second, "error"):
+            return error, "not raised, or in another order"
         first, second = (
-            [
-                event
-                for event in events
-                if "error" in event[0] or "after" in event[0] or "loader" in event[0]
-            ]
+            [event[1:] for event in events if re.match("(?!.*error).*(after|loader)", event[0])]
             for events in (first, second)
-        )
-        raised, ours = ([e[1:] for e in events if "error" in e[0]] for events in (first, second))
-        rest = iter(ours)
-        lost = [error for error in raised if error not in rest]
-        if lost:
-            return lost[0], "not raised, or in another order"
-        first, second = (
-            [event[1:] for event in events if "error" not in event[0]] for events in (first, second)
         )
     for a, b in zip(first, second, strict=False):
         if a != b and not lacks_fetcher(a, b):

@@ -4,8 +4,6 @@ Everything depends only on its arguments and on the three global generators, so 
 give the same.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import random
 from typing import Any, NamedTuple
@@ -30,11 +28,8 @@ class Pair(NamedTuple):
 
 
 def drawn(generators):
-    draw = {
-        "torch": lambda: torch.rand(()).item(),
-        "numpy": np.random.random,
-        "random": random.random,
-    }
+    draw = {"torch": lambda: torch.rand(()).item()}
+    draw |= {"numpy": np.random.random, "random": random.random}
     return [draw[name]() for name in generators]
 
 
@@ -42,11 +37,8 @@ class Items:
     """Samples of a kind, with their draws, and the place where they were made."""
 
     def __init__(self, kind="tuple", draws=(), info=False, error=None):
-        self.kind = kind
-        self.draws = list(draws)
-        self.info = info
-        self.error = error or {}
-        self.calls = 0
+        self.kind, self.draws, self.info = kind, list(draws), info
+        self.error, self.calls = error or {}, 0
 
     def item(self, number, key=None):
         if self.error.get("where") == "sample" and number == self.error["at"]:
@@ -55,10 +47,9 @@ class Items:
         if self.draws:
             value = (value, *drawn(self.draws))
         if self.info:
-            worker = get_worker_info()
-            about = (
-                (worker.id, worker.num_workers, worker.seed) if worker is not None else (-1, -1, -1)
-            )
+            worker, about = get_worker_info(), (-1, -1, -1)
+            if worker is not None:
+                about = (worker.id, worker.num_workers, worker.seed)
             self.calls += 1
             seed = torch.initial_seed() % 2**62
             value = (value, *about, torch.get_num_threads(), seed, self.calls)
@@ -92,7 +83,6 @@ class Items:
 
 
 def number_of(key):
-    """Return the number of a key's sample."""
     if isinstance(key, str):
         return int(key.removeprefix("key "))
     return int(key[0]) if isinstance(key, tuple) else int(key)
@@ -100,9 +90,7 @@ def number_of(key):
 
 class Map(Dataset):
     def __init__(self, length, items, keyed):
-        self.length = length
-        self.items = items
-        self.keyed = keyed
+        self.length, self.items, self.keyed = length, items, keyed
 
     def __len__(self):
         return self.length
@@ -128,16 +116,15 @@ class Stream(IterableDataset):
     """Samples in unequal shares for the workers; a generator, which an error ends."""
 
     def __init__(self, length, items):
-        self.length = length
-        self.items = items
+        self.length, self.items = length, items
 
     def numbers(self):
         if self.items.error.get("where") == "iter":
             raise ERRORS[self.items.error["type"]]()
         worker = get_worker_info()
-        every = range(self.length)
+        every = list(range(self.length))
         if worker is None:
-            return list(every)
+            return every
         return [number for number in every if number * number % worker.num_workers == worker.id]
 
     def __iter__(self):
@@ -160,17 +147,16 @@ class Steps(Stream):
 
 
 class Step:
-    def __init__(self, items, numbers, start):
-        self.items = items
-        self.numbers = iter(numbers)
-        self.start = start
+    def __init__(self, items, numbers, start=()):
+        self.items, self.left, self.start = items, numbers, start
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        number = next(self.numbers)
-        item = self.items.item(number)
+        if not self.left:
+            raise StopIteration
+        item = self.items.item(self.left.pop(0))
         return (item, *self.start) if self.start else item
 
 
@@ -181,19 +167,7 @@ class Stateful(Stream):
         return Place(self.items, self.numbers())
 
 
-class Place:
-    def __init__(self, items, numbers):
-        self.items = items
-        self.left = numbers
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if not self.left:
-            raise StopIteration
-        return self.items.item(self.left.pop(0))
-
+class Place(Step):
     def state_dict(self):
         return {"left": self.left}
 
@@ -212,13 +186,10 @@ class Sampler:
     """Keys of a kind, counted when taken; `eager` draws their order in `__iter__` itself."""
 
     def __init__(self, length, key="int", eager=False, error=None, group=""):
-        self.length = length
-        self.key = key
-        self.eager = eager
-        self.error = error or {}
+        self.length, self.key, self.eager = length, key, eager
         # The kind of the batches, or none for single keys.
         self.group = group
-        self.taken = 0
+        self.error, self.taken = error or {}, 0
 
     def __len__(self):
         return -(-self.length // 3) if self.group else self.length
@@ -231,11 +202,8 @@ class Sampler:
 
     def keys(self, order):
         keys = [keyed(self.key, number) for number in order]
-        if self.group:
-            return [
-                grouped(self.group, keys[start : start + 3]) for start in range(0, self.length, 3)
-            ]
-        return keys
+        starts = range(0, self.length, 3)
+        return [grouped(self.group, keys[k : k + 3]) for k in starts] if self.group else keys
 
     def counted(self, keys):
         for place, key in enumerate(keys):
@@ -273,7 +241,6 @@ class Context(type(multiprocessing.get_context("fork"))):
 
 
 def keyed(kind, number):
-    """Return a sample's key, of a given kind."""
     return {
         "int": lambda: number,
         "str": lambda: f"key {number}",
@@ -281,12 +248,10 @@ def keyed(kind, number):
         "numpy": lambda: np.int32(number),
         "tensor": lambda: torch.tensor(number),
         "bool": lambda: bool(number % 2),
-        "big": lambda: number,
     }[kind]()
 
 
 def grouped(kind, keys):
-    """Return a batch's keys as a collection of a given kind."""
     return {
         "list": list,
         "tuple": tuple,
@@ -301,11 +266,8 @@ class Collate:
     """A collate function of a kind, which may fail at its n-th call in a process."""
 
     def __init__(self, kind, draws=(), error=None, layout=None):
-        self.kind = kind
-        self.draws = list(draws)
-        self.error = error or {}
-        self.layout = layout
-        self.calls = 0
+        self.kind, self.draws, self.layout = kind, list(draws), layout
+        self.error, self.calls = error or {}, 0
 
     def __call__(self, samples):
         batch = self.collated(samples)
@@ -334,21 +296,19 @@ def laid(layout, batch):
     if not isinstance(batch, torch.Tensor) or not batch.numel():
         return batch
     first = batch.reshape(-1)[0]
-    return {
-        "channels last": lambda: (
-            torch.zeros(2, 3, 4, 5, dtype=batch.dtype).to(memory_format=torch.channels_last) + first
-        ),
-        "transposed": lambda: batch.permute(*reversed(range(batch.dim()))),
-        "large": lambda: [batch, torch.arange(40_000, dtype=torch.int32) + first, batch + first],
-    }[layout]()
+    if layout == "channels last":
+        zeros = torch.zeros(2, 3, 4, 5, dtype=batch.dtype)
+        return zeros.to(memory_format=torch.channels_last) + first
+    if layout == "transposed":
+        return batch.permute(*reversed(range(batch.dim())))
+    return [batch, torch.arange(40_000, dtype=torch.int32) + first, batch + first]
 
 
 class Init:
     """A worker_init_fn: draws, seeds again, sets the data set's kind, or fails in one worker."""
 
     def __init__(self, kind, error=None):
-        self.kind = kind
-        self.error = error or {}
+        self.kind, self.error = kind, error or {}
 
     def __call__(self, worker):
         if self.error and worker == self.error["at"]:

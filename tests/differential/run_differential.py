@@ -16,14 +16,26 @@ import random
 import shlex
 import sys
 import time
+from functools import partial
 
-import in_threads
-from case import generate, settle, smaller
+from case import generate, settle, settle_for_threads, smaller
 from mutants import MUTANTS
 from observe import difference, observe
 
+import cseq.adapters.torch
+
 OWN = "torch.utils.data:DataLoader"
 DEFAULT = "cseq.adapters.torch:DataLoader"
+IN_THREADS = "run_differential:ThreadLoader"
+# Torch warns of the number of processes; threads need no such warning.
+MANY = "This DataLoader will create"
+
+
+class ThreadLoader(cseq.adapters.torch.DataLoader):
+    """The workers are threads, which share the data set and the generators."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, worker_method="thread", **options)
 
 
 def compare(case, first, second):
@@ -32,14 +44,16 @@ def compare(case, first, second):
 
 
 def seen(case, first, second):
-    """Return the events of both."""
-    events = observe(case, first, second)
-    return [*map(in_threads.in_processes, events)] if second == in_threads.PATH else events
+    both = observe(case, first, second)
+    if second != IN_THREADS:
+        return both
+    text = json.dumps([[event for event in events if MANY not in str(event)] for events in both])
+    return json.loads(text.replace("DataLoader worker thread", "DataLoader worker process"))
 
 
 def prepared(options, second):
     """Return a case in a comparable form."""
-    return in_threads.settled(options) if second == in_threads.PATH else settle(options)
+    return settle_for_threads(options) if second == IN_THREADS else settle(options)
 
 
 def shrink(case, first, second, seconds=120):
@@ -69,10 +83,9 @@ def command(case, first, second):
     return f"python {script} --class {second} --against {first} --case {text}"
 
 
-def report(case, first, second, *, small=True):
+def report(case, first, second):
     """Print a difference, with the smallest case that shows one."""
-    if small:
-        case = shrink(case, first, second)
+    case = shrink(case, first, second)
     print(f"  {command(case, first, second)}")
     found = compare(case, first, second)
     if found is None:
@@ -84,7 +97,6 @@ def report(case, first, second, *, small=True):
 
 
 def cases(seed, number, *, methods):
-    """Return the case of a number."""
     return generate(random.Random(f"{seed}/{number}"), methods)
 
 
@@ -99,13 +111,9 @@ def search(seed, number, first, second, *, methods, failures):
             report(case, first, second)
             if differ == failures:
                 break
-        if (each + 1) % 100 == 0:
+        if (each + 1) % 100 == 0 or each + 1 == number:
             rate = (each + 1) / (time.monotonic() - began)
             print(f"{each + 1} cases, {differ} differ, {rate:.1f} a second", flush=True)
-    seconds = time.monotonic() - began
-    print(
-        f"{each + 1} cases in {seconds:.0f} s, {(each + 1) / seconds:.1f} a second: {differ} differ"
-    )
     return int(differ > 0)
 
 
@@ -129,26 +137,19 @@ def hunt(seed, number):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--cases", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--class", dest="cls", metavar="A", default=DEFAULT, help=f"default: {DEFAULT}"
-    )
-    parser.add_argument("--against", metavar="B", default=OWN, help=f"default: {OWN}")
-    parser.add_argument("--case", type=json.loads, help="one case, as a dict in JSON")
-    parser.add_argument("--failures", type=int, default=5, help="end after so many differences (5)")
-    parser.add_argument(
-        "--no-methods", action="store_true", help="no spawn and forkserver, which take seconds"
-    )
-    parser.add_argument(
-        "--threads", action="store_true", help=f"{in_threads.PATH}, and the cases that it is for"
-    )
-    parser.add_argument(
-        "--mutants", action="store_true", help="find the mutants of mutants.py, B's subclasses"
-    )
+    option, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
+    option("--cases", type=int, default=200)
+    option("--seed", type=int, default=0)
+    option("--class", dest="cls", metavar="A", default=DEFAULT, help=f"default: {DEFAULT}")
+    option("--against", metavar="B", default=OWN, help=f"default: {OWN}")
+    option("--case", type=json.loads, help="one case, as a dict in JSON")
+    option("--failures", type=int, default=5, help="end after this number of differences (5)")
+    flag("--no-methods", help="no spawn and forkserver, which take seconds")
+    flag("--threads", help=f"{IN_THREADS}, and the cases that it is for")
+    flag("--mutants", help="find the mutants of mutants.py, B's subclasses")
     asked = parser.parse_args()
     if asked.threads:
-        asked.cls = in_threads.PATH
+        asked.cls = IN_THREADS
     if asked.mutants:
         return hunt(asked.seed, asked.cases)
     if asked.case is not None:
@@ -159,10 +160,8 @@ def main():
         found = difference(case, *both)
         print("the same" if found is None else f"differ:\n  {found[0]}\n  {found[1]}")
         return int(found is not None)
-    methods = not asked.no_methods
-    return search(
-        asked.seed, asked.cases, asked.against, asked.cls, methods=methods, failures=asked.failures
-    )
+    options = {"methods": not asked.no_methods, "failures": asked.failures}
+    return search(asked.seed, asked.cases, asked.against, asked.cls, **options)
 
 
 if __name__ == "__main__":
