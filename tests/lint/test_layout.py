@@ -6,8 +6,8 @@ import graphlib
 import inspect
 import re
 import sys
-import sysconfig
 import textwrap
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +16,7 @@ import pytest
 import cseq
 
 PACKAGE = Path(cseq.__file__).resolve().parent
+TESTS = Path(__file__).parents[1]
 
 # A line of the map: `├── sampler.py   what it is`; lines below a folder are further right.
 BRANCH = re.compile(r"^(?P<indent>[│ ]*)[├└]── (?P<entry>\S+)  +\S", re.MULTILINE)
@@ -25,6 +26,11 @@ CYTHON_IMPORT = re.compile(
 )
 # Modules without a file, made by Cython's code.
 CYTHON_RUNTIME = ("_cython_", "cython_runtime")
+
+
+def text_of(path):
+    """Read a file."""
+    return path.read_text(encoding="utf-8")
 
 
 def module_of(path):
@@ -65,9 +71,7 @@ def place_of(module):
 def imports_of(module):
     """Return the modules of cseq that a module imports, at any place, even for types."""
     path = MODULES[module]
-    texts = [
-        one.read_text(encoding="utf-8") for one in (path, path.with_suffix(".pxd")) if one.exists()
-    ]
+    texts = [text_of(one) for one in (path, path.with_suffix(".pxd")) if one.exists()]
     is_cython = path.suffix == ".pyx"
     found = cython_imports("".join(texts)) if is_cython else python_imports(texts[0])
     return {name for name in found if name in MODULES and name != module}
@@ -104,7 +108,7 @@ def as_modules(base, names):
 
 def docstring_of(module):
     """Return a module's docstring without an import."""
-    text = MODULES[module].read_text(encoding="utf-8")
+    text = text_of(MODULES[module])
     if MODULES[module].suffix == ".pyx":
         return text[text.index('"""') + 3 :].partition('"""')[0]
     return ast.get_docstring(ast.parse(text)) or ""
@@ -143,11 +147,9 @@ def test_no_import_cycles():
 
 def test_a_module_says_what_it_is():
     """A module's docstring begins with one line of at most 80 characters."""
-    docstrings = {module: docstring_of(module).splitlines() for module in MODULES}
-    assert [
-        name for name, lines in docstrings.items() if not 0 < len("".join(lines[:1])) <= 80
-    ] == []
-    assert [name for name, lines in docstrings.items() if any(lines[1:2])] == []
+    docstrings = {module: docstring_of(module) for module in MODULES}
+    first_line = re.compile(r".{1,80}(\n\n|\Z)")
+    assert [name for name, text in docstrings.items() if not first_line.match(text)] == []
 
 
 def test_the_table_of_what_makes_what_visible():
@@ -155,53 +157,41 @@ def test_the_table_of_what_makes_what_visible():
     docs = PACKAGE.parent / "docs" / "inside" / "ring.md"
     if not docs.exists():
         pytest.skip("the package is installed without its docs")
-    _, _, table = docs.read_text(encoding="utf-8").partition(
-        "| name | writes | sees |\n|---|---|---|\n"
-    )
+    table = text_of(docs).partition("| name | writes | sees |\n|---|---|---|\n")[2]
     rows = table.partition("\n\n")[0].splitlines()
     sources = [*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd"), *PACKAGE.glob("include/*.h")]
-    marks = [
-        name
-        for path in sources
-        for name in re.findall(r"SYNC: ([a-z' ]+[a-z])", path.read_text(encoding="utf-8"))
-    ]
+    marks = re.findall(r"SYNC: ([a-z' ]+[a-z])", "\n".join(map(text_of, sources)))
     assert {row.split("|")[1].strip() for row in rows} == {*marks}
 
 
-# Names with an underscore that tests may use, and the reasons.
+# Names with an underscore that tests may use.
 ALLOWED = {
-    **dict.fromkeys(
-        ["_exit", "_current_frames", "_is_gil_enabled", "_base_executable", "_run_module_as_main"],
-        "Python's",
-    ),
-    "_thread.start_new_thread": "Python's",
-    **dict.fromkeys(["_DummyThread", "_is_owned"], "threading's"),
-    **dict.fromkeys(["_replace", "_fields", "_asdict"], "named tuples': public"),
-    **dict.fromkeys(["_repr_html_", "_sleep"], "notebooks' protocol; torch.cuda's"),
+    # They are Python's and threading's, public for named tuples, or notebooks' protocol.
+    "_exit", "_current_frames", "_base_executable", "_run_module_as_main",
+    "_thread.start_new_thread", "_DummyThread", "_is_owned", "_replace", "_fields", "_asdict",
+    "_repr_html_",
     # A reading service's interface, under torchdata's names.
-    **dict.fromkeys(["_pause", "_resume", "_limit", "_is_paused", "_end_datapipe"], "torchdata's"),
-    "_restore_checkpoint_beginning_of_epoch": "torchdata's",
-    **dict.fromkeys(["_worker_processes", "_dispatch_process"], "torchdata's"),
-    **dict.fromkeys(["_C", "_from_dlpack"], "torch's"),
-    "_shutdown_workers": "torch's, which Lightning and Composer call",
-}
+    "_pause", "_resume", "_limit", "_is_paused", "_end_datapipe", "_worker_processes",
+    "_dispatch_process", "_restore_checkpoint_beginning_of_epoch",
+    # They are torch's; Lightning and Composer call the last one.
+    "_C", "_from_dlpack", "_sleep", "_shutdown_workers",
+}  # fmt: skip
 # The modules of the core, each with its own tests.
 CORE = {path.stem for path in PACKAGE.rglob("_*.pyx")}
 # Nothing public shows which tickets were posted, or that an iterator was asked.
-REACHING = {("test_protocols.py", "_run"), ("streams.py", "_run"), ("stress.py", "_run")}
-REACHING |= {("streaming.py", "_run"), ("test_keys.py", "_run")}
-REACHING |= {("resizing.py", "_run")}
-REACHING |= {("test_cuda_converter.py", "_lane")}
-REACHING |= {("conftest.py", "_handle")}
+REACHING = {
+    *((name, "_run") for name in ("test_protocols.py", "test_keys.py", "resizing.py")),
+    *((name, "_run") for name in ("streaming.py", "stress.py")),
+    ("test_cuda_converter.py", "_lane"),
+    ("conftest.py", "_handle"),
+}
 
 
 def private_names(source):
     """Return the private names of other objects that a test uses, even in its scripts."""
-    tree = ast.parse(source)
-    own = {
-        node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))
-    }
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    for node in nodes:
         if isinstance(node, ast.Attribute) and not is_own(node.value):
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cseq"):
@@ -231,44 +221,36 @@ def test_tests_use_no_private_names():
     # cseq's classes have the private names of torch's loader, too.
     found = {
         (path.name, name)
-        for path in set(Path(__file__).parents[1].rglob("*.py")) - {Path(__file__)}
+        for path in set(TESTS.rglob("*.py")) - {Path(__file__)}
         if path.parent.name not in {"differential", "conformance"}
         and not path.name.startswith("test_torch_")
-        for name in private_names(path.read_text(encoding="utf-8"))
-        if re.match(r"_[A-Za-z]", name) and name not in {*CORE, *ALLOWED}
+        for name in private_names(text_of(path))
+        if re.match(r"_[A-Za-z]", name) and name not in CORE | ALLOWED
     }
     assert found <= REACHING
 
 
 PUBLIC = {
-    "cseq",
-    "cseq.errors",
-    "cseq.store",
-    "cseq.stream",
-    "cseq.testing",
-    "cseq.tokens",
-    *(f"cseq.adapters.{library}" for library in ("returnn", "torch", "torchdata")),
+    *("cseq", "cseq.errors", "cseq.store", "cseq.stream", "cseq.testing", "cseq.tokens"),
+    *("cseq.adapters.returnn", "cseq.adapters.torch", "cseq.adapters.torchdata"),
 }
 # Private names that are used nevertheless: of torch, and for who may connect.
-INSIDE = {
-    "cseq.adapters.torch.names",
-    "cseq.adapters.torchdata.relay",
-}
+INSIDE = {"cseq.adapters.torch.names", "cseq.adapters.torchdata.relay"}
 
 
 def test_contract_tests_import_public_modules_alone():
     """The requirements in tests/contract do not depend on how cseq is built."""
     imported = {
         module
-        for path in (Path(__file__).parents[1] / "contract").rglob("*.py")
-        for module in python_imports(path.read_text(encoding="utf-8")) & set(MODULES)
+        for path in (TESTS / "contract").rglob("*.py")
+        for module in python_imports(text_of(path)) & set(MODULES)
     }
     assert imported <= PUBLIC | INSIDE
 
 
 def test_every_header_is_compiled_for_other_systems():
     """`make check-headers` compiles a file that includes every C header of the core."""
-    text = (Path(__file__).parents[1] / "c" / "headers.c").read_text(encoding="utf-8")
+    text = text_of(TESTS / "c" / "headers.c")
     headers = {path.name for path in (PACKAGE / "include").glob("*.h")}
     assert set(re.findall(r'^#include "(.*)"$', text, re.MULTILINE)) == headers
 
@@ -276,27 +258,22 @@ def test_every_header_is_compiled_for_other_systems():
 def test_what_scripts_name_exists():
     """Each file that makefiles and scripts name exists, as does each header of the C tests."""
     root = PACKAGE.parent
-    tests = root / "tests"
     named = re.compile(r"(?<![\w/.])(?:tests|cseq|benchmarks)/[\w./-]+\.(?:py|sh|h|c|pml|txt)\b")
-    scripts = [root / "Makefile", *tests.glob("**/*.mk"), *tests.glob("**/*.sh")]
-    files = {name for path in scripts for name in named.findall(path.read_text(encoding="utf-8"))}
-    for path in [*tests.glob("**/*.h"), *tests.glob("**/*.c")]:
-        text = path.read_text(encoding="utf-8")
-        found = re.findall(r'^#include "(cseq_.*)"$', text, re.MULTILINE)
+    scripts = [root / "Makefile", *TESTS.glob("**/*.mk"), *TESTS.glob("**/*.sh")]
+    files = {name for path in scripts for name in named.findall(text_of(path))}
+    for path in TESTS.glob("**/*.[ch]"):
+        found = re.findall(r'^#include "(cseq_.*)"$', text_of(path), re.MULTILINE)
         files |= {f"cseq/include/{name}" for name in found}
     assert [name for name in sorted(files) if not (root / name).exists()] == []
 
 
 def test_slow_tests_exist():
     """Each test in slow.txt exists; the others leave out no module of tests."""
-    slow, files = (Path(__file__).parents[1] / "slow.txt").read_text(encoding="utf-8").split(), {}
-    for name in slow:
-        file, _, test = name.partition("::")
-        files.setdefault(file, set()).add(test)
-    for file, tests in files.items():
-        text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
-        there = set(named_tests(ast.parse(text).body))
-        assert tests <= there, file
+    slow = text_of(TESTS / "slow.txt").split()
+    files = {name.partition("::")[0] for name in slow}
+    trees = {file: ast.parse(text_of(TESTS.parent / file)) for file in files}
+    there = {f"{file}::{test}" for file, tree in trees.items() for test in named_tests(tree.body)}
+    assert set(slow) <= there
     assert slow == sorted(set(slow))
 
 
@@ -338,15 +315,14 @@ def test_modules_of_tests_can_be_imported_on_windows():
     """Windows imports every module of tests, even one whose tests it skips."""
     text = "import os, signal\n@mark(signal.SIGKILL)\ndef f(x=os.fork):\n    os.pipe()\n"
     assert not_on_windows(text) == ["os.fork", "signal.SIGKILL"]
-    tests = Path(__file__).parents[1]
-    texts = {path: path.read_text(encoding="utf-8") for path in tests.rglob("*.py")}
-    assert {path: found for path in texts if (found := not_on_windows(texts[path]))} == {}
+    found = {path: not_on_windows(text_of(path)) for path in TESTS.rglob("*.py")}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def messages_of(folder):
     """Return the strings of a folder's modules; a value in an f-string becomes `{}`."""
     for path in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(ast.parse(text_of(path))):
             if isinstance(node, ast.JoinedStr):
                 pieces = (getattr(piece, "value", None) for piece in node.values)
                 yield "".join(piece if isinstance(piece, str) else "{}" for piece in pieces)
@@ -369,8 +345,8 @@ def test_rare_tests_know_the_messages():
     assert list(matched_words('f(match=r"a=3, but no one has")')) == [(1, "but no one has")]
     known, unknown = "\n".join(messages_of(PACKAGE)), []
     for folder in ("frameworks", "gpu", "ray"):
-        for path in (Path(__file__).parents[1] / folder).rglob("*.py"):
-            text = path.read_text(encoding="utf-8")
+        for path in (TESTS / folder).rglob("*.py"):
+            text = text_of(path)
             for line, words in matched_words(text):
                 # A test that raises an exception itself has its words twice.
                 if words not in known and text.count(words) == 1:
@@ -380,15 +356,11 @@ def test_rare_tests_know_the_messages():
 
 def test_all_is_sorted_and_complete():
     """`__all__` names every public object of the package once, in order."""
-    public = {
-        name
-        for name, value in vars(cseq).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
-    # It comes from __future__.
-    public.discard("annotations")
+    values = vars(cseq).items()
+    public = {name for name, value in values if name[0] != "_" and type(value) is not ModuleType}
     assert list(cseq.__all__) == sorted(set(cseq.__all__))
-    assert public <= set(cseq.__all__)
+    # `annotations` comes from __future__.
+    assert public <= {*cseq.__all__, "annotations"}
     # Most are imported on request.
     assert all(hasattr(cseq, name) for name in cseq.__all__)
     optional = {"DataLoader", "StatefulDataLoader", "RayFleet", "packed", "progress", "__version__"}
@@ -420,63 +392,45 @@ BUDGET = {
 }
 
 
-LOOKS = {
-    "remake",
-    "stats",
-    "advice",
-    "meters",
-    "tracing",
-    "lanes",
-    "_trace",
-    "cseq_trace",
-}
+LOOKS = ("remake", "stats", "advice", "meters", "tracing", "lanes", "_trace", "cseq_trace")
+LOOKS += ("observe", "report")
+REST = "cseq without adapters, fleet, orders, tokens, store"
+
+
+def part_of(path):
+    """Return the part of the budget to which a file of cseq belongs."""
+    words = {*path.relative_to(PACKAGE).parts, path.stem}
+    for part in ("adapters", "fleet", "tokens", "store"):
+        if part in words:
+            return part
+    if words & {"order", *ORDERS} and path.stem not in APART:
+        return "orders"
+    return "what users look with" if words & {*LOOKS} else REST
 
 
 def lines_there():
     """Return the lines of each part that has a budget."""
     found = {
-        path: path.read_text(encoding="utf-8").count("\n")
-        for folder in (PACKAGE, Path(__file__).parents[1])
+        path: text_of(path).count("\n")
+        for folder in (PACKAGE, TESTS)
         for pattern in ("*.py", "*.pyx", "*.pxd", "*.h")
         for path in folder.rglob(pattern)
         if "build" not in path.parts
     }
-    ours = {path: lines for path, lines in found.items() if path.is_relative_to(PACKAGE)}
-    adapters = sum(found[path] for path in ours if "adapters" in path.relative_to(PACKAGE).parts)
-    # The checkout's folder does not count.
-    inside = {path: path.relative_to(PACKAGE).parts for path in ours}
-    fleet = {path for path in ours if "fleet" in inside[path]}
-    tokens = {path for path in ours if "tokens" in inside[path]}
-    store = {path for path in ours if "store" in inside[path]}
-    orders = {path for path in ours if "order" in inside[path] or path.stem in ORDERS}
-    orders -= {path for path in orders if path.stem in APART}
-    looks = {
-        path
-        for path in ours
-        if (path.stem in LOOKS or {"observe", "report"} & {*inside[path]})
-        and "adapters" not in inside[path]
-    }
-    compiled = sum(
-        found[path]
-        for path in ours.keys() - fleet - orders - looks - tokens
-        if path.suffix != ".py"
-    )
+    ours = {path: part_of(path) for path in found if path.is_relative_to(PACKAGE)}
+    lines = Counter()
+    for path, part in ours.items():
+        lines[part] += found[path]
+        if part == REST and path.suffix != ".py":
+            lines["of these compiled: C, Cython"] += found[path]
+    tests = found.keys() - ours.keys()
     return {
-        "cseq without adapters, fleet, orders, tokens, store": sum(ours.values())
-        - adapters
-        - sum(found[path] for path in fleet | orders | looks | tokens | store),
-        "tokens": sum(found[path] for path in tokens),
-        "store": sum(found[path] for path in store),
-        "of these compiled: C, Cython": compiled,
-        "adapters": adapters,
-        "fleet": sum(found[path] for path in fleet),
-        "orders": sum(found[path] for path in orders),
-        "what users look with": sum(found[path] for path in looks),
-        "the longest file of cseq": max(ours[path] for path in ours if path.suffix != ".pyx"),
-        "the longest .pyx": max(ours[path] for path in ours if path.suffix == ".pyx"),
-        "the longest file of tests": max(found[path] for path in found.keys() - ours.keys()),
+        **lines,
+        "the longest file of cseq": max(found[path] for path in ours if path.suffix != ".pyx"),
+        "the longest .pyx": max(found[path] for path in ours if path.suffix == ".pyx"),
+        "the longest file of tests": max(found[path] for path in tests),
         "extension modules": len(list(PACKAGE.rglob("*.pyx"))),
-        "tests": sum(found[path] for path in found.keys() - ours.keys() if path.suffix == ".py"),
+        "tests": sum(found[path] for path in tests if path.suffix == ".py"),
     }
 
 
@@ -488,33 +442,26 @@ def test_the_house_stays_within_its_budget():
     assert above == {}
 
 
+def imported_by(run_anew, modules):
+    """Return the modules that an import of some modules imports, apart from numpy."""
+    script = f"import sys, numpy\nbefore = set(sys.modules)\nimport {modules}\n"
+    done = run_anew(f"{script}print(*set(sys.modules) - before)")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def test_import_needs_numpy_alone(run_anew):
     """Outside of the standard library, `import cseq` imports only numpy."""
-    script = """
-import sys, numpy
-before = set(sys.modules)
-import cseq
-print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
-"""
-    done = run_anew(script)
-    assert done.returncode == 0, done.stderr
-    imported = {name for name in done.stdout.split() if not name.startswith(CYTHON_RUNTIME)}
-    assert imported - set(sys.stdlib_module_names) - {"numpy"} == {"cseq"}
+    imported = {name.partition(".")[0] for name in imported_by(run_anew, "cseq")}
+    others = imported - set(sys.stdlib_module_names) - {"numpy"}
+    assert {name for name in others if not name.startswith(CYTHON_RUNTIME)} == {"cseq"}
 
 
-@pytest.mark.parametrize("module", ["cseq.engine.worker"])
-def test_workers_import_nothing_slow(run_anew, module):
+def test_workers_import_nothing_slow(run_anew):
     """Apart from numpy, workers import nothing that delays their start."""
-    script = f"""
-import sys, numpy
-before = set(sys.modules)
-import cseq.processes.launcher.child, {module}
-print(*sorted(set(sys.modules) - before))
-"""
-    done = run_anew(script)
-    assert done.returncode == 0, done.stderr
     slow = {"asyncio", "importlib.metadata", "multiprocessing", "pathlib", "subprocess", "tempfile"}
-    assert slow.isdisjoint(done.stdout.split())
+    modules = "cseq.processes.launcher.child, cseq.engine.worker"
+    assert slow.isdisjoint(imported_by(run_anew, modules))
 
 
 FIRST = """
@@ -542,15 +489,6 @@ def test_a_loader_imports_what_a_first_batch_needs(run_anew):
     apart |= {"cseq.adapters.torch.batches", "cseq.converter.output"}
     assert apart <= {*MODULES}
     assert apart.isdisjoint(imported.split())
-
-
-@pytest.mark.skipif(
-    not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this Python always has its GIL"
-)
-def test_import_leaves_the_gil_off(run_anew):
-    """In a free-threaded Python, `import cseq` does not re-enable the GIL."""
-    done = run_anew("import cseq, sys\nprint(sys._is_gil_enabled())")
-    assert done.stdout == "False\n", done.stderr
 
 
 if __name__ == "__main__":

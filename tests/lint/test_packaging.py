@@ -28,6 +28,12 @@ needs_build_tools = pytest.mark.skipif(
 )
 
 
+def run(*words, **options):
+    """Run Python with these arguments."""
+    command = [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
 def texts():
     """Return every text of the project that may name the distribution."""
     top = [path for path in ROOT.iterdir() if path.name.endswith(TEXTS)]
@@ -81,7 +87,7 @@ def test_the_version_has_one_place(sources):
     assert not re.search("^version =", project, re.MULTILINE)
 
 
-RELEASE = ROOT / ".ci" / "release.py"
+RELEASE, DATE = ROOT / ".ci" / "release.py", "2026-03-04"
 CHANGES = """# Changelog
 
 ## 1.2.0 ({})
@@ -100,19 +106,13 @@ CHANGES = """# Changelog
 @pytest.mark.parametrize(
     ("version", "date", "tag", "readme", "said"),
     [
-        ("1.2.0", "2026-03-04", "v1.2.0", "", ""),
-        ("1.2.0rc1", "2026-03-04", "v1.2.0rc1", "", ""),
-        ("1.2.0", "2026-03-04", "v1.3.0", "", "tag v1.2.0"),
-        ("1.2.0.dev0", "2026-03-04", "v1.2.0", "", "tag v1.2.0.dev0"),
+        ("1.2.0", DATE, "v1.2.0", "", ""),
+        ("1.2.0rc1", DATE, "v1.2.0rc1", "", ""),
+        ("1.2.0", DATE, "v1.3.0", "", "tag v1.2.0"),
+        ("1.2.0.dev0", DATE, "v1.2.0", "", "tag v1.2.0.dev0"),
         ("1.2.0", "unreleased", "v1.2.0", "", "write the date"),
-        ("1.4.0", "2026-03-04", "v1.4.0", "", "no section '## 1.4.0"),
-        (
-            "1.2.0",
-            "2026-03-04",
-            "v1.2.0",
-            "No release is on a package index yet.",
-            "how to install",
-        ),
+        ("1.4.0", DATE, "v1.4.0", "", "no section '## 1.4.0"),
+        ("1.2.0", DATE, "v1.2.0", "No release is on a package index yet.", "how to install"),
     ],
 )
 def test_a_release_is_of_its_tag(tmp_path, version, date, tag, readme, said):
@@ -123,29 +123,20 @@ def test_a_release_is_of_its_tag(tmp_path, version, date, tag, readme, said):
     (tmp_path / "CHANGELOG.md").write_text(CHANGES.format(date))
     (tmp_path / "README.md").write_text(readme)
     script = shutil.copy2(RELEASE, tmp_path / ".ci")
-
-    def run(*args):
-        command = [sys.executable, script, *args]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    done = run("check", tag)
+    done = run(script, "check", tag)
     assert (done.returncode == 0) is (not said), done.stderr
     assert said in done.stderr
     if not said:
-        assert run("notes").stdout == "### Added\n\n- Something.\n"
+        assert run(script, "notes").stdout == "### Added\n\n- Something.\n"
 
 
 @pytest.mark.skipif(not RELEASE.exists(), reason="not a checkout")
 def test_the_changelog_is_about_this_version():
     """The newest section of CHANGELOG.md is `cseq.__version__`'s, and has its four parts."""
-    newest = re.findall(r"^## (\S+) \(", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[
-        0
-    ]
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    newest, *_ = re.findall(r"^## (\S+) \(", text, re.MULTILINE)
     assert re.match(rf"{re.escape(newest)}(\.dev\d+|rc\d+)?$", cseq.__version__)
-    done = subprocess.run(
-        [sys.executable, RELEASE, "notes"], capture_output=True, text=True, check=True
-    )
-    parts = re.findall("^### (.*)$", done.stdout, re.MULTILINE)
+    parts = re.findall("^### (.*)$", run(RELEASE, "notes").stdout, re.MULTILINE)
     assert parts == ["Added", "Changed", "Removed", "Fixed"]
 
 
@@ -154,9 +145,9 @@ def test_addresses_are_those_of_the_project():
     """Files that name the repository or the site use the addresses of pyproject.toml."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     homes = re.findall(r'^(?:Homepage|Documentation) = "(.+?)/?"$', project, re.MULTILINE)
-    ours = re.compile(
-        r"https://(?:raw\.githubusercontent\.com|github\.com|[\w.-]+\.github\.io)/[^\s)>\"'`]*cseq[^\s)>\"'`]*"
-    )
+    hosts = r"(?:raw\.githubusercontent\.com|github\.com|[\w.-]+\.github\.io)"
+    rest = r"[^\s)>\"'`]*"
+    ours = re.compile(f"https://{hosts}/{rest}cseq{rest}")
     raw = homes[0].replace("github.com", "raw.githubusercontent.com")
     others = [ROOT / name for name in ("CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml")]
     for path in [*texts(), *(one for one in others if one.exists())]:
@@ -183,14 +174,8 @@ def sources(tmp_path_factory):
 
 def setup(folder, *args, **environment):
     """Run setup.py."""
-    return subprocess.run(
-        [sys.executable, "setup.py", *args],
-        cwd=folder,
-        env={key: value for key, value in os.environ.items() if key != "CC"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    others = {key: value for key, value in os.environ.items() if key != "CC"}
+    return run("setup.py", *args, cwd=folder, env=others | environment)
 
 
 @needs_sources
@@ -228,9 +213,8 @@ def test_an_sdist_is_the_same_each_time(sources, tmp_path):
         os.utime(sources / "cseq" / "stage.py", (time, time))
         (sources / "cseq" / "stage.py").chmod(mode)
         folder = tmp_path / str(number)
-        done = setup(
-            sources, "--quiet", "sdist", "--dist-dir", str(folder), SOURCE_DATE_EPOCH="1700000001"
-        )
+        command = ("--quiet", "sdist", "--dist-dir", str(folder))
+        done = setup(sources, *command, SOURCE_DATE_EPOCH="1700000001")
         assert done.returncode == 0, done.stderr
         archives.append(next(folder.iterdir()))
     assert archives[0].read_bytes() == archives[1].read_bytes()
@@ -257,12 +241,7 @@ PLATFORMS = [
 def test_which_wheels_are_published(system, machine, names):
     """On each system, cibuildwheel selects exactly the Pythons of the classifiers."""
     ask = ["-m", "cibuildwheel", "--print-build-identifiers", "--platform", system]
-    done = subprocess.run(
-        [sys.executable, *ask, "--archs", machine, str(ROOT)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(*ask, "--archs", machine, str(ROOT))
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == {f"{python}-{name}" for python in PYTHONS for name in names}
 
@@ -282,15 +261,9 @@ def test_the_oldest_and_the_newest_python_are_tested():
 def refusal(folder):
     """Import cseq from a folder; return the last line of the traceback."""
     libraries = str(Path(np.__file__).resolve().parents[1])
-    done = subprocess.run(
-        # An editable install must not be found.
-        [sys.executable, "-S", "-c", "import cseq"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), libraries])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    found = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), libraries])}
+    # An editable install must not be found.
+    done = run("-S", "-c", "import cseq", cwd=folder, env=found)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 

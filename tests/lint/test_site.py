@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -69,15 +68,11 @@ def test_the_pages_are_short():
 def test_code_fits_its_column():
     """Code has at most 90 columns: beside both bars, a page of 1280 pixels shows 96."""
     pages = [*PAGES, ROOT / "README.md", *(ROOT / "examples").glob("*/*.py")]
-    wide = {}
+    block = re.compile(r"^```(?:python|py|sh|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     for path in (path for path in pages if "inside" not in path.parts):
         text = path.read_text(encoding="utf-8")
-        blocks = re.findall(
-            r"^```(?:python|py|sh|text)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL
-        )
-        lines = "".join([text] if path.suffix == ".py" else blocks).splitlines()
-        wide[path.name] = max(map(len, lines), default=0)
-    assert {name: width for name, width in wide.items() if width > 90} == {}
+        code = text if path.suffix == ".py" else "".join(block.findall(text))
+        assert [line for line in code.splitlines() if len(line) > 90] == [], path
 
 
 def test_the_figures_are_those_of_the_results():
@@ -110,8 +105,8 @@ def test_the_api_has_each_public_name():
 def test_the_messages_on_the_page_of_errors_are_in_the_sources():
     """Each message in errors.md is a text of cseq, so that a search for it succeeds."""
     package = Path(cseq.__file__).parent
-    code = "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.py")))
-    code += "".join(path.read_text("utf-8") for path in sorted(package.rglob("*.p[yx][xi]")))
+    files = [*package.rglob("*.py"), *package.rglob("*.p[yx][xi]")]
+    code = "".join(path.read_text("utf-8") for path in files)
     # A text on several lines is one text.
     code = re.sub(r"\"\s*\n\s*f?\"", "", code)
     page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
@@ -134,17 +129,16 @@ def test_the_versions_of_the_site(tmp_path):
     assert "url=stable/" in (tmp_path / "index.html").read_text(encoding="utf-8")
 
 
+def configuration():
+    """Return the text of docs/conf.py, and the nodes of the values that it sets."""
+    code = (DOCS / "conf.py").read_text(encoding="utf-8")
+    nodes = [node for node in ast.parse(code).body if isinstance(node, ast.Assign)]
+    return code, {ast.unparse(target): node.value for node in nodes for target in node.targets}
+
+
 def test_the_configuration_asks_no_network():
     """No other site's inventory is loaded, and no request is made for the switcher's file."""
-    tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
-    values = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    code = (DOCS / "conf.py").read_text(encoding="utf-8")
+    code, values = configuration()
     assert "sphinx.ext.intersphinx" not in ast.literal_eval(values["extensions"])
     assert "json_url" in code.partition('if "READTHEDOCS_VERSION" in os.environ')[2]
     assert "json_url" not in ast.unparse(values["html_theme_options"])
@@ -153,24 +147,8 @@ def test_the_configuration_asks_no_network():
 
 def test_an_address_that_moved_leads_to_a_page():
     """The old page is gone, and the new one exists, with the section."""
-    tree = ast.parse((DOCS / "conf.py").read_text(encoding="utf-8"))
-    (moved,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MOVED"
-    )
+    moved = ast.literal_eval(configuration()[1]["MOVED"])
     for page, now in moved.items():
         path, _, section = now.partition(".html#")
         assert not (DOCS / f"{page}.md").exists()
         assert section in sections_of(DOCS / f"{path}.md")
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="node")
-def test_the_search_finds_the_right_page_first():
-    """docs/search.js sends newcomers' queries to the built site."""
-    index = ROOT / "build" / "docs" / "searchindex.js"
-    if not index.exists() or any(p.stat().st_mtime > index.stat().st_mtime for p in PAGES):
-        pytest.skip("`make docs`: there is no site of these pages")
-    asked = ["node", DOCS / "search.js", index.parent]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -1,7 +1,5 @@
 """Type checkers refuse exactly the marked lines of a user's script."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -21,17 +19,16 @@ MOST_ANY = 0.05
 every_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 
 
-def refused_in(script: Path) -> set[int]:
+def refused_in(script):
     """Return the lines that are marked; skip a script of torch if torch is missing."""
     text = script.read_text(encoding="utf-8")
     if "\nimport torch\n" in text and find_spec("torch") is None:
         pytest.skip("needs torch")
-    return {
-        number for number, line in enumerate(text.splitlines(), 1) if line.endswith("# refused")
-    }
+    lines = enumerate(text.splitlines(), 1)
+    return {number for number, line in lines if line.endswith("# refused")}
 
 
-def lines_of(command: list[str], folder: Path, pattern: str) -> set[int]:
+def lines_of(command, folder, pattern):
     """Run a checker; return the lines with errors."""
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     found = {int(line) for line in re.findall(pattern, done.stdout)}
@@ -39,14 +36,14 @@ def lines_of(command: list[str], folder: Path, pattern: str) -> set[int]:
     return found
 
 
-def needs(module: str) -> pytest.MarkDecorator:
+def needs(module):
     """Skip if a checker is not installed: `make lint` installs both."""
     return pytest.mark.skipif(find_spec(module) is None, reason=f"needs {module}")
 
 
 @needs("mypy")
 @every_script
-def test_mypy(tmp_path: Path, script: Path) -> None:
+def test_mypy(tmp_path, script):
     """Mypy in its strict mode."""
     config = tmp_path / "mypy.ini"
     config.write_text(f"[mypy]\nstrict = true\nmypy_path = {import_path()}\n", encoding="utf-8")
@@ -57,13 +54,10 @@ def test_mypy(tmp_path: Path, script: Path) -> None:
 
 @needs("basedpyright")
 @every_script
-def test_pyright(tmp_path: Path, script: Path) -> None:
+def test_pyright(tmp_path, script):
     """Pyright in its strict mode, from the package with its own Node.js."""
-    config = {
-        "typeCheckingMode": "strict",
-        "include": [str(script)],
-        "extraPaths": [import_path().split(":")[0]],
-    }
+    config = {"typeCheckingMode": "strict", "include": [str(script)]}
+    config["extraPaths"] = [import_path().split(":")[0]]
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "basedpyright", "-p", str(tmp_path)]
     command += ["--pythonpath", sys.executable]

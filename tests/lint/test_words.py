@@ -17,7 +17,7 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 DIRECTIVE = re.compile(
     r"(#|//|/\*)\s*(type:|noqa|pragma|fmt:|isort:|cython:|distutils:|mypy:|SYNC: |:)"
 )
-# tests/unit/test_typing.py looks for this mark.
+# tests/lint/test_typing.py looks for this mark.
 MARK = "# refused\n"
 PATTERNS = {
     "so many/long/much": r"\bso (many|long|much)\b",
@@ -66,12 +66,8 @@ def joined(pieces):
 
 def other_files():
     """Return the Python files outside of cseq."""
-    return [
-        path
-        for name in OTHERS
-        for path in [ROOT / name, *sorted((ROOT / name).rglob("*.py"))]
-        if path.is_file()
-    ]
+    paths = [path for name in OTHERS for path in [ROOT / name, *(ROOT / name).rglob("*.py")]]
+    return sorted(path for path in paths if path.is_file())
 
 
 def offenders():

@@ -7,10 +7,7 @@ with the expected ones: an item may be missing (lost), come again (doubled), or 
 the wrong epoch or with other contents (misplaced).
 """
 
-from __future__ import annotations
-
 import gc
-import os
 import random
 import secrets
 import sys
@@ -19,22 +16,18 @@ from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from streams import Alarm
-from stress import left_behind
+from stress import Alarm
 
-sys.path.append(str(Path(__file__).parents[1] / "helpers"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("", "helpers"))
 
+import conftest
 import held
 from streaming import lost_slots
 
 import cseq
 from cseq.stream import Streams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 # The int64 numbers of an item that is leased in place; smaller ones are copied.
 LARGE = 8400
@@ -60,17 +53,14 @@ class Loop:
     """A kind of loop. `begin` and `take` are interrupted, and then called again.
 
     `begin` begins an epoch, and returns the names of its items; `take` returns True at the end;
-    `look` is not interrupted, and returns the names of the items that have come.
+    `look` is not interrupted, and returns the names of the items that have come. `close` ends all.
     """
 
     ordered = True
 
     def __init__(self, rng):
-        self.rng = rng
-        self.items: Iterator[Any] = iter(())
-        self.got: list[Any] = []
-        self.found: list[int] = []
-        self.epoch = 0
+        self.rng, self.epoch = rng, 0
+        self.items, self.got, self.found = iter(()), [], []
 
     def names(self):
         """Choose the names of the next epoch's items, which no other epoch has."""
@@ -79,9 +69,6 @@ class Loop:
         self.rng.shuffle(names)
         self.got, self.found = [], []
         return names
-
-    def begin(self):
-        raise NotImplementedError
 
     def take(self):
         # In C, no handler runs between an item's arrival and its storage.
@@ -99,12 +86,6 @@ class Loop:
     def slots_in_use(self):
         """Return the number of slots that are wrongly in use after an epoch."""
         return 0
-
-    def close(self):
-        raise NotImplementedError
-
-
-# -- sequences
 
 
 class Worker:
@@ -124,8 +105,7 @@ class Sequence(Loop):
 
     def __init__(self, rng, kind, *, ordered=True):
         super().__init__(rng)
-        self.ordered = ordered
-        self.processes = kind == "proc"
+        self.ordered, self.processes = ordered, kind == "proc"
         self.count, self.seed = rng.choice([30, 4000]), rng.randrange(2**32)
         worker, workers = partial(Worker, rng.choice([0, 1e-4])), rng.randint(1, 3)
         self.m = cseq.MSequence(
@@ -139,9 +119,8 @@ class Sequence(Loop):
     def begin(self):
         self.items = iter(self.m)
         self.got, self.found = [], []
-        order = cseq.permutation(self.count, self.seed, self.m.epoch)
-        self.places = {int(name): place for place, name in enumerate(order[::4])}
-        self.order = order
+        self.order = cseq.permutation(self.count, self.seed, self.m.epoch)
+        self.places = {int(name): place for place, name in enumerate(self.order[::4])}
         return list(range(len(self.m)))
 
     def name(self, item):
@@ -171,9 +150,6 @@ class Sequence(Loop):
         self.m.finish()
 
 
-# -- streams
-
-
 class Producer:
     """Makes items from names: of an assignment in turn, or of keys."""
 
@@ -198,8 +174,7 @@ class Stream(Loop):
     def __init__(self, rng, *, keyed=False, kind="processes", **options):
         super().__init__(rng)
         self.ordered = options.get("ordered", True)
-        self.keyed, self.options = keyed, options
-        self.workers = rng.randint(1, 3)
+        self.keyed, self.options, self.workers = keyed, options, rng.randint(1, 3)
         self.s = Streams(
             partial(Producer, rng.choice([0, 1e-4])), self.workers,
             prefetch=rng.choice([1, 3, 20]), start_method="fork", kind=kind,
@@ -222,10 +197,7 @@ class Stream(Loop):
         self.s.close()
 
 
-# -- items in transit
-
-
-KINDS: dict[str, Callable[[random.Random], Loop]] = {
+KINDS = {
     "threads": partial(Sequence, kind="thread"),
     "threads unordered": partial(Sequence, kind="thread", ordered=False),
     "processes": partial(Sequence, kind="proc"),
@@ -288,15 +260,14 @@ def main(times, seed, names):
     """Run the kinds, print a line for each, and return the number of faults."""
     print(f"Python {sys.version.split()[0]}, seed {seed}, {times} interrupts of each kind")
     print(f"{'':20}" + "".join(f"{what:>12}" for what in COLUMNS), flush=True)
-    sum_of_all, descriptors = Counter[str](), len(os.listdir("/dev/fd"))
+    sum_of_all, before = Counter[str](), conftest.take_census()
     for name in names:
         count = run_kind(name, times, seed)
         print(f"{name:20}" + "".join(f"{count[what]:12}" for what in COLUMNS), flush=True)
         sum_of_all += count
     print(f"{'all':20}" + "".join(f"{sum_of_all[what]:12}" for what in COLUMNS), flush=True)
-    left = list(left_behind())
-    assert not left, left
-    assert len(os.listdir("/dev/fd")) == descriptors, "descriptors are left"
+    leaks = conftest.settled_leaks(before)
+    assert not leaks, leaks.report()
     return sum(sum_of_all[what] for what in WRONG)
 
 
