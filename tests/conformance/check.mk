@@ -2,8 +2,7 @@
 .PHONY: check-conformance check-conformance-torch
 check-conformance check-conformance-torch: TIMES ?= 1
 check-conformance: build $(VENV)/.test $(VENV)/.conformance
-	$(PY) tests/conformance/run_returnn.py $(TIMES)
-	$(PY) tests/conformance/run_torchdata.py $(TIMES)
+	$(PY) tests/conformance/run_others.py $(TIMES)
 
 # torch's and torchdata's tests of their loaders, with cseq.DataLoader in their place.
 # ARGS: "--class module:Class --tags must,own -k ...", see README.md.

@@ -78,15 +78,13 @@ def torchdata_package():
 
 
 def main():
-    """Run the tests the given number of times."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("times", type=int, nargs="?", default=1, help="runs in a row")
-    parser.add_argument("--stateful", action="store_true", help="torchdata's tests, not torch's")
-    parser.add_argument(
-        "--class", dest="cls", metavar="MODULE:CLASS", help="what is tested; cseq's class"
-    )
-    parser.add_argument("--tags", help="only the tests with these tags, with commas between")
-    parser.add_argument("-k", metavar="EXPRESSION", help="only the tests that pytest selects by it")
+    option = parser.add_argument
+    option("times", type=int, nargs="?", default=1, help="runs in a row")
+    option("--stateful", action="store_true", help="torchdata's tests, not torch's")
+    option("--class", dest="cls", metavar="MODULE:CLASS", help="what is tested; cseq's class")
+    option("--tags", help="only the tests with these tags, with commas between")
+    option("-k", metavar="EXPRESSION", help="only the tests that pytest selects by it")
     asked = parser.parse_args()
     module = "cseq.adapters.torch"
     if asked.stateful:
@@ -100,9 +98,8 @@ def main():
         folder, tests, paths = torch_tests(), [TEST], [HERE / "site"]
     name = "stateful" if asked.stateful else "torch"
     # No settings apply: ours would turn warnings into errors.
-    options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
-    options += ["-p", "torch_plugin", "--disable-warnings"]
-    options += ["--table", str(HERE / "torch_tests.txt")]
+    options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS), "--disable-warnings"]
+    options += ["-p", "torch_plugin", "--table", str(HERE / "torch_tests.txt")]
     options += ["--tags", asked.tags] if asked.tags else []
     options += ["-k", asked.k] if asked.k else []
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

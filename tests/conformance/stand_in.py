@@ -10,8 +10,6 @@ The class is installed when the library is imported. If the module of the class 
 exist yet; it is installed when its module is complete.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -32,23 +30,15 @@ class Library(NamedTuple):
     engines: list[str]
 
 
+ENGINE = "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__"
 LIBRARIES = {
     "torch": Library(
         ["torch.utils.data:DataLoader", "torch.utils.data.dataloader:DataLoader"],
-        [
-            "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
-            "torch.utils.data._utils.worker:_worker_loop",
-        ],
+        [ENGINE, "torch.utils.data._utils.worker:_worker_loop"],
     ),
     "torchdata.stateful_dataloader": Library(
-        [
-            "torchdata.stateful_dataloader:StatefulDataLoader",
-            STATEFUL + ":StatefulDataLoader",
-        ],
-        [
-            "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter.__init__",
-            STATEFUL + ":_StatefulMultiProcessingDataLoaderIter.__init__",
-        ],
+        ["torchdata.stateful_dataloader:StatefulDataLoader", f"{STATEFUL}:StatefulDataLoader"],
+        [ENGINE, f"{STATEFUL}:_StatefulMultiProcessingDataLoaderIter.__init__"],
     ),
 }
 
@@ -80,9 +70,8 @@ class Imported:
     """A finder that calls `act` after one of some modules was executed, and finds nothing."""
 
     def __init__(self, names, act):
-        self.names = names
-        self.act = act
-        self.executing: set[str] = set()
+        self.names, self.act = names, act
+        self.executing = set()
 
     def find_spec(self, name, path=None, target=None):
         if name not in self.names:
@@ -126,5 +115,4 @@ def install():
 
 
 def standing():
-    """Return the class that is installed here."""
     return getattr(*owner(LIBRARIES[os.environ[STAND_IN].partition("=")[0]].places[0]))

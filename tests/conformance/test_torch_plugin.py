@@ -63,14 +63,9 @@ def test_what_is_wrong_is_said(tmp_path, loader, table, wrong):
     }
     options = ["-q", "-c", os.devnull, "--rootdir", ".", "-p", "no:cacheprovider"]
     options += ["-p", "torch_plugin", "--table", "table.txt"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, "test_it.py"],
-        cwd=tmp_path,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "pytest", *options, "test_it.py"]
+    place = {"cwd": tmp_path, "env": os.environ | variables}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **place)
     assert done.returncode == bool(wrong), done.stdout
     assert f"in place: loaders:{loader}" in done.stdout
     assert (f"WRONG test_it.py::{wrong}" in done.stdout) is bool(wrong)

@@ -7,8 +7,6 @@ own multiprocessing engine. Torch's and torchdata's own classes may enter it, of
 a test whose reason begins with "enters".
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path
@@ -19,12 +17,7 @@ import stand_in
 
 TAGS = ("own", "must", "skew", "internal", "cuda")
 # A test with several reports has the worst one's outcome.
-RANK = (
-    "passed",
-    "skipped",
-    "xfailed",
-    "failed",
-)
+RANK = ("passed", "skipped", "xfailed", "failed")
 
 
 class Row(NamedTuple):
@@ -63,21 +56,18 @@ class Judge:
     def __init__(self, config):
         self.config = config
         Path(os.environ[stand_in.ENTERED]).write_text("")
-        self.table = read(config.option.table)
-        self.tags = set(config.option.tags.split(","))
+        self.table, self.tags = read(config.option.table), set(config.option.tags.split(","))
         if unknown := self.tags - set(TAGS):
             raise ValueError(f"no such tag: {', '.join(sorted(unknown))}")
-        self.outcomes: dict[str, str] = {}
-        self.wrong: list[str] = []
+        self.outcomes, self.wrong = {}, []
 
     def tag(self, name):
         return self.table[name].tag if name in self.table else "new"
 
     def pytest_collection_modifyitems(self, items):
         """Keep the tests with the tags, and those that the table lacks."""
-        left_out = [
-            item for item in items if self.tag(brief(item.nodeid)) not in {*self.tags, "new"}
-        ]
+        kept = {*self.tags, "new"}
+        left_out = [item for item in items if self.tag(brief(item.nodeid)) not in kept]
         items[:] = [item for item in items if item not in left_out]
         self.config.hook.pytest_deselected(items=left_out)
 
@@ -103,14 +93,12 @@ class Judge:
             elif outcome not in self.table[name].right:
                 self.wrong.append(f"{name}: {outcome}, not {' or '.join(self.table[name].right)}")
         self.entered = Counter(Path(os.environ[stand_in.ENTERED]).read_text().split("\n")[:-1])
-        cls = stand_in.standing()
-        if not cls.__module__.startswith(("torch.", "torchdata.")):
+        if not stand_in.standing().__module__.startswith(("torch.", "torchdata.")):
             for line, times in self.entered.items():
                 engine, _, test = line.partition(" ")
                 name = brief(test)
-                if name in self.table and self.table[name].reason.startswith("enters"):
-                    continue
-                self.wrong.append(f"{name}: entered {engine.partition(':')[2]}, {times} times")
+                if not (name in self.table and self.table[name].reason.startswith("enters")):
+                    self.wrong.append(f"{name}: entered {engine.partition(':')[2]}, {times} times")
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             session.exitstatus = int(bool(self.wrong))
         else:
@@ -120,15 +108,12 @@ class Judge:
         write = terminalreporter.write_line
         cls = stand_in.standing()
         write(f"in place: {cls.__module__}:{cls.__qualname__}")
+        found = self.outcomes.items()
         for tag in (*TAGS, "new"):
-            counts = Counter(
-                outcome for name, outcome in self.outcomes.items() if self.tag(name) == tag
-            )
+            counts = Counter(outcome for name, outcome in found if self.tag(name) == tag)
             if counts:
-                write(
-                    f"{tag:9}"
-                    + ", ".join(f"{counts[kind]} {kind}" for kind in RANK if counts[kind])
-                )
+                parts = [f"{counts[kind]} {kind}" for kind in RANK if counts[kind]]
+                write(f"{tag:9}{', '.join(parts)}")
         write(f"torch's own engine: entered {sum(self.entered.values())} times")
         for line in self.wrong:
             write(f"WRONG {line}")

@@ -27,14 +27,10 @@ def apt(folder, *arguments, cwd):
 def mirror():
     """Return apt's mirror of Debian."""
     targets = ["--format", "$(REPO_URI)", "Origin: Debian", "Label: Debian"]
-    asked = subprocess.run(
-        ["apt-get", "indextargets", *targets], stdout=subprocess.PIPE, text=True, check=True
-    )
-    if not asked.stdout.strip():
-        raise FileNotFoundError(
-            "apt-get knows no mirror of Debian; `apt-get update` may be missing"
-        )
-    return asked.stdout.split()[0]
+    found = subprocess.check_output(["apt-get", "indextargets", *targets], text=True).split()
+    if not found:
+        raise FileNotFoundError("apt-get knows no mirror of Debian; try `apt-get update`")
+    return found[0]
 
 
 def download(release, package, folder):

@@ -50,9 +50,7 @@ def install(python, requirement):
 def missing(libraries):
     """Return the functions that CUDA must provide, with their version, by library."""
     present = {library.name for library in libraries}
-    versions = {}
-    wanted = defaultdict(set)
-    defined = set()
+    versions, wanted, defined = {}, defaultdict(set), set()
     for library in libraries:
         file = ""
         for line in run("readelf", "--wide", "--dynamic", "--version-info", library).splitlines():
@@ -72,10 +70,10 @@ def missing(libraries):
                 defined.add(name)
     # Any library may provide functions without a version, so all are searched.
     loose = {name for name in wanted[""] - defined if CUDA_FUNCTION.fullmatch(name)}
-    found = {
-        name: (version, wanted[version] if version else loose) for name, version in versions.items()
+    return {
+        name: (version, sorted(wanted[version] if version else loose))
+        for name, version in versions.items()
     }
-    return {name: (version, sorted(names)) for name, (version, names) in found.items()}
 
 
 def stand_in(path, version, functions):

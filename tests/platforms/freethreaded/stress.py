@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,11 @@ def first_of(batch):
     return float((batch[0] if isinstance(batch, tuple) else batch["floats"])[0])
 
 
+def taking(items, taken, name=first_of):
+    """Return a function that adds the name of each item that comes."""
+    return lambda: taken.extend([name(item) for item in items])
+
+
 def look(manager, times, *, ordered=True):
     """Read all that any thread may read."""
     for _ in range(times):
@@ -108,13 +114,9 @@ def look(manager, times, *, ordered=True):
 
 def share(manager, *, ordered, batches):
     """Let threads take one iterator's batches, and others look at the manager."""
-    iterator = iter(manager)
-    taken = []
-
-    def take():
-        taken.extend([first_of(batch) for batch in iterator])
-
-    together(*[take] * THREADS, partial(look, manager, batches // 4, ordered=ordered))
+    taken, iterator = [], iter(manager)
+    looking = partial(look, manager, batches // 4, ordered=ordered)
+    together(*[taking(iterator, taken)] * THREADS, looking)
     assert len(set(taken)) == len(taken) == batches, len(taken)
 
 
@@ -186,29 +188,27 @@ def take_until_interrupted(items, begun):
     raise AssertionError("the epoch was not interrupted")
 
 
+def cut(items, end, look):
+    """End an epoch from another thread, while two take and one looks."""
+    begun = threading.Event()
+    take = partial(take_until_interrupted, items, begun)
+
+    def cut_it():
+        begun.wait()
+        end()
+
+    together(take, take, cut_it, look)
+
+
 def closed(scale):
     """Finish a manager, or start it again, in the middle of an epoch."""
-    for kind, workers, rounds in (
-        (cseq.MTSequence, 1, 8),
-        (cseq.MTSequence, 2, 8),
-        (cseq.MPSequence, 2, 2),
-    ):
-        options = {"batch_size": 4, "shuffle": False, "out_type": "null"}
+    options = {"batch_size": 4, "shuffle": False, "out_type": "null"}
+    in_threads, in_processes = cseq.MTSequence, cseq.MPSequence
+    for kind, workers, rounds in ((in_threads, 1, 8), (in_threads, 2, 8), (in_processes, 2, 2)):
         manager = kind(Echo, MANY, workers, **options)
         for turn in range(rounds):
-            iterator = iter(manager.start())
-            begun = threading.Event()
-
-            take = partial(take_until_interrupted, iterator, begun)
-
-            def end(begun=begun, turn=turn, manager=manager):
-                begun.wait()
-                if turn % 2:
-                    manager.start()
-                else:
-                    manager.finish()
-
-            together(take, take, end, partial(look, manager, 10))
+            end = manager.start if turn % 2 else manager.finish
+            cut(iter(manager.start()), end, partial(look, manager, 10))
             manager.finish()
 
 
@@ -271,17 +271,7 @@ def readers(scale):
 # -- streams
 
 
-def streams(scale):
-    """Take from several producers in processes."""
-    stream_all("processes", scale)
-
-
-def thread_streams(scale):
-    """Take from several producers in threads, as in a DataLoader with worker_method="thread"."""
-    stream_all("threads", 10 * scale)
-
-
-def stream_all(kind, scale):
+def streams(scale, kind="processes"):
     """Let threads take the items of producers, and others look, interrupt and close."""
     workers = 3
     with Streams(Numbers, workers, prefetch=4, kind=kind) as made:
@@ -289,18 +279,24 @@ def stream_all(kind, scale):
         every = {(number, k) for number in range(workers) for k in range(scale)}
         for keyed in (False, True, True):
             made.begin([scale] * workers, map(list, sorted(every)) if keyed else None)
-            items = iter(made)
-            taken = []
-            together(
-                *[lambda items=items, taken=taken: taken.extend([key for key, _ in items])] * 2,
-                partial(glance, made, scale),
-            )
+            taken, items = [], iter(made)
+            together(*[taking(items, taken, itemgetter(0))] * 2, partial(glance, made, scale))
             assert sorted(taken) == sorted(every), len(taken)
+
+        def cut_epoch(end):
+            made.begin([MANY] * workers)
+            cut(iter(made), end, partial(glance, made, scale))
+
         for _ in range(3):
-            cut(made, scale, made.interrupt)
+            cut_epoch(made.interrupt)
         made.begin([1] * workers)
         assert sum(1 for _ in made) == workers
-        cut(made, scale, made.close)
+        cut_epoch(made.close)
+
+
+def thread_streams(scale):
+    """Do the same with threads, as in a DataLoader with worker_method="thread"."""
+    streams(10 * scale, "threads")
 
 
 def glance(made, times):
@@ -309,19 +305,6 @@ def glance(made, times):
         assert made.stats().samples >= 0
         # Threads have no process ids.
         assert len(made.pids()) in (0, made.num_workers)
-
-
-def cut(made, scale, end):
-    """End an epoch from another thread."""
-    made.begin([MANY] * made.num_workers)
-    begun = threading.Event()
-    take = partial(take_until_interrupted, iter(made), begun)
-
-    def cut_it():
-        begun.wait()
-        end()
-
-    together(take, take, cut_it, partial(glance, made, scale))
 
 
 # -- slots
@@ -394,30 +377,21 @@ def deaths(scale):
                 await_ready(lambda: supervisor.is_ready(owner))
                 supervisor.processes[owner - 1].kill()
 
-        iterator = iter(manager)
-        taken = []
-
-        def take():
-            taken.extend([first_of(batch) for batch in iterator])
-
-        together(take, take, partial(kill, 1), partial(kill, 2), partial(look, manager, scale))
+        taken, iterator = [], iter(manager)
+        takers, killers = [taking(iterator, taken)] * 2, [partial(kill, k) for k in (1, 2)]
+        together(*takers, *killers, partial(look, manager, scale))
         assert len(set(taken)) == len(taken) == 4 * scale, len(taken)
     with Streams(Numbers, 2, prefetch=4) as made:
         made.begin([4 * scale] * 2)
-        items = iter(made)
-        keys = []
+        keys, items = [], iter(made)
 
-        def kill_one():
-            for pid in made.pids():
-                if pid is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+        def kill_all():
+            for pid in filter(None, made.pids()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
-        together(
-            *[lambda: keys.extend([key for key, _ in items])] * 2,
-            kill_one,
-            partial(glance, made, scale),
-        )
+        takers = [taking(items, keys, itemgetter(0))] * 2
+        together(*takers, kill_all, partial(glance, made, scale))
         assert len(set(keys)) == len(keys) == 8 * scale, len(keys)
 
 
@@ -428,22 +402,8 @@ def await_ready(ready):
         time.sleep(0.001)
 
 
-SCENARIOS = {
-    scenario.__name__: scenario
-    for scenario in (
-        threads,
-        inline,
-        reset,
-        closed,
-        readers,
-        owners,
-        processes,
-        plans,
-        streams,
-        thread_streams,
-        deaths,
-    )
-}
+SCENARIOS = (threads, inline, reset, closed, readers, owners, processes, plans, streams)
+SCENARIOS = {each.__name__: each for each in (*SCENARIOS, thread_streams, deaths)}
 
 
 def main():

@@ -24,36 +24,22 @@ def run(*command, cwd=None):
 
 
 def build(python, sdist, folder):
-    """Build a wheel: pip unpacks the sdist into a new folder each time."""
+    """Build a wheel: pip unpacks the sdist into a new folder each time. On Linux, repair it."""
     quiet = ("--quiet", "--disable-pip-version-check")
     run(python, "-m", "pip", "wheel", *quiet, "--no-deps", "--no-cache-dir", "-w", folder, sdist)
-    return next(folder.glob("*.whl"))
-
-
-def repaired(wheel, folder):
-    """Return auditwheel's result for the wheel, or the wheel itself on other systems than Linux."""
+    wheel = next(folder.glob("*.whl"))
     if sys.platform == "linux":
-        run("auditwheel", "repair", "--wheel-dir", folder, wheel)
-        return next(folder.glob("*.whl"))
+        run("auditwheel", "repair", "--wheel-dir", folder / "repaired", wheel)
+        return next((folder / "repaired").glob("*.whl"))
     return wheel
 
 
 def reproduced(python, sdist, scratch):
-    """Build twice, and return one of the wheels.
-
-    Raises
-    ------
-    SystemExit
-        The wheels differ.
-    """
-    wheels = []
-    for attempt in ("one", "another"):
-        (scratch / attempt / "repaired").mkdir(parents=True)
-        wheel = build(python, sdist, scratch / attempt)
-        wheels.append(repaired(wheel, scratch / attempt / "repaired"))
-    if wheels[0].read_bytes() != wheels[1].read_bytes():
-        sys.exit(f"{wheels[0].name} is another one each time")
-    return wheels[0]
+    """Build twice, and return one of the wheels; exit if they differ."""
+    wheel, other = (build(python, sdist, scratch / attempt) for attempt in ("one", "another"))
+    if wheel.read_bytes() != other.read_bytes():
+        sys.exit(f"{wheel.name} is another one each time")
+    return wheel
 
 
 def try_wheel(python, wheel, scratch, arguments):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import setuptools  # noqa: F401 - before distutils, which it has
@@ -83,12 +84,9 @@ def main(folder):
     library = import_library(drive / "python" / f"python{VERSION}.dll", build)
     numpy = drive / "python" / "Lib" / "site-packages" / "numpy" / "_core" / "include"
     headers = [build / "include", numpy]
+    compiled = partial(compile_extension, home=drive / "cseq", headers=headers, library=library)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for done in [
-            threads.submit(compile_extension, extension, drive / "cseq", headers, library)
-            for extension in extensions()
-        ]:
-            done.result()
+        list(threads.map(compiled, extensions()))
 
 
 if __name__ == "__main__":

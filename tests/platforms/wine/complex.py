@@ -34,12 +34,10 @@ def main(home):
         if imported & own:
             path.write_bytes(path.read_bytes().replace(RUNTIME.encode(), OURS.encode()))
             names |= imported
-    lacking = own & names
-    forwarded = [f"{name} = ucrtbase.{name}" for name in sorted(names - lacking)]
+    exports = [f"{name} = own_{name}" for name in sorted(own & names)]
+    exports += [f"{name} = ucrtbase.{name}" for name in sorted(names - own)]
     definition = home / "complex.def"
-    write_definition(
-        definition, OURS, [*(f"{name} = own_{name}" for name in sorted(lacking)), *forwarded]
-    )
+    write_definition(definition, OURS, exports)
     compile_dll(home / OURS, "-O2", "-fno-builtin", SOURCE, definition)
 
 

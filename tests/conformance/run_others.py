@@ -1,8 +1,9 @@
-"""Run RETURNN's own tests of `MultiProcDataset` with cseq's class instead.
+"""Run RETURNN's and torchdata's own tests with cseq's classes in their place.
 
-    python tests/conformance/run_returnn.py [times]
+    python tests/conformance/run_others.py [times]
 
-The tests are in RETURNN's source distribution, which is downloaded once, to build/conformance.
+RETURNN's are in its source distribution, torchdata's in its repository at a tag. Each is fetched
+once, to build/conformance, unless the variable TORCHDATA names a folder that has the repository.
 """
 
 import os
@@ -11,13 +12,17 @@ import sys
 import tarfile
 import tempfile
 
-from suite import BUILD, run
+from suite import BUILD, run, torchdata
 
 VERSION = "1.20261022.211313"
-TESTS = ["test_MultiProcDataset.py", "test_torch_dataset.py::test_MultiProcDataset_HDFDataset"]
+RETURNN = ["test_MultiProcDataset.py", "test_torch_dataset.py::test_MultiProcDataset_HDFDataset"]
+TAG = "v0.9.0"
+TORCHDATA = ["test_mprs.py", "test_dataloader2.py", "test_random.py"]
+# Seconds that one test of torchdata may take.
+SECONDS = 120
 
 
-def sources():
+def returnn():
     """Return RETURNN's unpacked source distribution."""
     unpacked = BUILD / f"returnn-{VERSION}"
     if not unpacked.is_dir():
@@ -36,10 +41,13 @@ def sources():
 
 
 def main():
-    """Run the tests the given number of times."""
     # The settings are RETURNN's, not this folder's.
     options = ["-c", "../pyproject.toml", "-p", "returnn_plugin"]
-    return run(f"RETURNN {VERSION}", sources() / "tests", [*options, *TESTS])
+    failed = run(f"RETURNN {VERSION}", returnn() / "tests", [*options, *RETURNN])
+    # No settings apply: ours would turn warnings into errors.
+    options = ["-c", os.devnull, "--rootdir", ".", "--timeout", str(SECONDS)]
+    options += ["-p", "torchdata_plugin", *(f"dataloader2/{name}" for name in TORCHDATA)]
+    return run(f"torchdata {TAG}", torchdata(TAG, "TORCHDATA") / "test", options) or failed
 
 
 if __name__ == "__main__":
