@@ -7,8 +7,6 @@ descriptors and mappings are read from `/proc`; without it, threads are checked,
 without a name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import filecmp
@@ -23,11 +21,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple
 
 import pytest
 from checkout import import_path
@@ -37,9 +36,8 @@ with contextlib.suppress(ImportError):
     import hypothesis
 
     # The clock judges no test, and the leak check may cover all examples of a test.
-    hypothesis.settings.register_profile(
-        "cseq", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )
+    allowed = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("cseq", deadline=None, suppress_health_check=allowed)
     hypothesis.settings.load_profile("cseq")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -51,10 +49,9 @@ GRACE = 10.0
 # Seconds after which a script must show where it hangs; below faulthandler_timeout.
 HANG = 100.0
 
-PROC = Path("/proc/self")
+MAPS, SHM = Path("/proc/self/maps"), Path("/dev/shm")
 # Wine's programs see Linux's /proc.
-HAS_PROC = os.name == "posix" and (PROC / "maps").exists()
-SHM = Path("/dev/shm")
+HAS_PROC = os.name == "posix" and MAPS.exists()
 
 # The names for `pytest.mark.needs`, and whether this system has each one.
 HERE = {
@@ -74,19 +71,8 @@ MARK = f"CSEQ_TESTS_{os.getpid()}"
 os.environ[MARK] = "1"
 
 # A mapping that processes share, of memory or of a file that has no name (any more).
-SHARED = re.compile(
-    rb"^(\S+ ..[x-]s .*(?:/memfd:|/dev/zero|/dev/shm/|\(deleted\)).*)$", re.MULTILINE
-)
-
-
-class Census(NamedTuple):
-    """What this process holds, and the processes on the machine."""
-
-    processes: frozenset[int]
-    threads: frozenset[threading.Thread]
-    descriptors: frozenset[tuple[int, str]]
-    mappings: frozenset[str]
-    names: frozenset[str]
+NAMELESS = rb"(?:/memfd:|/dev/zero|/dev/shm/|\(deleted\))"
+SHARED = re.compile(rb"^(\S+ ..[x-]s .*" + NAMELESS + rb".*)$", re.MULTILINE)
 
 
 class Leaks(NamedTuple):
@@ -107,22 +93,17 @@ class Leaks(NamedTuple):
 
 
 def take_census():
-    """Count everything, in less than a millisecond."""
-    threads = frozenset(
-        thread
-        for thread in threading.enumerate()
-        # A native thread that called Python is no thread of the test.
-        if not isinstance(thread, threading._DummyThread)
-    )
-    if not HAS_PROC:
-        opened = frozenset(nameless() if os.name == "posix" else ())
-        return Census(frozenset(), threads, opened, frozenset(), frozenset())
-    return Census(pids(), threads, frozenset(descriptors()), shared_mappings(), shm_names())
-
-
-def pids():
-    """Return the ids of all processes that the machine shows."""
-    return frozenset(int(name) for name in os.listdir("/proc") if name.isdecimal())
+    """Count what this process holds, and the machine's processes, in less than a millisecond."""
+    # A native thread that called Python is no thread of the test.
+    native = threading._DummyThread
+    threads = [thread for thread in threading.enumerate() if not isinstance(thread, native)]
+    found = {"threads": threads}
+    if HAS_PROC:
+        found["processes"] = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        found |= {"mappings": shared_mappings(), "descriptors": descriptors(), "names": shm_names()}
+    elif os.name == "posix":
+        found["descriptors"] = nameless()
+    return defaultdict(frozenset, {kind: frozenset(those) for kind, those in found.items()})
 
 
 def descriptors():
@@ -147,38 +128,28 @@ def nameless():
 
 def shared_mappings():
     """Return shared mappings of nameless memory: a slot of the arena, a ring, an unlinked file."""
-    maps = (PROC / "maps").read_bytes()
+    maps = MAPS.read_bytes()
     lines = SHARED.findall(maps)
     if b" /dev/nvidia" in maps:
         # A CUDA driver keeps page-locked memory, which is /dev/zero.
         lines = [line for line in lines if b" /dev/zero" not in line]
-    return frozenset(line.decode() for line in lines)
+    return [line.decode() for line in lines]
 
 
 def shm_names():
     """Return the names in /dev/shm, where a test must not leave any."""
-    return frozenset(os.listdir(SHM) if SHM.is_dir() else ())
+    return set(os.listdir(SHM) if SHM.is_dir() else ())
 
 
 def leaks_since(before):
     """Compare now with before."""
     now = take_census()
-    new = now.processes - before.processes
-    others = [
-        f"descriptor {number}: {what}" for number, what in now.descriptors - before.descriptors
-    ]
-    others += [f"mapping {line}" for line in now.mappings - before.mappings]
-    others += [f"name {SHM / name}" for name in now.names - before.names if is_my_file(SHM / name)]
-    return Leaks(
-        sorted(filter(is_ours, new)),
-        sorted(now.threads - before.threads, key=str),
-        sorted(others),
-    )
-
-
-def is_ours(pid):
-    """Return whether a process is this one, descends from it, or bears its mark."""
-    return descends(pid, os.getpid(), MARK)
+    new = defaultdict(frozenset, {kind: those - before[kind] for kind, those in now.items()})
+    processes = sorted(pid for pid in new["processes"] if descends(pid, os.getpid(), MARK))
+    others = [f"descriptor {number}: {what}" for number, what in new["descriptors"]]
+    others += [f"mapping {line}" for line in new["mappings"]]
+    others += [f"name {SHM / name}" for name in new["names"] if is_my_file(SHM / name)]
+    return Leaks(processes, sorted(new["threads"], key=str), sorted(others))
 
 
 def is_my_file(path):
@@ -270,12 +241,8 @@ def pytest_addoption(parser):
 # Tests that start workers by every method even in `make test`: of the methods themselves, and of
 # what users see first.
 EACH_WAY = {
-    "test_launcher.py",
-    "test_launcher_server.py",
-    "test_supervisor.py",
-    "test_multiprocessing.py",
-    "test_same_as_test_mode",
-    "test_scripts_without_ceremony",
+    *("test_launcher.py", "test_launcher_server.py", "test_supervisor.py"),
+    *("test_multiprocessing.py", "test_same_as_test_mode", "test_scripts_without_ceremony"),
     "test_other_start_methods",
 }
 
@@ -309,11 +276,8 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_setup(item):
-    """Skip a test if what it needs is missing; a `Kind` of processes needs worker processes."""
+    """Skip a test if what it needs is missing."""
     needed = {name for mark in item.iter_markers("needs") for name in mark.args}
-    case = item.callspec.params if hasattr(item, "callspec") else {}
-    if any(getattr(value, "processes", False) for value in case.values()):
-        needed.add("worker processes")
     if missing := sorted(name for name in needed if not HERE[name]):
         pytest.skip(f"needs {' and '.join(missing)}")
     if module := sys.modules.get("prepared"):
@@ -361,15 +325,22 @@ def pytest_runtest_makereport(item, call):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cuda_started(request):
-    """Start CUDA, if a test will use it, before anything is counted: it stays until the end."""
+def what_stays(request):
+    """Start what stays until the end, if a test will use it, before anything is counted.
+
+    This is CUDA, or multiprocessing's tracker, in a process whose tests will spawn others.
+    """
     torch = sys.modules.get("torch")
     wanted = any("gpu" in item.path.parts for item in request.session.items)
     if wanted and torch is not None and torch.cuda.is_available():
         torch.zeros(1, device="cuda").cpu()
+    if os.environ.get("CSEQ_TESTS_START") == "spawn" and os.name == "posix":
+        from multiprocessing import resource_tracker
+
+        resource_tracker.ensure_running()
 
 
-WITNESS: Witness | None = None
+WITNESS = None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -381,15 +352,6 @@ def watched_names():
     yield names_from_now
     if WITNESS is not None:
         WITNESS.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def tracker_started():
-    """Start multiprocessing's tracker, once, in a process whose tests will spawn others."""
-    if os.environ.get("CSEQ_TESTS_START") == "spawn" and os.name == "posix":
-        from multiprocessing import resource_tracker
-
-        resource_tracker.ensure_running()
 
 
 @pytest.fixture(autouse=True)
@@ -411,12 +373,6 @@ def complaints(lines):
     return [line for line in lines if not line.startswith(SLOW_START)]
 
 
-class RunScript(Protocol):
-    """The type of `run_anew`."""
-
-    def __call__(self, source, *args, **environment): ...
-
-
 @pytest.fixture
 def run_anew(tmp_path):
     """Return a function that runs a user's script, `run_anew(source, *args, **environment)`.
@@ -430,18 +386,9 @@ def run_anew(tmp_path):
         script = tmp_path / "script.py"
         script.write_text(source, encoding="utf-8")
         command = [sys.executable, "-W", "error", "-X", "faulthandler", str(script), *args]
-        with (
-            subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env=os.environ | {"PYTHONPATH": import_path()} | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            ) as process,
-            killer_of(process) as kill,
-        ):
+        ends = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        options = {"cwd": tmp_path, "env": variables(environment), "text": True, **ends}
+        with subprocess.Popen(command, **options) as process, killer_of(process) as kill:
             try:
                 output, errors = process.communicate(timeout=HANG)
             except subprocess.TimeoutExpired:
@@ -449,6 +396,11 @@ def run_anew(tmp_path):
         return at_ease(subprocess.CompletedProcess(command, process.returncode, output, errors))
 
     return run
+
+
+def variables(environment):
+    """Return this process's variables, the tested cseq's place, and others."""
+    return os.environ | {"PYTHONPATH": import_path()} | environment
 
 
 def at_ease(done):
@@ -467,7 +419,7 @@ def prepared_with(module):
         return
     from prepared import Prepared
 
-    interpreter = Prepared(module, environment=os.environ | {"PYTHONPATH": import_path()})
+    interpreter = Prepared(module, environment=variables({}))
     yield interpreter
     interpreter.close()
 
@@ -500,12 +452,6 @@ def run_prepared(tmp_path, run_anew, with_torch):
     return run_anew if with_torch is None else runner_of(with_torch, tmp_path)
 
 
-class RunCommand(Protocol):
-    """The type of `run_command`."""
-
-    def __call__(self, folder, *args, **environment): ...
-
-
 @pytest.fixture
 def run_command(with_torch):
     """Return a function that runs the command `cseq` with these arguments in a folder.
@@ -514,14 +460,11 @@ def run_command(with_torch):
     """
 
     def run(folder, *args, **environment):
-        command = ["-m", "cseq", *args]
-        environment = os.environ | {"PYTHONPATH": import_path()} | environment
+        command, env = ["-m", "cseq", *args], variables(environment)
         if with_torch is not None:
-            return at_ease(with_torch.run(command, folder, environment, HANG))
-        return subprocess.run(
-            [sys.executable, *command],
-            cwd=folder, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            return at_ease(with_torch.run(command, folder, env, HANG))
+        options = {"cwd": folder, "env": env, "capture_output": True, "text": True}
+        return subprocess.run([sys.executable, *command], check=False, **options)
 
     return run
 
@@ -532,8 +475,7 @@ def runner_of(prepared, folder):
     def run(source, *args, **environment):
         script = folder / "script.py"
         script.write_text(source, encoding="utf-8")
-        environment = os.environ | {"PYTHONPATH": import_path()} | environment
-        return at_ease(prepared.run([str(script), *args], folder, environment, HANG))
+        return at_ease(prepared.run([str(script), *args], folder, variables(environment), HANG))
 
     return run
 
@@ -563,22 +505,17 @@ def debug_build():
                 old.unlink()
         stamp = tree / "built"
         copy = partial(copy_changed, stamp=stamp)
-        shutil.copytree(
-            root / "cseq", tree / "cseq", ignore=built, copy_function=copy, dirs_exist_ok=True
-        )
+        options = {"ignore": built, "copy_function": copy, "dirs_exist_ok": True}
+        shutil.copytree(root / "cseq", tree / "cseq", **options)
         for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
             copy(str(root / name), str(tree / name))
         numpy = version("numpy")
         if stamp.exists() and stamp.read_text(encoding="ascii") == numpy:
             return tree
-        subprocess.run(
-            [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-            cwd=tree,
-            env=os.environ | {"CSEQ_DEBUG": "1"},
-            check=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+        silent = dict.fromkeys(["stdout", "stderr"], subprocess.DEVNULL)
+        debug = os.environ | {"CSEQ_DEBUG": "1"}
+        subprocess.run(command, cwd=tree, env=debug, check=True, **silent)
         stamp.write_text(numpy, encoding="ascii")
     return tree
 
@@ -602,13 +539,13 @@ def killer_of(process):
         return
     import ctypes
 
-    kernel = ctypes.WinDLL("kernel32", use_last_error=True)  # type: ignore[attr-defined,unused-ignore]
+    kernel = ctypes.WinDLL("kernel32", use_last_error=True)
     kernel.CreateJobObjectW.restype = ctypes.c_void_p
     job = ctypes.c_void_p(kernel.CreateJobObjectW(None, None))
-    handle = ctypes.c_void_p(int(cast("Any", process)._handle))
+    handle = ctypes.c_void_p(int(process._handle))
     try:
         if not kernel.AssignProcessToJobObject(job, handle) and process.poll() is None:
-            raise OSError(f"no job: error {ctypes.get_last_error()}")  # type: ignore[attr-defined,unused-ignore]
+            raise OSError(f"no job: error {ctypes.get_last_error()}")
         yield lambda: kernel.TerminateJobObject(job, 1)
     finally:
         kernel.CloseHandle(job)

@@ -29,9 +29,7 @@ class Fatal(Squares):
     """Fails fatally once, at the first batch that holds `victim`, and leaves a mark."""
 
     def __init__(self, folder, deed, victims):
-        self.folder = Path(folder)
-        self.deed = deed
-        self.victims = list(victims)
+        self.folder, self.deed, self.victims = Path(folder), deed, list(victims)
 
     def __getitem__(self, indices):
         for victim in self.victims:
@@ -71,8 +69,8 @@ def hang():
 
 def manager(worker=Squares, **options):
     """Make a manager of processes that start in the quickest way."""
-    options = {"out_type": "null", "seed": 11, "num_workers": 3} | options
-    options = {"start_method": QUICKEST.start_method} | options
+    defaults = {"out_type": "null", "seed": 11, "num_workers": 3}
+    options = {"start_method": QUICKEST.start_method} | defaults | options
     return cseq.MPSequence(worker, SAMPLES, batch_size=BATCH, **options)
 
 

@@ -4,8 +4,6 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["import_path"]
-
 
 def import_path():
     """Return the PYTHONPATH under which a script finds the tested cseq."""

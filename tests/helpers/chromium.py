@@ -1,37 +1,23 @@
 """Pages in headless Chromium, driven by its debugging protocol through two pipes."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
 import shutil
 import signal
 
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
 FLAGS += ["--disable-dev-shm-usage", "--window-size=1400,900", "--hide-scrollbars"]
 FLAGS += ["--no-first-run", "--disable-background-networking", "--disable-component-update"]
 
 
 class Browser:
-    """Chromium with one page.
-
-    Attributes
-    ----------
-    asked : list of str
-        The addresses that the page has asked for, from `listen` on.
-    """
-
-    _session: dict[str, str] = {}  # noqa: RUF012 - of the page, once it is known
+    """Chromium with one page; `asked` are the addresses that it asks for, from `listen` on."""
 
     def __init__(self, folder):
-        assert CHROMIUM is not None
-        self.asked: list[str] = []
-        self._number = 0
-        self._buffer = b""
+        self.asked, self._number, self._buffer, self._session = [], 0, b"", {}
         to_page, self._write = os.pipe()
         self._read, from_page = os.pipe()
         ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 10) for fd in (to_page, from_page)]
@@ -40,9 +26,8 @@ class Browser:
         self._pid = os.posix_spawn(CHROMIUM, args, os.environ, file_actions=actions, setsid=True)
         for fd in (to_page, from_page, *ends):
             os.close(fd)
-        [page] = [
-            one for one in self.call("Target.getTargets")["targetInfos"] if one["type"] == "page"
-        ]
+        targets = self.call("Target.getTargets")["targetInfos"]
+        [page] = [one for one in targets if one["type"] == "page"]
         attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
 
@@ -59,9 +44,8 @@ class Browser:
 
     def evaluate(self, expression):
         """Evaluate JavaScript, and await its promise."""
-        done = self.call(
-            "Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True
-        )
+        how = {"awaitPromise": True, "returnByValue": True}
+        done = self.call("Runtime.evaluate", expression=expression, **how)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 

@@ -1,10 +1,7 @@
 """Batches for the tests of conversion, and a slow device."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import contextmanager
-from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -14,8 +11,6 @@ from codec_batches import long_axes
 from cseq.converter.cuda import CudaConverter
 from cseq.converter.host import Converter
 from cseq.converter.output import parse, resolve
-
-Array: TypeAlias = np.ndarray[Any, Any]
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -48,7 +43,7 @@ def read_only(array):
 
 
 RNG = np.random.default_rng(0)
-ARRAYS: dict[str, Any] = {
+ARRAYS = {
     "float32": RNG.random((3, 4), np.float32),
     "float64": RNG.random((3, 4)),
     "float16": RNG.random((3, 4)).astype(np.float16),
@@ -78,7 +73,7 @@ ARRAYS: dict[str, Any] = {
     "field of packed records": np.zeros(4, "u1,f4")["f1"],
     "special": np.array([np.nan, np.inf, -np.inf, -0.0, 1e-50, 1 / 3]),
 }
-UNTOUCHED: dict[str, Any] = {
+UNTOUCHED = {
     "text": np.array(["a", "bc"]),
     "bytes": np.array([b"a", b"bc"]),
     "dates": np.array(["2020-01-01"], "datetime64[D]"),
@@ -92,8 +87,7 @@ class Mark:
     """An event that the test passes."""
 
     def __init__(self, journal):
-        self.passed = False
-        self.journal = journal
+        self.passed, self.journal = False, journal
 
     def query(self):
         return self.passed
@@ -109,9 +103,7 @@ class SlowLane(rehearsal.CpuLane):
 
     def __init__(self):
         super().__init__()
-        self.journal: list[Any] = []
-        self.marks: list[Mark] = []
-        self.inside = False
+        self.journal, self.marks, self.inside = [], [], False
 
     @contextmanager
     def active(self):

@@ -25,9 +25,7 @@ class Receiver(Imports):
     """The trainer's end without slots: the converter's pickle stands for the cell."""
 
     def __init__(self, output):
-        none = None
-        ring = SimpleNamespace(capacity=0)
-        super().__init__(none, ring, output, none)
+        super().__init__(None, SimpleNamespace(capacity=0), output, None)
 
     def unpack(self, packed):
         return self._fetch(packed, 0, 0, ())
@@ -50,46 +48,31 @@ class Theirs:
         return self.reduced
 
 
-def open_theirs(folder, pid, fd, dtype, shape):
-    """Open the memory of another process; its owner learns that it was opened."""
+def open_once(folder, pid, fd, dtype, shape):
+    """Open the memory of another process, which learns of it; record whether it was open before."""
     import torch
 
-    with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
-        values = np.frombuffer(file.read(), dtype).reshape(shape).copy()
-    # A second call raises here; see `open_once`.
-    Path(folder, f"{pid}-{fd}").unlink()
-    return torch.from_numpy(values)
-
-
-def open_once(folder, pid, fd, *rest):
-    """Open the memory, and record whether it was opened before."""
-    if Path(f"/proc/{pid}/fd/{fd}").exists() and not Path(folder, f"{pid}-{fd}").exists():
+    memory, mark = Path(f"/proc/{pid}/fd/{fd}"), Path(folder, f"{pid}-{fd}")
+    if memory.exists() and not mark.exists():
         Path(folder, f"twice-{pid}-{fd}").touch()
-    return open_theirs(folder, pid, fd, *rest)
+    values = np.frombuffer(memory.read_bytes(), dtype).reshape(shape).copy()
+    # A second call raises here.
+    mark.unlink()
+    return torch.from_numpy(values)
 
 
 class Exports:
     """The exports of all converter processes.
 
-    Parameters
-    ----------
-    folder : Path
-        Where each exported tensor has a file until it is opened.
-    die_at : int
-        The first process to make its batch of this number is killed before it is published; 0:
-        none.
-    tell_at : int
-        After this many batches, or when it dies, a process sends its number to `heard`.
+    In `folder`, each exported tensor has a file until it is opened. The first process to make its
+    batch number `die_at` is killed before it is published. After `tell_at` batches, or when it
+    dies, a process sends its number to `heard`.
     """
 
     def __init__(self, folder, die_at=0, tell_at=0):
-        self.folder = folder
-        self.counts = folder.with_name("counts")
+        self.folder, self.counts = folder, folder.with_name("counts")
         self.counts.mkdir()
-        self.die_at = die_at
-        self.tell_at = tell_at
-        self.made = 0
-        self.owner = 0
+        self.die_at, self.tell_at, self.made, self.owner = die_at, tell_at, 0, 0
         self.ear, self.mouth = os.pipe()
 
     def install(self, monkeypatch):
@@ -120,12 +103,13 @@ class Exports:
             counts.touch()
             (self.counts / counts.name).symlink_to(counts)
         self.made += 1
-        packed = dumps(map_leaves(self.export, batch))
-        if self.made == self.tell_at:
+        packed, died = dumps(map_leaves(self.export, batch)), self.folder.parent / "died"
+        dies = self.made == self.die_at and not died.exists()
+        if dies:
+            died.touch()
+        if dies or self.made == self.tell_at:
             os.write(self.mouth, str(os.getpid()).encode().ljust(16))
-        if self.made == self.die_at and not (self.folder.parent / "died").exists():
-            (self.folder.parent / "died").touch()
-            os.write(self.mouth, str(os.getpid()).encode().ljust(16))
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         return packed
 

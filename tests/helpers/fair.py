@@ -1,16 +1,9 @@
 """Scores of an order's fairness, in standard deviations: five are too many."""
 
-from typing import TYPE_CHECKING, Any
-
 import numpy as np
-
-if TYPE_CHECKING:
-    Array = np.ndarray[Any, Any]
 
 # Fewer expected samples are not nearly normal.
 ENOUGH = 20
-
-
 # Sorted lengths, lengths of a period that divides nothing, one long sample, equal lengths.
 LENGTHS = {
     "sorted": np.repeat([10, 20, 30, 45], [30, 15, 10, 5]),

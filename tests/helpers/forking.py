@@ -2,8 +2,6 @@
 
 import os
 
-__all__ = ["in_child"]
-
 
 def in_child(act):
     """Fork, and return what `act` returns in the child."""

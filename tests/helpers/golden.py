@@ -14,29 +14,18 @@ results gets them; one that has them is compared, and never changed. A new order
 A definition that must change becomes a new one, with a new name and records without results.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
 import sys
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from reference import mix
 
 import cseq
 from cseq._core import derive
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Record: TypeAlias = "dict[str, Any]"
-    # A kind computes the results of records.
-    Kind: TypeAlias = "Callable[[str, Record], Record]"
-    Case: TypeAlias = "tuple[Kind, str, Record]"
 
 # Samples of an order without a table.
 MOST_HASHED = 1 << 17
@@ -53,7 +42,7 @@ def labels(n, count):
     return [min(mix(k) % count, mix(n + k) % count) for k in range(n)]
 
 
-WEIGHTS: dict[str, Callable[[int], float]] = {
+WEIGHTS = {
     "equal": lambda i: 0.1,
     "falling": lambda i: 1 / (i + 2),
     "some": lambda i: (i + 1) % 7 / 3,
@@ -95,7 +84,7 @@ def balanced(kind, lengths, row, **options):
 
 
 # What makes an order of a record's arguments, by the definition's name.
-ORDERS: dict[str, Callable[..., cseq.Order]] = {
+ORDERS = {
     "balanced-v1": balanced,
     "blocks-v2": lambda n, rows, window, lanes: cseq.Blocks(rows, window, lanes, samples=n),
     "buckets-v2": lambda lengths, **options: cseq.Buckets(lengths, too_long="drop", **options),
@@ -109,12 +98,7 @@ ORDERS: dict[str, Callable[..., cseq.Order]] = {
     "weighted-v2": cseq.Weighted,
 }
 # Their files have no units.
-OF_SAMPLES = (
-    "blocks-v2",
-    "mixture-v2",
-    "unequal-blocks-v1",
-    "weighted-v2",
-)
+OF_SAMPLES = ("blocks-v2", "mixture-v2", "unequal-blocks-v1", "weighted-v2")
 VALUES = {"lengths": lengths, "labels": labels, "weights": lambda *given: weights([*given])}
 
 
@@ -168,9 +152,9 @@ def positions(name, record):
     reader = cseq.Shuffled(n).reader(where[0])
     read = [int(reader.samples(where[1], at, 1)[0][0]) for at in record["positions"]]
     found = {"samples": read}
-    return (
-        found if n > MOST_HASHED else found | {"sha256": sha256(cseq.permutation(n, *where, name))}
-    )
+    if n <= MOST_HASHED:
+        found["sha256"] = sha256(cseq.permutation(n, *where, name))
+    return found
 
 
 def permutation(_, record):
@@ -185,8 +169,8 @@ def words(_, record):
     return {"words": [f"{word:016x}" for word in made]}
 
 
-# The names of the results, in order.
-RESULTS: dict[Kind, tuple[str, ...]] = {
+# The names of the results, in order, by the function that computes them from a record.
+RESULTS = {
     order: ("units", "first", "last", "sha256"),
     positions: ("samples", "sha256"),
     permutation: ("first", "sha256"),
@@ -194,23 +178,18 @@ RESULTS: dict[Kind, tuple[str, ...]] = {
 }
 
 
-def kind_of(path, part):
-    """Return the function that computes the results of a part of a file, or None."""
-    others = {
-        ("feistel", "orders"): positions,
-        ("shuffle", "permutation"): permutation,
-        ("shuffle", "derive"): words,
-    }
-    is_order = path.stem.startswith("orders_") and part == "orders"
-    return order if is_order else others.get((path.stem, part))
+OTHERS = {("feistel", "orders"): positions, ("shuffle", "permutation"): permutation}
+OTHERS["shuffle", "derive"] = words
 
 
 def cases(path):
     """List the records of a file, each with its definition and the function for its results."""
-    file = json.loads(path.read_text(encoding="ascii"))
-    parts = file.items() if isinstance(file, dict) else ()
-    kinds = [(kind_of(path, part), records) for part, records in parts]
-    return [(kind, file["algorithm"], each) for kind, some in kinds if kind for each in some]
+    file, found = json.loads(path.read_text(encoding="ascii")), []
+    for part, some in file.items() if isinstance(file, dict) else ():
+        is_order = path.stem.startswith("orders_") and part == "orders"
+        if kind := order if is_order else OTHERS.get((path.stem, part)):
+            found += [(kind, file["algorithm"], each) for each in some]
+    return found
 
 
 def records(stem):
@@ -221,10 +200,7 @@ def records(stem):
 def complete(path):
     """Write the results that a file's records lack; return how many.
 
-    Raises
-    ------
-    ValueError
-        A record has other results than its definition gives now. The file is left as it is.
+    If a record has other results than its definition gives now, the file stays as it is.
     """
     text, count = path.read_text(encoding="ascii"), 0
     for kind, name, record in cases(path):
@@ -233,9 +209,8 @@ def complete(path):
         there = {key: value for key, value in record.items() if key not in given}
         if there and there != results:
             raise ValueError(
-                f"{path.name}: {name} gives other results than the file has for "
-                f"{given}; what a name stands for never changes: give the new "
-                "definition a new name, and a new file"
+                f"{path.name}: {name} gives other results than the file has for {given}; what a "
+                "name stands for never changes: give the new definition a new name, and a new file"
             )
         if not there:
             line = json.dumps(given)

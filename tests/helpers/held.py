@@ -1,7 +1,5 @@
 """The slots that a running manager, loader or `Streams` uses, and its ready workers."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from cseq.memory._slots import TRAINER

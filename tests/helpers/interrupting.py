@@ -1,7 +1,5 @@
 """Ctrl-C at any chosen place of the package, as a signal handler raises it."""
 
-from __future__ import annotations
-
 import _thread
 import dis
 import inspect
@@ -11,7 +9,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,7 +40,7 @@ SIGINT = Signal(signal.SIGINT)
 class Interrupting:
     """Raises KeyboardInterrupt at one of the places in this package where a signal handler can.
 
-    With `handler`, it calls that function there instead.
+    With `handler`, it calls that function there instead of raising.
 
     The interpreter runs signal handlers after a call, at the beginning of a function and where a
     loop turns back. From Python 3.14 on, a ``with`` begins with a call: an exception there comes
@@ -53,16 +50,8 @@ class Interrupting:
     and keep it forever, with all that its frames hold. Places where the signal is blocked, and
     finalizers, which no exception leaves, do not count.
 
-    Parameters
-    ----------
-    countdown : int
-        Number of the place, from 1.
-    files : tuple of str
-        Files of the package that count; empty for all files.
-    anywhere : bool
-        Whether the standard library counts, too, where the package calls it.
-    handler : callable, optional
-        Called instead of raising.
+    `countdown` is the number of the place, from 1. Only `files` of the package count, or all if
+    there are none; with `anywhere`, the standard library counts, too, where the package calls it.
     """
 
     PLACES = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
@@ -71,11 +60,8 @@ class Interrupting:
 
     def __init__(self, countdown, files, *, anywhere, handler=None):
         self.countdown, self.handler = countdown, handler
-        self.files = (
-            (LIBRARY, PACKAGE)
-            if anywhere
-            else tuple(PACKAGE + name.replace("/", os.sep) for name in files)
-        )
+        chosen = tuple(PACKAGE + name.replace("/", os.sep) for name in files)
+        self.files = (LIBRARY, PACKAGE) if anywhere else chosen
         self.struck = threading.Event()
         # The last instruction.
         self.before = ""
@@ -129,8 +115,7 @@ class Strike:
     """
 
     def __init__(self, trace):
-        self.trace = trace
-        self.before: Any = None
+        self.trace, self.before = trace, None
 
     def __enter__(self):
         self.before = sys.gettrace()

@@ -84,9 +84,9 @@ def _ended(pid, patience=PATIENCE):
             finally:
                 os.close(descriptor)
         deadline = time.monotonic() + patience
-        os.kill(pid, 0)
-        while time.monotonic() < deadline:
-            time.sleep(0.01)
+        while True:
             os.kill(pid, 0)
-        return False
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
     return True

@@ -1,7 +1,5 @@
 """The kinds of pool that the contract holds for, and the comparison of batches."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, fields, is_dataclass
 

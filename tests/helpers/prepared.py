@@ -5,8 +5,6 @@ interpreter that imports it once, and forks a process for each script; the scrip
 `__main__`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -26,27 +24,17 @@ from typing import ClassVar
 class Prepared:
     """An interpreter that has imported modules, and runs scripts; warnings are errors.
 
-    Parameters
-    ----------
-    *modules : str
-        The imports.
-    environment : dict
-        Its variables; each script has its own.
+    Each script has other variables than its `environment`.
     """
 
-    running: ClassVar[list[Prepared]] = []
+    running: ClassVar = []
 
     def __init__(self, *modules, environment):
-        self.command = [sys.executable, "-W", "error", "-X", "faulthandler", __file__, *modules]
-        self.environment = dict(environment)
-        self.begin()
+        command = [sys.executable, "-W", "error", "-X", "faulthandler", __file__, *modules]
+        ends = dict.fromkeys(["stdin", "stdout"], subprocess.PIPE)
+        self.begin = partial(subprocess.Popen, command, env=dict(environment), text=True, **ends)
+        self.process = self.begin()
         self.running.append(self)
-
-    def begin(self):
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            self.command, env=self.environment, stdin=pipe, stdout=pipe, text=True
-        )
 
     @classmethod
     def replace_ended(cls):
@@ -54,7 +42,7 @@ class Prepared:
         for one in cls.running:
             if one.process.poll() is not None:
                 one.end()
-                one.begin()
+                one.process = one.begin()
 
     @classmethod
     def cpu_seconds(cls):
@@ -76,14 +64,9 @@ class Prepared:
         for name in names:
             os.mkfifo(name)
         ends = [os.open(name, os.O_RDONLY | os.O_NONBLOCK) for name in names]
-        request = {
-            "command": command,
-            "folder": str(folder),
-            "environment": dict(environment),
-            "streams": [str(name) for name in names],
-        }
+        request = {"command": command, "folder": str(folder), "environment": dict(environment)}
         try:
-            pid = self._ask(json.dumps(request))
+            pid = self._ask(json.dumps({**request, "streams": [*map(str, names)]}))
             texts = [bytearray() for _ in ends]
             hangs = not read(ends, texts, patience)
             if hangs:
@@ -105,7 +88,6 @@ class Prepared:
 
     def _ask(self, request):
         """Send a line; return the number that comes back."""
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             # `_answer` reports this.
             self.process.stdin.write(request + "\n")
@@ -113,13 +95,10 @@ class Prepared:
         return self._answer()
 
     def _answer(self):
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            code = self.process.wait()
-            raise ChildProcessError(
-                f"the prepared interpreter has ended with {code}; the next test has a new one"
-            )
+            how = f"has ended with {self.process.wait()}; the next test has a new one"
+            raise ChildProcessError(f"the prepared interpreter {how}")
         return int(line)
 
     def close(self):

@@ -5,9 +5,6 @@ import numpy as np
 import cseq
 from cseq.order.sampler import Sampler
 
-# Samples, and the sizes of the units.
-Batch = tuple[list[int], list[int]]
-
 
 class Rows(cseq.Order):
     """Rows of one to three samples: `cuts` begins with the first sample of each row."""

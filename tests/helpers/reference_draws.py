@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from reference import GOLDEN, IV, LEAST, WORD, bounded, mix, words
 
@@ -54,10 +54,8 @@ def blocks(n, rows, window, lanes, seed, epoch):
     dealt = lanes if whole // lanes >= count else 1
     size, larger = divmod(whole // dealt, count)
     starts = [rows * dealt * (j * size + min(j, larger)) for j in range(count)] + [n]
-    first, turn = (
-        word * below >> 64
-        for word, below in zip(derive(stream(seed, epoch, 7, 1), 2), (count, lanes), strict=True)
-    )
+    place, turn = derive(stream(seed, epoch, 7, 1), 2)
+    first, turn = place * count >> 64, turn * lanes >> 64
     samples = []
     for j in [*range(first, count), *range(first)]:
         at, there = starts[j], range(len(samples), len(samples) + starts[j + 1] - starts[j])
@@ -79,14 +77,11 @@ def unequal_blocks(sizes, window, seed, epoch):
     cuts = [j * (whole // count) + min(j, whole % count) for j in range(count + 1)]
     first = derive(stream(seed, epoch, 7, 1), 1)[0] * count >> 64
     starts = [sum(map(len, blocks_of[: cuts[j]])) for j in range(count)]
-    return [
-        sample
-        for j in [*range(first, count), *range(first)]
-        for sample in shuffled(
-            [sample for block in blocks_of[cuts[j] : cuts[j + 1]] for sample in block],
-            stream(seed, epoch, 8, starts[j]),
-        )
-    ]
+    samples = []
+    for j in [*range(first, count), *range(first)]:
+        window = [*chain(*blocks_of[cuts[j] : cuts[j + 1]])]
+        samples += shuffled(window, stream(seed, epoch, 8, starts[j]))
+    return samples
 
 
 def batches(classes, sizes, together, seed, epoch, *, longest_first=False):

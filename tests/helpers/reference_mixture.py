@@ -3,18 +3,11 @@
 import itertools
 import math
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from reference import mix
 from reference_draws import derive, shuffled, stream
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 MIXTURE, SOURCE = 11, 12
-Unit = list[int]
-# The number of samples, and the function from (seed, pass) to units.
-Source = tuple[int, "Callable[[int, int], list[Unit]]"]
 
 
 def rounded(value):
@@ -59,7 +52,10 @@ def source_seed(seed, name):
 
 
 def mixture(sources, phases, block, seed, upto, *, since=0, taken=None):
-    """Return the units of all epochs from `since` to a place, and the counts drawn by then."""
+    """Return the units of all epochs from `since` to a place, and the counts drawn by then.
+
+    A source is the number of its samples, and the function from (seed, pass) to units.
+    """
     names, drawn = list(sources), dict.fromkeys(sources, 0) | (taken or {})
     firsts = [0, *itertools.accumulate(samples for samples, _ in sources.values())]
     result = []

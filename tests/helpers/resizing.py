@@ -1,7 +1,5 @@
 """A change of a running manager's size, as 'auto' makes it, and at once."""
 
-__all__ = ["resize"]
-
 
 def resize(manager, num_workers=None, buffer=None):
     """Set the number of workers and the buffer, each at most its first value; None keeps it.

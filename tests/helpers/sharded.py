@@ -1,7 +1,5 @@
 """Shards in a store or a folder, whose samples hold their numbers, and queries about them."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal
@@ -27,11 +25,9 @@ def npy(first, rows, width=150):
 
 def npy_shards(sizes, width=150):
     """Return .npy shards of given sizes, by name."""
-    firsts = np.cumsum(sizes) - sizes
-    return {
-        f"train/{number:03}.npy": npy(int(first), size, width)
-        for number, (first, size) in enumerate(zip(firsts, sizes, strict=True))
-    }
+    firsts = (np.cumsum(sizes) - sizes).tolist()
+    shards = [npy(first, size, width) for first, size in zip(firsts, sizes, strict=True)]
+    return {f"train/{number:03}.npy": shard for number, shard in enumerate(shards)}
 
 
 def tar_of(members):
@@ -49,11 +45,10 @@ def tar_shards(sizes):
     """Return tar shards of given sizes, by name; each sample has two members with its number."""
     shards, first = {}, 0
     for number, size in enumerate(sizes):
-        pairs = [
-            (f"some/{k:04}.{name}", data)
-            for k in range(first, first + size)
-            for name, data in (("bin", bytes([k % 256]) * (k + 1)), ("cls", str(k).encode()))
-        ]
+        pairs = []
+        for k in range(first, first + size):
+            pairs.append((f"some/{k:04}.bin", bytes([k % 256]) * (k + 1)))
+            pairs.append((f"some/{k:04}.cls", str(k).encode()))
         shards[f"train/{number:03}.tar"], first = tar_of(pairs), first + size
     return shards
 
@@ -91,7 +86,7 @@ def written(objects, folder):
 def whole(server, key="*"):
     """Count the successful requests for whole objects."""
     seen = server.log(key, "GET")
-    return len([one for one in seen if not one.span and one.status == 200 and not one.fault])
+    return sum(not one.span and one.status == 200 and not one.fault for one in seen)
 
 
 def s3(server, **options):

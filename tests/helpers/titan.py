@@ -1,10 +1,9 @@
 """The interface that torchtitan requires of a dataloader, in release 0.3.0 and in newer sources."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import islice
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -81,12 +80,6 @@ def build(config, contract, row, rows, rank=0, ranks=1):
 
 def rows_of(loader, row, steps=None):
     """Yield the rows of each batch, as triples of tokens, positions and labels."""
-    iterator = iter(loader)
-    while steps is None or steps > 0:
-        found = next(iterator, None)
-        if found is None:
-            return
-        inputs, labels = found
+    for inputs, labels in islice(loader, steps):
         parts = (inputs["input"], inputs["positions"], labels)
         yield [*zip(*(part.reshape(-1, row).tolist() for part in parts), strict=True)]
-        steps = steps and steps - 1

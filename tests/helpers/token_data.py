@@ -65,17 +65,13 @@ class Listed:
         return len(self.documents)
 
     def read(self, document, start, stop):
-        """Return tokens of a document."""
         return np.array(self.documents[document][start:stop], np.int32)
 
 
 def expected(rows, sources, row, masks=None, *, flat=False):
     """Make a batch of rows of pieces, token by token, with 0 as padding."""
-    batch = {"cu_seqlens": [0]}
-    shares = dict.fromkeys(sources, 0)
     keys = ("input_ids", "labels", "position_ids", "document_ids")
-    for key in keys:
-        batch[key] = []
+    batch, shares = {"cu_seqlens": [0]} | {key: [] for key in keys}, dict.fromkeys(sources, 0)
     number = 0
     for pieces in rows:
         number = number if flat else 0
@@ -100,7 +96,4 @@ def expected(rows, sources, row, masks=None, *, flat=False):
     batch["valid_tokens"] = sum(label != -100 for label in batch["labels"])
     batch["source_tokens"] = [*shares.values()]
     shape = (1, -1) if flat else (len(rows), row)
-    return {
-        key: np.array(value).reshape(shape).tolist() if key in keys else value
-        for key, value in batch.items()
-    }
+    return batch | {key: np.array(batch[key]).reshape(shape).tolist() for key in keys}

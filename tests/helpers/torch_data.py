@@ -88,8 +88,7 @@ class Sharded(IterableDataset[Any]):
 
 class Counting(Sampler[Any]):
     def __init__(self, keys):
-        self.keys = keys
-        self.count = 0
+        self.keys, self.count = keys, 0
 
     def __iter__(self):
         for key in self.keys:

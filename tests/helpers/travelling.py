@@ -1,7 +1,5 @@
 """Objects that travel to new processes, for tests of pickling."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -23,15 +21,7 @@ class Indexer:
         self.__dict__.update(more)
 
     def read(self):
-        """Return the data."""
         return self.data
-
-
-class Slotted:
-    __slots__ = ("inner",)
-
-    def __init__(self, inner):
-        self.inner = inner
 
 
 class Stateful:
@@ -52,11 +42,6 @@ class Pair(NamedTuple):
 @dataclass
 class Record:
     value: Any
-
-
-def make(*args, **options):
-    """Make an indexer, like a factory."""
-    return Indexer((args, options))
 
 
 def write_batch(obj):
@@ -101,11 +86,6 @@ def arrives_elsewhere(obj, expression):
         f"obj = codec.decode(memory, {record})\n"
         f"print(({expression}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        input=written,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return done.stdout.decode().strip()
+    there = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    return subprocess.check_output(command, env=there, input=written).decode().strip()

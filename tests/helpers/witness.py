@@ -27,12 +27,7 @@ ANSWERS = {"True": True, "False": False, "None": None}
 class Witness:
     """A process that watches the names made in a folder.
 
-    Parameters
-    ----------
-    folder : Path
-        The folder.
-    mark : str
-        The environment variable of the processes that this one starts.
+    `mark` is an environment variable of the processes that this one starts.
     """
 
     def __init__(self, folder, mark):
@@ -45,13 +40,11 @@ class Witness:
 
     def saw_us(self, name):
         """Return whether this process or one it started made a name; None if no maker was seen."""
-        assert self._process.stdin is not None
         self._process.stdin.write(f"{name}\n")
         self._process.stdin.flush()
         return self._answer()
 
     def _answer(self):
-        assert self._process.stdout is not None
         return ANSWERS[self._process.stdout.readline().strip()]
 
     def close(self):
