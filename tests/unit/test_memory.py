@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slots import PAGE, acquire, commit_ticket, file_of, filled, lease, shared, whole
+from refusing import refusing
+from slots import PAGE, acquire, commit_ticket, file_of, filled, lease, shared, whole, writer_of
 from waiting import together
 
 from cseq import system
@@ -38,19 +39,12 @@ def test_a_block_of_nonsense():
 
 
 BAD_VIEWS = [
-    (0, "u1", (101,), IndexError),
-    (100, "u1", (1,), IndexError),
-    (-1, "u1", (1,), IndexError),
-    (101, "u1", (0,), IndexError),
-    (2**63 - 1, "u1", (2,), IndexError),
-    (0, "u1", (-1,), ValueError),
-    (0, "u1", (0, -5), ValueError),
-    (0, "f8", (2**40, 2**40), ValueError),
-    (0, "O", (1,), ValueError),
-    (0, [("a", "O")], (1,), ValueError),
-    (0, "u1", (1,) * 65, ValueError),
-    (0, "u1", ("a",), TypeError),
-]
+    (0, "u1", (101,), IndexError), (100, "u1", (1,), IndexError), (-1, "u1", (1,), IndexError),
+    (101, "u1", (0,), IndexError), (2**63 - 1, "u1", (2,), IndexError),
+    (0, "u1", (-1,), ValueError), (0, "u1", (0, -5), ValueError), (0, "O", (1,), ValueError),
+    (0, "f8", (2**40, 2**40), ValueError), (0, [("a", "O")], (1,), ValueError),
+    (0, "u1", (1,) * 65, ValueError), (0, "u1", ("a",), TypeError),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("offset", "dtype", "shape", "kind"), BAD_VIEWS)
@@ -60,22 +54,15 @@ def test_views_outside(offset, dtype, shape, kind):
         Block(100).view(offset, np.dtype(dtype), shape)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda b: b.store_from(98, b, 3),
-        lambda b: b.store_from(-1, b, 3),
-        lambda b: copy_of(b, 101),
-        lambda b: copy_of(b, 50, 51),
-    ],
-)
-def test_outside(use):
+def test_outside():
     """Nothing is read or written outside of a memory."""
-    with pytest.raises(IndexError, match="100 bytes"):
-        use(Block(100))
-
-
-# -- mappings
+    block = Block(100)
+    for function, *args in (
+        (block.store_from, 98, block, 3), (block.store_from, -1, block, 3),
+        (copy_of, block, 101), (copy_of, block, 50, 51),
+    ):  # fmt: skip
+        with pytest.raises(IndexError, match="100 bytes"):
+            function(*args)
 
 
 def test_mappings_of_nonsense():
@@ -102,12 +89,8 @@ def test_commit():
     if sys.platform == "linux":
         taken = os.fstat(file.fd)
         assert (taken.st_size, taken.st_blocks * 512) == (4 * PAGE, PAGE)
-    file.close()
     with pytest.raises(MemoryError, match=f"{PAGE} bytes"):
         commit(-1, 0, PAGE)
-
-
-# -- the table of slots
 
 
 def test_many_slots():
@@ -193,16 +176,12 @@ def test_slots_freed_on_other_threads_are_found():
     assert [slots.take() for _ in range(65)] == list(range(1, 66))
 
 
-# -- their file
-
-
 @pytest.mark.needs("Linux")
 def test_a_file_cannot_be_cut():
     """The pages below a mapping cannot be taken away."""
     file = sparse_file(1 << 20)
     with pytest.raises(PermissionError):
         os.ftruncate(file.fd, 0)
-    file.close()
 
 
 @pytest.mark.needs("POSIX")
@@ -218,8 +197,6 @@ def test_a_system_without_anonymous_files(monkeypatch):
     memories = [filled(arena, writer, value, 5 * MIB) for value in range(3)]
     for value, memory in enumerate(memories):
         assert (whole(memory, 5 * MIB) == value).all()
-    writer.room.close()
-    arena.close()
 
 
 def test_a_file_system_without_long_files(monkeypatch):
@@ -235,17 +212,12 @@ def test_a_file_system_without_long_files(monkeypatch):
     arena = Arena()
     assert arena.width * arena.most <= 1 << 40
     assert arena.width >= 1 << 28
-    arena.close()
 
 
 @pytest.mark.needs("POSIX")
 def test_a_file_that_is_too_large(monkeypatch):
     """For slots and for rings, the error names the size, and the limit that may be the reason."""
-
-    def refuse(fd, length):
-        raise OSError(errno.EFBIG, "File too large")
-
-    monkeypatch.setattr(os, "ftruncate", refuse)
+    monkeypatch.setattr(os, "ftruncate", refusing(OSError, errno.EFBIG, "File too large"))
     for make in (Arena, lambda: sparse_file(3 << 20)):
         with pytest.raises(OSError, match=r"bytes .*: File too large; .*ulimit -f") as caught:
             make()
@@ -265,10 +237,7 @@ def test_more_tickets_make_narrower_slots_on_windows(tickets, width):
 @pytest.mark.needs("Linux")
 def test_too_many_descriptors(monkeypatch):
     """The error says so, with their limit instead of the limit of a file's size."""
-
-    def full(*_):
-        raise OSError(errno.EMFILE, "Too many open files")
-
+    full = refusing(OSError, errno.EMFILE, "Too many open files")
     monkeypatch.setattr(os, "memfd_create", full)
     with pytest.raises(OSError, match=r"Too many open files.*ulimit -n") as caught:
         Arena()
@@ -278,15 +247,9 @@ def test_too_many_descriptors(monkeypatch):
 @pytest.mark.needs("Linux")
 def test_a_sandbox_that_refuses_seals(monkeypatch):
     """A file that cannot be sealed serves as well."""
-    import fcntl
-
-    def refuse(*_):
-        raise PermissionError(errno.EPERM, "no seals")
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr("fcntl.fcntl", refusing(PermissionError, errno.EPERM, "no seals"))
     arena = Arena()
     assert os.fstat(arena.fd).st_size == arena.width * arena.most
-    arena.close()
 
 
 def test_growth_is_geometric():
@@ -300,9 +263,6 @@ def test_growth_is_geometric():
     assert room_for(3 * LARGE - 1, LARGE, 3 * LARGE - 1) == 3 * LARGE - 1
     with pytest.raises(MemoryError, match="batch_size"):
         room_for(width + 1, 0, width)
-
-
-# -- the trainer's end
 
 
 def test_steady_state_makes_no_mapping(arena, monkeypatch):
@@ -323,7 +283,6 @@ def test_steady_state_makes_no_mapping(arena, monkeypatch):
     assert mapped
     # There are a first and a grown mapping, each for the writer and for the trainer.
     assert len(made) + len(mapped) <= 4
-    writer.room.close()
 
 
 @pytest.mark.parametrize(
@@ -345,8 +304,6 @@ def test_too_many_held_batches_are_copied(limit, leases, caplog):
     memories.clear()
     assert isinstance(filled(arena, writer, 0, 2 * MIB), Lease) == (leases > 0)
     assert arena.slots.leased_bytes == 0
-    writer.room.close()
-    arena.close()
 
 
 def test_too_many_slots_held(arena, writer, monkeypatch, caplog):
@@ -362,25 +319,18 @@ def test_too_many_slots_held(arena, writer, monkeypatch, caplog):
     assert [whole(memory, 1)[0] for memory in memories] == list(range(5))
 
 
-# -- when memory is short -----------------------------------------------------------------------
-
-
 def test_no_room_for_a_new_slot(arena, monkeypatch):
     """If a worker cannot begin a slot, it raises MemoryError, and the slot stays its own."""
     slots = SlotTable(arena.fd, arena.width, arena.most, 1)
     writer = TicketWriter(arena.fd, arena.width, slots)
     with monkeypatch.context() as patch:
-        patch.setattr(room_module, "commit", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        patch.setattr(room_module, "commit", refusing(MemoryError, "full"))
         for _ in range(2):
             with pytest.raises(MemoryError, match="full"):
                 writer.room.begin_slot()
     writer.room.begin_slot()
     assert (writer.room.slot, writer.room.capacity) == (1, FIRST)
     assert arena.slots.owners()[:3] == [TRAINER, 1, 0]
-    writer.room.close()
-
-
-# -- memory comes back --------------------------------------------------------------------------
 
 
 def committed(arena):
@@ -414,8 +364,6 @@ def test_huge_slots_are_given_back_after_an_epoch_without_huge_batches(nbytes):
     arena.tidy()
     assert committed(arena) <= MIB + 10 * nbytes
     assert (through(arena, writer, 60 * MIB, 9) == 9).all()
-    writer.room.close()
-    arena.close()
 
 
 @pytest.mark.needs("Linux")
@@ -453,20 +401,13 @@ def test_page_locked_slots_are_given_back_unlocked(writer):
     arena.tidy()
     through(arena, writer, MIB)
     assert max(locked.values()) <= 2 * MIB
-    writer.room.close()
-    arena.close()
-
-
-# -- a worker's end
 
 
 @given(sizes=st.lists(st.integers(0, 3 * MIB), max_size=8))
 def test_a_slot_grows(sizes):
     """Arrays of any size can be placed; those made before the slot grew stay intact."""
     arena = Arena()
-    writer = TicketWriter(arena.fd, arena.width)
-    slot = acquire(arena)
-    writer.room.select(slot, arena.slots.nbytes(slot))
+    writer = writer_of(arena)
     arrays = [writer.room.empty(size, np.uint8) for size in sizes]
     for value, array in enumerate(arrays):
         array[:] = value
@@ -478,9 +419,6 @@ def test_a_slot_grows(sizes):
             seen = writer.room.memory.view(offset, np.dtype(np.uint8), array.shape)
             assert (seen == value).all()
     assert writer.room.used <= writer.room.capacity == writer.room.memory.nbytes
-    del arrays
-    writer.room.close()
-    arena.close()
 
 
 def test_few_slots_stay_mapped(arena, monkeypatch):
@@ -497,7 +435,6 @@ def test_few_slots_stay_mapped(arena, monkeypatch):
     assert len(writer.room.mapped) == 3
     # Slots used in rotation are not all mapped again.
     assert kept[0] == kept[1] == kept[2]
-    writer.room.close()
 
 
 def test_a_worker_may_know_less_than_the_trainer(arena):
@@ -509,8 +446,6 @@ def test_a_worker_may_know_less_than_the_trainer(arena):
     second.room.reserve(MIB)
     first.room.select(slot, second.room.capacity)
     assert first.room.capacity == first.room.memory.nbytes == second.room.capacity
-    first.room.close()
-    second.room.close()
 
 
 def test_empty_refuses_what_cannot_be(writer):
@@ -528,17 +463,12 @@ def test_empty_refuses_what_cannot_be(writer):
 def test_find(writer):
     """Only an array that is wholly in the used part of the slot, in one piece, is found."""
     array = writer.room.empty((10, 10), np.uint8)
-    start = writer.room.offset_of(array)
-    assert start == 0
-    assert writer.room.offset_of(array[1:]) == 10
-    assert writer.room.offset_of(array.T) == 0
-    assert writer.room.offset_of(array[:, 1:]) == -1
-    assert writer.room.offset_of(array[::-1]) == -1
-    assert writer.room.offset_of(array[:0]) == -1
-    assert writer.room.offset_of(np.empty(100, np.uint8)) == -1
-    assert writer.room.offset_of(array.ravel()[1:9].view(np.int64)) == -1
+    for found, offset in ((array, 0), (array[1:], 10), (array.T, 0)):
+        assert writer.room.offset_of(found) == offset
     beyond = writer.room.memory.view(0, np.dtype(np.uint8), (101,))
-    assert writer.room.offset_of(beyond) == -1
+    pieces = array[:, 1:], array[::-1], array[:0], array.ravel()[1:9].view(np.int64)
+    for other in (*pieces, np.empty(100, np.uint8), beyond):
+        assert writer.room.offset_of(other) == -1
 
 
 def test_an_indexer_must_not_keep_arrays_of_the_slot(writer):
@@ -555,20 +485,13 @@ def test_an_indexer_must_not_keep_arrays_of_the_slot(writer):
     del kept, copied
 
 
-# -- when memory is short -----------------------------------------------------------------------
-
-
 def test_no_room_leaves_the_writer_as_it_was(writer, monkeypatch):
     """A batch without room raises MemoryError; smaller ones still pass."""
     array = writer.room.empty(10)
     array[:] = 5
     before = (writer.room.used, writer.room.capacity, writer.room.memory)
-
-    def full(*_):
-        raise MemoryError("no room")
-
     with monkeypatch.context() as patch:
-        patch.setattr(room_module, "commit", full)
+        patch.setattr(room_module, "commit", refusing(MemoryError, "no room"))
         for _ in range(2):
             with pytest.raises(MemoryError, match="no room"):
                 writer.room.empty(10 * MIB)
@@ -600,5 +523,3 @@ def test_wider_than_a_slot():
     with pytest.raises(MemoryError, match=str(4 * MIB)):
         writer.room.reserve(4 * MIB + 1)
     assert writer.room.reserve(4 * MIB) == 0
-    writer.room.close()
-    file.close()

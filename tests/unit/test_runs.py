@@ -3,11 +3,12 @@
 import os
 import sys
 import threading
-import time
 import weakref
 
 import numpy as np
 import pytest
+from refusing import NO_THREAD, refusing
+from waiting import until
 
 import cseq
 from cseq import runs
@@ -15,8 +16,13 @@ from cseq.processes.launcher import start_methods
 
 pytestmark = pytest.mark.needs("Linux")
 
-PROCESSES = """
-import contextlib, os
+# For any request, this indexer hangs for longer than the wait for workers.
+HANGING = """
+import contextlib, gc, os, sys, threading, time
+import cseq, cseq.processes.supervisor
+from cseq.stream import Streams
+cseq.processes.supervisor.GRACE = 2.0
+method, what = sys.argv[1:]
 def children():
     found = []
     for task in os.listdir("/proc/self/task"):
@@ -24,31 +30,14 @@ def children():
             with open(f"/proc/self/task/{task}/children") as file:
                 found += map(int, file.read().split())
     return found
-"""
-
-# For any request, this indexer hangs for longer than the wait for workers.
-HANGING = f"""
-{PROCESSES}
-import gc, sys, threading, time
-import cseq, cseq.processes.supervisor
-from cseq.stream import Streams
-
-cseq.processes.supervisor.GRACE = 2.0
-method, what = sys.argv[1:]
-
 class Hangs:
     def __getitem__(self, indices):
         with open("begun", "w"):
             time.sleep(100)
-
 class Producer:
     def __init__(self, number, num_workers): pass
     def begin(self, assignment): pass
-    def items(self, start):
-        with open("begun", "w"):
-            time.sleep(100)
-        yield 1
-
+    def items(self, start): yield Hangs()[start]
 if what == "manager":
     dropped = cseq.MPSequence(Hangs, 10, 2, out_type="null", start_method=method).start()
     iter(dropped)
@@ -80,9 +69,7 @@ if what == "manager":  # one is being closed, another one runs
     gc.collect()
     other = cseq.MPSequence(Hangs, 10, 2, out_type="null", start_method=method).start()
     iter(other)
-import atexit
 print(len(children()) > 0, flush=True)
-pids = children()
 """
 
 
@@ -110,8 +97,7 @@ def in_another_thread(call):
 
 def await_generation(generation):
     """Wait until another thread's call has interrupted the run, and holds the manager's lock."""
-    while any(one.pool.run.generation == generation for one in runs.present()):
-        time.sleep(0.001)
+    until(lambda: all(one.pool.run.generation != generation for one in runs.present()))
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
@@ -191,23 +177,11 @@ def test_what_is_dropped_is_closed_on_a_thread_that_is_known():
 @pytest.mark.parametrize("starts", ["_thread.start_new_thread", "threading.Thread.start"])
 def test_no_more_threads(starts, monkeypatch):
     """If the system has no more threads, a dropped run is still closed, and once."""
-
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
     closed = []
-    monkeypatch.setattr(starts, refuse)
+    monkeypatch.setattr(starts, NO_THREAD)
     runs.close_elsewhere(lambda: closed.append(1), os.getpid())
     runs.await_closings(60)
     assert closed == [1]
-
-
-class Closing:
-    def __init__(self):
-        self.closed = False
-
-    def close(self):
-        self.closed = True
 
 
 def test_what_is_closed_is_kept_by_nothing(monkeypatch):
@@ -215,7 +189,7 @@ def test_what_is_closed_is_kept_by_nothing(monkeypatch):
     first = []
     monkeypatch.setattr("_thread.start_new_thread", lambda begin, _args: first.append(begin))
     monkeypatch.setattr("threading.Thread.start", lambda thread: thread.run())
-    closing = Closing()
+    closing = Slow(None, [])
     kept = weakref.ref(closing)
     runs.close_elsewhere(closing.close, os.getpid())
     del closing
@@ -227,11 +201,7 @@ def test_what_is_closed_is_kept_by_nothing(monkeypatch):
 
 def test_what_looks_at_its_end_may_raise(monkeypatch):
     """The run is still closed."""
-
-    def fail(_):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(runs, "on_close", [fail])
+    monkeypatch.setattr(runs, "on_close", [refusing(ZeroDivisionError)])
     manager = cseq.MTSequence(np.arange(8), 8, 1, out_type="null").start()
     threads = threading.active_count()
     with pytest.raises(ZeroDivisionError):
@@ -243,18 +213,15 @@ def test_what_looks_at_its_end_may_raise(monkeypatch):
 BUSY = """
 import sys, threading, time
 import cseq, cseq.runs, cseq.engine.crews.threads
-
 cseq.engine.crews.threads.HURRY = 0.01
 cseq.runs.EXIT_SECONDS = float(sys.argv[1])
 begun, ends = threading.Event(), sys.argv[2] == "ends"
-
 class Indexer:
     def __getitem__(self, indices):
         begun.set()
         time.sleep(0.3 if ends else 1000)
         open("made", "w").close()
         return indices
-
 manager = cseq.MTSequence(Indexer, 10, 1, out_type="null").start()
 batches = iter(manager)
 begun.wait()

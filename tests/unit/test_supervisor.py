@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from checkout import import_path
 from kinds import QUICKEST
+from refusing import NO_THREAD, refusing
 from ringing import Trainer
+from waiting import until
 
 from cseq._core import now_ns
 from cseq._work import Runner
@@ -61,38 +63,9 @@ def obey(sock, local=None):
             os._exit(3)
         elif order == ord("E"):
             atexit.register(threading.Event().wait)
-    until_closed(runner)
-
-
-def until_closed(runner):
-    """Wait until the ring is closed."""
+    # The ring's end ends this.
     while runner.claim() is not None:
         pass
-
-
-class Events:
-    """A supervisor's questions and messages, in order."""
-
-    def __init__(self):
-        self.all: list[Any] = []
-        self.changed = threading.Condition()
-
-    def note(self, *event):
-        with self.changed:
-            self.all.append(event)
-            self.changed.notify_all()
-
-    def wait_checking(self, supervisor, count):
-        """Act like a loop that waits: dead workers are forked again only in `check`."""
-        with self.changed:
-            while len(self.all) < count:
-                self.changed.wait(0.001)
-                self.changed.release()
-                try:
-                    supervisor.check()
-                finally:
-                    self.changed.acquire()
-            return list(self.all)
 
 
 class Counted(Deaths):
@@ -104,30 +77,26 @@ class Counted(Deaths):
 
     def count_death(self, worker, exitcode, held, **details):
         assert not held
-        self.events.note("died", worker + 1, exitcode, details["was_ready"])
+        self.events.append(("died", worker + 1, exitcode, details["was_ready"]))
 
 
 class Pool:
     """A supervisor, its workers' tasks in the order of their starts, and its events."""
 
-    def __init__(self, *tasks, owners=1, entry="obey", method=QUICKEST.start_method, task=None):
+    def __init__(self, *tasks, owners=1, method=QUICKEST.start_method, task=None):
         self.tasks = list(tasks)
-        self.events = Events()
-        self.launcher = make_launcher(method, entry=f"{__name__}:{entry}")
+        self.events: list[Any] = []
+        self.launcher = make_launcher(method, entry=f"{__name__}:obey")
         self.shared = Arena(1 << 20, tickets=2)
         self.shared.add_rings(2, 1, owners, owners=owners)
         self.supervisor = Supervisor(
-            self.launcher,
-            self.shared,
-            readers=owners,
-            task=task or self.task,
+            self.launcher, self.shared, readers=owners, task=task or self.task,
             describe=lambda number, cell: Held(0, cell, [], f"{number}"),
-            deaths=Counted(self.events),
-            lanes=Lanes(owners, "process"),
-        )
+            deaths=Counted(self.events), lanes=Lanes(owners, "process"),
+        )  # fmt: skip
 
     def task(self, owner):
-        self.events.note("task", owner)
+        self.events.append(("task", owner))
         return self.tasks.pop(0) if self.tasks else b""
 
     def start(self):
@@ -136,14 +105,10 @@ class Pool:
         return self.supervisor
 
     def await_ready(self, owner):
-        seen = threading.Event()
-        while not self.supervisor.is_ready(owner):
-            seen.wait(0.001)
+        until(lambda: self.supervisor.is_ready(owner))
 
     def await_failure(self):
-        seen = threading.Event()
-        while not self.supervisor.failure:
-            seen.wait(0.001)
+        until(lambda: self.supervisor.failure)
 
     def close(self):
         self.supervisor.close()
@@ -165,42 +130,34 @@ def pool():
         made.pop().close()
 
 
-class Handler(logging.Handler):
-    """Raises or waits, and records what it gets."""
-
-    def __init__(self, release):
-        super().__init__()
-        self.waits_for = release
-        self.got: list[str] = []
-
-    def emit(self, record):
-        """Record the message, or wait, or raise."""
-        if self.waits_for is not None:
-            self.waits_for.wait()
-        self.got.append(record.getMessage())
-        if self.waits_for is None:
-            raise OSError("the log server does not answer")
-
-
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(pool, *, waits):
     """One raises, and one waits meanwhile; all messages come, in order."""
-    release = threading.Event() if waits else None
-    handler = Handler(release)
-    log = logging.getLogger("cseq")
+    release, got = threading.Event(), []
+
+    def emit(record):
+        if waits:
+            release.wait()
+        got.append(record.getMessage())
+        if not waits:
+            raise OSError("the log server does not answer")
+
+    handler, log = logging.Handler(), logging.getLogger("cseq")
+    handler.emit = emit  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
         one = pool(b"RN3", b"R")
         supervisor = one.start()
-        one.events.wait_checking(supervisor, 3)
+        # Dead workers are forked again only in `check`.
+        until(lambda: supervisor.check() or len(one.events) == 3)
         one.await_ready(1)
         supervisor.check()
-        if release is not None:
-            assert handler.got == []
+        if waits:
+            assert got == []
             release.set()
         one.close()
-        assert handler.got == ["noted", "worker 0 exited with code 3 and is being replaced"]
+        assert got == ["noted", "worker 0 exited with code 3 and is being replaced"]
     finally:
         log.removeHandler(handler)
 
@@ -235,7 +192,7 @@ def test_one_that_cannot_get_ready(pool, monkeypatch):
         supervisor.check()
     assert read[0] == 200_000
     supervisor.close()
-    assert one.events.all == [("task", 1)]
+    assert one.events == [("task", 1)]
 
 
 def test_a_supervisor_that_breaks(pool, monkeypatch):
@@ -265,9 +222,9 @@ def test_a_supervisor_that_breaks(pool, monkeypatch):
     assert [(child.gone, child.sock.fileno()) for child in children] == [(True, -1)] * 2
 
 
-def test_close_asks_again(monkeypatch):
+def test_close_asks_again(pool, monkeypatch):
     """If processes have survived, the next `close` may find that they have ended."""
-    one = Pool(b"R")
+    one = pool(b"R")
     supervisor = one.start()
     one.await_ready(1)
     # A thread asks first, then each call.
@@ -281,51 +238,40 @@ def test_close_asks_again(monkeypatch):
         with pytest.raises(RuntimeError, match="are still running"):
             supervisor.close()
     supervisor.close()
-    one.close()
 
 
-def test_a_hurried_close(monkeypatch, caplog):
+def test_a_hurried_close(pool, monkeypatch, caplog):
     """A worker in a batch, or not ready, is killed soon and silently; one that closes has time."""
     monkeypatch.setattr(supervisor_module, "HURRY", 0.05)
     monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
-    three = Pool(b"RTS", b"LNS", b"RCP", owners=3)
+    three = pool(b"RTS", b"LNS", b"RCP", owners=3)
     (ring,) = three.shared.rings
     Trainer(ring, 1)
     supervisor = three.start()
     for owner in (1, 3):
         three.await_ready(owner)
-    seen = threading.Event()
-    while not three.shared.held(1) or "noted" not in caplog.text:
-        seen.wait(0.001)
+    until(lambda: three.shared.held(1) and "noted" in caplog.text)
     caplog.clear()
     supervisor.close(hurried=True)
     assert [supervisor.processes[number].code for number in range(3)] == [KILLED, KILLED, 0]
     assert caplog.messages == []
-    three.close()
 
 
 def test_a_system_without_more_threads(monkeypatch):
     """The error says so, and the end has nothing to wait for."""
-
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
     monkeypatch.setattr(supervisor_module, "GRACE", 3600.0)
     one = Pool(b"R")
     with monkeypatch.context() as patch:
-        patch.setattr("_thread.start_new_thread", refuse)
+        patch.setattr("_thread.start_new_thread", NO_THREAD)
         with pytest.raises(RuntimeError, match="new thread: the system cannot start more threads"):
             one.start()
     one.close()
 
 
-def test_a_system_without_more_processes(monkeypatch):
+def test_a_system_without_more_processes(pool, monkeypatch):
     """The error names the limits; the system's own has only its number."""
-
-    def refuse(*_, **__):
-        raise BlockingIOError(errno.EAGAIN, "try later")
-
-    one = Pool(b"R")
+    one = pool(b"R")
+    refuse = refusing(BlockingIOError, errno.EAGAIN, "try later")
     monkeypatch.setattr(one.launcher, "launch", refuse)
     # `start` raises where it waits for forked workers.
     with contextlib.suppress(BlockingIOError):
@@ -333,7 +279,6 @@ def test_a_system_without_more_processes(monkeypatch):
     one.await_failure()
     with pytest.raises(BlockingIOError, match="try later: the system cannot start more threads"):
         one.supervisor.check()
-    one.close()
 
 
 @pytest.mark.parametrize("method", start_methods())
@@ -342,10 +287,8 @@ def test_close_waits_for_what_is_made(method, monkeypatch, caplog):
     monkeypatch.setattr(supervisor_module, "GRACE", 0.05)
     one = Pool(b"LNS", method=method)
     one.start()
-    seen = threading.Event()
     # Earlier messages have then come, too.
-    while "noted" not in caplog.text:
-        seen.wait(0.001)
+    until(lambda: "noted" in caplog.text)
     one.close()
     assert "worker 0 was still busy after" in caplog.text
 
@@ -368,16 +311,10 @@ if sys.orig_argv[-1].startswith("cseq-w"):
     time.sleep(1000)
 """
 
-USERS = """
-class Indexer:
-    def __getitem__(self, indices): return indices
-"""
-
 UNUSED = """
 import os, sys, time
 import cseq
 from users import Indexer
-
 if __name__ == "__main__":
     manager = cseq.MPSequence(Indexer, 10, 2, out_type="null", start_method="spawn").start()
     while not (os.path.exists("cseq-w0") and os.path.exists("cseq-w1")):
@@ -393,13 +330,11 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("module", ["sitecustomize", "users"])
 @pytest.mark.parametrize("what", ["finish", "drop", "end"])
 def test_the_end_waits_for_no_import(run_script, tmp_path, what, module):
-    """Workers without the user's object are killed at once, without a warning.
-
-    They may be in the interpreter's own start, or in imports of the user's modules.
-    """
-    for name, source in (("sitecustomize", ""), ("users", USERS)):
-        slow = SLOW_START if name == module else ""
-        (tmp_path / f"{name}.py").write_text(slow + source, encoding="ascii")
+    """Workers in their own start, or in a user's import, are killed at once, without a warning."""
+    source = "class Indexer:\n    def __getitem__(self, indices): return indices\n"
+    (tmp_path / "users.py").write_text(source, encoding="ascii")
+    with open(tmp_path / f"{module}.py", "a", encoding="ascii") as file:
+        file.write(SLOW_START)
     path = os.pathsep.join([str(tmp_path), import_path()])
     done = run_script(UNUSED, what, PYTHONPATH=path)
     assert (done.stdout, done.stderr, done.returncode) == ("over\n", "", 0)
@@ -430,23 +365,14 @@ def test_the_objects_file_is_as_wide_as_it_needs(pool, monkeypatch, count, nbyte
 
 def test_no_room_for_the_object(pool, monkeypatch):
     """The write of the object detects it, not a worker that reads the object."""
-
-    def commit(fd, offset, nbytes):
-        raise MemoryError("full")
-
     one = pool(method="spawn")
-    monkeypatch.setattr("cseq.encoding._room.commit", commit)
+    monkeypatch.setattr("cseq.encoding._room.commit", refusing(MemoryError, "full"))
     with pytest.raises(MemoryError, match=r"copy of the indexer \(8\d\d\d bytes\): full"):
         one.supervisor.prepare(np.zeros(1000), name="indexer")
-    assert one.events.all == []
+    assert one.events == []
 
 
 FIRST = Held(1, 2, [4, 5], "epoch 1, batch 2, indices [4, 5]")
-
-
-def others(count):
-    """Yield distinct tickets."""
-    return [Held(1, k, [k], f"batch {k}") for k in range(10, 10 + count)]
 
 
 def test_the_budget_of_an_epoch():
@@ -454,14 +380,14 @@ def test_the_budget_of_an_epoch():
     deaths = Deaths(2, 1, "batch", "look")
     for _ in range(2):
         deaths.begin_epoch()
-        for held in others(2):
+        for k in (10, 11):
+            held = Held(1, k, [k], f"batch {k}")
             assert deaths.count_death(0, -9, [held], was_ready=True) is None
     error = deaths.count_death(0, -9, [FIRST], was_ready=True)
     assert error is not None
     assert "max_restarts=2 allows no more" in str(error)
     assert (error.epoch, error.batch, error.indices) == (1, 2, [4, 5])
-    assert (error.worker, error.exitcode) == (0, -9)
-    assert deaths.restarts == 4
+    assert (error.worker, error.exitcode, deaths.restarts) == (0, -9, 4)
 
 
 def test_a_batch_that_fails():
@@ -495,11 +421,9 @@ def test_a_batch_that_takes_too_long_again_and_again():
 def test_workers_that_never_get_ready():
     """Several in a row mean that none can start; one that gets ready resets the count."""
     deaths = Deaths(100, 2, "batch", "look")
-    for _ in range(2 * TRIES - 1):
-        assert deaths.count_death(0, 1, [], was_ready=False) is None
-    assert deaths.count_death(0, 1, [], was_ready=True) is None
-    for _ in range(2 * TRIES - 1):
-        assert deaths.count_death(0, 1, [], was_ready=False) is None
+    in_a_row = [False] * (2 * TRIES - 1)
+    for was_ready in (*in_a_row, True, *in_a_row):
+        assert deaths.count_death(0, 1, [], was_ready=was_ready) is None
     error = deaths.count_death(0, 1, [], was_ready=False)
     assert error is not None
     assert "died before they were ready" in str(error)

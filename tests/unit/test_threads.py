@@ -13,6 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from interrupting import interrupted
+from refusing import NO_THREAD, refusing
+from sharded import written
 
 import cseq
 from cseq.threads import Latch, Threads, await_logged, log_later, thread_limits
@@ -21,41 +23,23 @@ from cseq.threads import Latch, Threads, await_logged, log_later, thread_limits
 SOON = 30.0
 
 
-def test_a_latch():
-    """Any number of threads wait until it is set, and it stays set."""
-    latch = Latch()
-    assert not latch.wait(0)
-    assert not latch.wait(0.001)
-    seen = []
-    threads = [threading.Thread(target=lambda: seen.append(latch.wait(SOON))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    latch.set()
-    latch.set()
-    for thread in threads:
-        thread.join()
-    assert seen == [True] * 3
-    assert latch.wait()
-
-
-def test_threads():
-    """All of them run under their names, and have ended after `join`."""
+def test_threads_and_a_latch():
+    """All run under their names, wait until the latch is set, and have ended after `join`."""
     threads, go = Threads(), Latch()
-    names = []
-
-    def work():
-        names.append(threading.current_thread().name)
-        go.wait()
-
+    seen = []
     for name in ("one", "two"):
-        threads.add(name, work)
+        threads.add(name, lambda: seen.append((threading.current_thread().name, go.wait(SOON))))
     assert not threads.begun
     threads.start()
     assert threads.begun
     assert threads.join(time.monotonic()) == ["one", "two"]
+    assert not go.wait(0)
+    assert not go.wait(0.001)
+    go.set()
     go.set()
     assert threads.join(time.monotonic() + SOON) == []
-    assert sorted(names) == ["one", "two"]
+    assert sorted(seen) == [("one", True), ("two", True)]
+    assert go.wait()
 
 
 def test_a_thread_does_not_join_itself():
@@ -81,14 +65,11 @@ def test_a_system_without_any_thread(main, monkeypatch):
         assert not threads.begun
         assert threads.join(time.monotonic() + SOON) == []
 
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
     with ThreadPoolExecutor(1) as others:
         other = others.submit(go.wait if main else start)
         with monkeypatch.context() as patch:
-            patch.setattr("_thread.start_new_thread", refuse)
-            patch.setattr(threading.Thread, "start", refuse)
+            patch.setattr("_thread.start_new_thread", NO_THREAD)
+            patch.setattr(threading.Thread, "start", NO_THREAD)
             go.set()
             other.result()
             if main:
@@ -126,17 +107,12 @@ def test_patched_modules(monkeypatch, library, name, patched, refuses):
 
 def test_the_limits_of_threads(tmp_path):
     """They are the system's own, with numbers, and the remedy."""
-    group = tmp_path / "sys/fs/cgroup/box"
-    group.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
-    (group / "pids.max").write_text("100\n")
-    (group / "pids.current").write_text("99\n")
-    text = thread_limits(str(tmp_path))
+    box = "sys/fs/cgroup/box/pids"
+    files = {"proc/self/cgroup": b"0::/box\n", f"{box}.max": b"100\n", f"{box}.current": b"99\n"}
+    text = thread_limits(written(files, tmp_path))
     assert "pids.max of the control group is 100, with 99 in use" in text
     assert "use fewer workers" in text
-    (group / "pids.max").write_text("max\n")
-    assert "pids.max" not in thread_limits(str(tmp_path))
+    assert "pids.max" not in thread_limits(written({f"{box}.max": b"max\n"}, tmp_path))
 
 
 def test_ctrl_c_anywhere_in_start_and_join():
@@ -160,9 +136,6 @@ def test_ctrl_c_anywhere_in_start_and_join():
         if not struck.is_set():
             break
     assert countdown > 10
-
-
-# -- logging on another thread
 
 
 class Handler(logging.Handler):
@@ -220,11 +193,7 @@ def test_messages_are_logged_by_one_thread(handler):
 @pytest.mark.parametrize("error", [OSError, SystemExit])
 def test_a_handler_of_logging_that_raises(error, handler, capsys):
     """Its exception is printed; later messages come."""
-
-    def act():
-        raise error("no answer")
-
-    handler.act = act
+    handler.act = refusing(error, "no answer")
     log_later(logging.WARNING, "act")
     log_later(logging.WARNING, "later")
     await_logged(time.monotonic() + SOON)
@@ -234,12 +203,8 @@ def test_a_handler_of_logging_that_raises(error, handler, capsys):
 
 def test_messages_without_a_thread(handler, monkeypatch):
     """They come as soon as there is a thread."""
-
-    def refuse(*_):
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr("_thread.start_new_thread", refuse)
+        patch.setattr("_thread.start_new_thread", NO_THREAD)
         log_later(logging.WARNING, "first")
     log_later(logging.WARNING, "second")
     await_logged(time.monotonic() + SOON)

@@ -32,14 +32,21 @@ def pair():
         yield one, other
 
 
+@contextlib.contextmanager
+def beside(function):
+    """Run a function in another thread."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    yield
+    thread.join()
+
+
 @pytest.fixture
 def ends(pair):
     """Return an agent's end, and a trainer's."""
     made = []
-    agent = threading.Thread(target=lambda: made.append(Connection(pair[0], KEY, is_agent=True)))
-    agent.start()
-    trainer = Connection(pair[1], KEY, is_agent=False)
-    agent.join()
+    with beside(lambda: made.append(Connection(pair[0], KEY, is_agent=True))):
+        trainer = Connection(pair[1], KEY, is_agent=False)
     yield made[0], trainer
     trainer.close()
     made[0].close()
@@ -59,10 +66,8 @@ def test_messages_arrive_whole(ends, batch):
     agent, trainer = ends
     buffers = []
     data = dumps(batch, buffers)
-    sender = threading.Thread(target=agent.send, args=(data, buffers))
-    sender.start()
-    got, parts = trainer.receive(Buffers().take_memory)
-    sender.join()
+    with beside(lambda: agent.send(data, buffers)):
+        got, parts = trainer.receive(Buffers().take_memory)
     np.testing.assert_equal(pickle.loads(got, buffers=parts), batch)
     places = [np.frombuffer(part, np.uint8).ctypes.data for part in parts]
     assert all(place % wire.ALIGN == 0 for place in places)
@@ -78,13 +83,11 @@ def test_an_end_that_closes_ends_the_other(ends):
         with contextlib.suppress(OSError):
             agent.send(b"", [memoryview(bytes(1 << 24))])
 
-    sender = threading.Thread(target=send)
-    sender.start()
-    assert trainer.wait(None)
-    trainer.close()
-    with pytest.raises((OSError, ValueError)):
-        trainer.receive()
-    sender.join()
+    with beside(send):
+        assert trainer.wait(None)
+        trainer.close()
+        with pytest.raises((OSError, ValueError)):
+            trainer.receive()
     agent.close()
 
 
@@ -99,11 +102,8 @@ def test_who_has_no_key_is_refused(pair, is_agent):
         except (OSError, EOFError) as error:
             refused.append(error)
 
-    stranger = threading.Thread(target=ask)
-    stranger.start()
-    with pytest.raises(PermissionError, match="does not have the key"):
+    with beside(ask), pytest.raises(PermissionError, match="does not have the key"):
         Connection(pair[0], KEY, is_agent=is_agent)
-    stranger.join()
     assert len(refused) == 1
 
 
@@ -115,11 +115,8 @@ def test_who_sends_back_what_it_gets_is_refused(pair):
             while got := pair[1].recv(4096):
                 pair[1].sendall(got)
 
-    stranger = threading.Thread(target=reflect)
-    stranger.start()
-    with pytest.raises(PermissionError, match="does not have the key"):
+    with beside(reflect), pytest.raises(PermissionError, match="does not have the key"):
         Connection(pair[0], KEY, is_agent=False)
-    stranger.join()
 
 
 def test_one_deadline_holds_for_the_whole_proof(pair, monkeypatch):
@@ -135,12 +132,10 @@ def test_one_deadline_holds_for_the_whole_proof(pair, monkeypatch):
             while not over.wait(0.02):
                 sent += pair[1].send(b"x")
 
-    stranger = threading.Thread(target=trickle)
-    stranger.start()
-    with pytest.raises((OSError, EOFError)):
-        Connection(pair[0], KEY, is_agent=True)
-    over.set()
-    stranger.join()
+    with beside(trickle):
+        with pytest.raises((OSError, EOFError)):
+            Connection(pair[0], KEY, is_agent=True)
+        over.set()
     assert sent < 64
 
 

@@ -8,26 +8,16 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+from refusing import refusing
 from waiting import together
 
 from cseq.processes import logs
-from cseq.processes import worker as worker_module
-from cseq.processes.worker import (
-    ENTERED,
-    FAILED,
-    HEADER,
-    LOADED,
-    LOGGED,
-    NOTED,
-    READY,
-    Setup,
-    WorkerProcess,
-    send_state,
-)
+from cseq.processes import worker as process
+from cseq.processes.worker import FAILED, HEADER, LOGGED, READY, WorkerProcess, send_state
 
 pytestmark = pytest.mark.needs("worker processes")
 
-SETUP = Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, None)
+SETUP = process.Setup(0, 1, (0, 8), 8, 0, "x" * 10**6, None)
 
 
 @pytest.fixture
@@ -49,15 +39,15 @@ def test_messages_arrive_in_any_pieces(ends, size):
     worker, theirs = ends
     body = b"why\0\0E" * 3
     for last, told in ((READY, b""), (FAILED, body)):
-        noted = HEADER.pack(NOTED, 4) + b"look"
-        sent = HEADER.pack(ENTERED, 0) + HEADER.pack(LOADED, 0)
+        noted = HEADER.pack(process.NOTED, 4) + b"look"
+        sent = HEADER.pack(process.ENTERED, 0) + HEADER.pack(process.LOADED, 0)
         sent += HEADER.pack(last, len(told)) + told + noted
         messages = []
         for k in range(0, len(sent), size):
             theirs.sendall(sent[k : k + size])
             messages += worker.receive() or []
         failed = [(FAILED, body)] if last == FAILED else []
-        assert messages == [*failed, (NOTED, b"look")]
+        assert messages == [*failed, (process.NOTED, b"look")]
         assert worker.state == last
         assert worker.entered > 0
 
@@ -93,65 +83,38 @@ def test_messages_are_sent_whole(ends):
 
 def test_more_records_than_handlers_take(monkeypatch, caplog):
     """The queue is bounded; the log says what is left out."""
-    calls = []
-    texts = []
+    calls, texts = [], []
     monkeypatch.setattr(logs, "MOST", 3)
     monkeypatch.setattr(logs, "call_later", calls.append)
     monkeypatch.setattr(logs.log, "handle", lambda record: texts.append(record.getMessage()))
     caplog.set_level(logging.INFO, "cseq")
     records = logs.Records()
+
+    def queue(text):
+        records.queue_record(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": text}))
+
     for k in range(5):
-        records.queue_record(pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": str(k)}))
+        queue(str(k))
     for _ in range(2):
         for call in calls:
             call()
         calls.clear()
-        records.queue_record(
-            pickle.dumps({"name": "cseq", "levelno": logging.INFO, "msg": "later"})
-        )
+        queue("later")
     assert texts[0].startswith("2 log records from the workers were dropped")
     assert texts[1:] == ["0", "1", "2", "later"]
-
-
-def test_a_handshake_with_the_dead(ends):
-    """A setup that cannot be sent is no error: the worker's end is noticed next."""
-    worker, theirs = ends
-    theirs.close()
-    fd = worker.child.sock.fileno()
-    worker.handshake(SETUP, fd, fd, fd)
-    assert worker.receive() is None
-
-
-class Broken:
-    """A socket whose connection the system has ended, as Windows does when it kills a process."""
-
-    def __init__(self, error):
-        self.error = error
-
-    def recv(self, _):
-        raise self.error
-
-    sendall = sendmsg = recv
-
-    def fileno(self):
-        return -1
-
-    def close(self):
-        """Do nothing."""
 
 
 @pytest.mark.needs("POSIX")
 @pytest.mark.parametrize("error", [ConnectionResetError, ConnectionAbortedError, BrokenPipeError])
 def test_however_a_connection_ends(error, ends, monkeypatch):
-    """It ends that worker, and nothing else."""
+    """It ends that worker, and nothing else, as when Windows ends it with a killed process."""
     worker, _ = ends
-
-    def refuse(*_):
-        raise error
-
+    refuse = refusing(error)
     monkeypatch.setattr("socket.send_fds", refuse)
     with worker.child.sock:
-        worker.child.sock = Broken(error)
+        worker.child.sock = SimpleNamespace(
+            recv=refuse, sendall=refuse, sendmsg=refuse, fileno=lambda: -1, close=lambda: None
+        )
     worker.handshake(SETUP, 3, 4, 5)
     assert worker.receive() is None
 
@@ -159,7 +122,6 @@ def test_however_a_connection_ends(error, ends, monkeypatch):
 BETWEEN = """
 import faulthandler, os, socket, sys, threading, time
 import cseq, cseq.processes.worker
-
 class Slow:
     def __init__(self):
         # Ready only when it has been asked for its stacks in the middle of a message.
@@ -177,15 +139,12 @@ class Slow:
             send(Halves(sock), state, body)
         import cseq.engine.worker as process
         process.send_state = in_halves
-
     def __getitem__(self, indices):
         return indices
-
 class Bad(Slow):
     def __init__(self):
         super().__init__()
         raise ValueError("bad " * 100_000)
-
 with cseq.MPSequence(Slow, 8, 2, batch_size=2, out_type="null", seed=1).start() as batches:
     print(sorted(i for batch in batches for i in batch.tolist()))
 try:
@@ -196,7 +155,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.skipif(worker_module.STACK_SIGNAL is None, reason="no stacks here")
+@pytest.mark.skipif(process.STACK_SIGNAL is None, reason="no stacks here")
 def test_stacks_in_the_middle_of_a_message(run_script):
     """Stacks written while a worker sends a message leave the message whole."""
     done = run_script(BETWEEN)
