@@ -3,23 +3,15 @@
 import numpy as np
 import pytest
 from fair import LENGTHS
+from ranked import units
 
 import cseq
-
-
-def rows(order, number=0):
-    """Return the rows of an epoch."""
-    samples, sizes = order.reader(7).samples(number, 0, order.units)
-    return np.split(samples, np.cumsum(sizes)[:-1])
 
 
 def test_a_rounded_length_may_exceed_the_budget():
     """A sample that is no longer than the budget has a row."""
     order = cseq.Packed([100, 99, 97, 1], 100, quantum=8)
-    assert sorted(map(sorted, rows(order))) == [[0], [1], [2], [3]]
-
-
-# ── statistics ────────────────────────────────────────────────────────────────────────────────
+    assert sorted(units(order, 7, 0)) == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -28,7 +20,7 @@ def test_samples_of_equal_length_stand_in_for_each_other(name):
     lengths = LENGTHS[name]
     order, pairs = cseq.Packed(lengths, 64), np.zeros((len(lengths), len(lengths)))
     for number in range(600):
-        for row in rows(order, number):
+        for row in units(order, 7, number):
             pairs[np.ix_(row, row)] += 1
     pairs[np.diag_indices_from(pairs)] = 0
     for one in np.unique(lengths):
@@ -47,6 +39,6 @@ def test_lengths_that_are_rounded_mix_more():
     lengths = np.random.default_rng(0).permutation(np.arange(1, 201))
     for quantum, most in ((1, 1.0), (20, 0.1)):
         order = cseq.Packed(lengths, 400, quantum=quantum)
-        epochs = [{tuple(sorted(row)) for row in rows(order, number)} for number in range(2)]
+        epochs = [{tuple(sorted(row)) for row in units(order, 7, number)} for number in range(2)]
         again = len(epochs[0] & epochs[1]) / len(epochs[0])
         assert again == most if quantum == 1 else again < most

@@ -41,11 +41,9 @@ def test_rows_are_full(sigma):
 
 
 AWKWARD = {
-    "cannot meet": (range(4097, 4098), 50.01),
-    "two at most": (range(3000, 5001), 97.63),
-    "large and small": (range(2731, 8193), 88.9),
-    "three at most": (range(2100, 2101), 73.24),
-}
+    "cannot meet": (range(4097, 4098), 50.01), "two at most": (range(3000, 5001), 97.63),
+    "large and small": (range(2731, 8193), 88.9), "three at most": (range(2100, 2101), 73.24),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", AWKWARD)
@@ -91,9 +89,6 @@ def test_many_documents_are_sorted_in_parts():
         first = np.repeat(lengths.cumsum() - lengths, cut)
         inside = np.arange(len(first)) - np.repeat(cut.cumsum() - cut, cut)
         assert (starts == first + inside * row).all()
-
-
-# ── statistics ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 127, 128, 400])

@@ -44,17 +44,10 @@ def test_fingerprint_of_other_types_and_of_pieces():
     assert core_fingerprint(values) != expected
 
 
-# ── statistics ────────────────────────────────────────────────────────────────────────────────
-
-
-def buckets(together):
-    """Make batches of 60 samples."""
-    return cseq.Buckets(np.random.default_rng(0).integers(5, 40, 60), 120, together=together)
-
-
+MIXED = np.random.default_rng(0).integers(5, 40, 60)
 DOCUMENTS = [40, 7, 0, 3, 16, 5, 5, 9, 33, 12]
 EACH_ANYWHERE = {
-    **{f"buckets, {k} together": buckets(k) for k in (1, 2, 3, 7, 8, 21)},
+    **{f"buckets, {k} together": cseq.Buckets(MIXED, 120, together=k) for k in (1, 2, 3, 7, 8, 21)},
     **{f"packed, {name}": cseq.Packed(lengths, 64) for name, lengths in LENGTHS.items()},
     "packed, split": cseq.Packed(DOCUMENTS, 16, too_long="split"),
 }
@@ -72,9 +65,6 @@ def test_a_unit_comes_anywhere(name):
     expected = sum(-(-k // 16) for k in DOCUMENTS) if "split" in name else order.samples
     assert len(there) == expected
     assert np.abs(there / 2000 - share).max() < 5 * np.sqrt(share * (1 - share) / 2000)
-
-
-# ── large ones ────────────────────────────────────────────────────────────────────────────────
 
 
 def test_large_classes_need_no_table():

@@ -1,33 +1,26 @@
 """Stopping in the middle of an epoch, and continuing anywhere."""
 
 import itertools
+from functools import partial
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from indexers import Augmented, Raising
 
 import cseq
 from cseq.indexing.context import generator
-
-SAMPLES = 101
-
-
-class Drawn:
-    """Returns its indices, and draws of the batch's own generator."""
-
-    def __getitem__(self, indices):
-        return indices, float(cseq.rng().random())
 
 
 def manager(**options):
     """Make a manager of threads."""
     options = {"batch_size": 4, "seed": 3, "thread_type": "thread", "out_type": "null"} | options
-    return cseq.MSequence(Drawn, options.pop("n", SAMPLES), **options)
+    return cseq.MSequence(Augmented, options.pop("n", 101), **options)
 
 
 def stream(batches):
-    """Return batches as values."""
-    return [(indices.tolist(), draw) for indices, draw in batches]
+    """Return the indices of batches, and their generators' first draws."""
+    return [(batch["index"].tolist(), batch["noise"][0, 0]) for batch in batches]
 
 
 def head(m, count):
@@ -37,20 +30,12 @@ def head(m, count):
 
 @settings(max_examples=40)
 @given(
-    n=st.integers(1, 60),
-    batch=st.integers(1, 9),
-    other=st.integers(1, 9),
-    ranks=st.integers(1, 3),
-    new_ranks=st.integers(1, 3),
-    part=st.floats(0, 1),
-    pad=st.booleans(),
-)
+    n=st.integers(1, 60), batch=st.integers(1, 9), other=st.integers(1, 9), ranks=st.integers(1, 3),
+    new_ranks=st.integers(1, 3), part=st.floats(0, 1), pad=st.booleans(),
+)  # fmt: skip
 @example(n=18, batch=2, other=2, ranks=4, new_ranks=3, part=1.0, pad=False)
 def test_the_rest_is_dealt_anew(n, batch, other, ranks, new_ranks, part, pad):
-    """With other batch sizes and ranks, exactly the remaining samples come.
-
-    Ranks in step share one state, even if some lack a last batch.
-    """
+    """With other batches and ranks, exactly the rest comes; ranks in step share one state."""
     first = [manager(n=n, batch_size=batch, shard=(r, ranks), pad=pad) for r in range(ranks)]
     count = int(part * len(first[0]))
     delivered = [head(m, count) for m in first]
@@ -76,15 +61,10 @@ def test_the_rest_is_dealt_anew(n, batch, other, ranks, new_ranks, part, pad):
     assert len(rest) - len(left) < (new_ranks if pad else 1)
 
 
-def test_ranks_draw_differently_and_alike_after_a_resume():
-    """cseq.rng depends on the batch's position in the epoch, and not on the worker."""
-    parts = []
-    for rank in range(2):
-        with manager(shard=(rank, 2)).start_test() as m:
-            parts.append(stream(m))
-    draws = [draw for part in parts for _, draw in part]
-    assert len(set(draws)) == len(draws)
-    assert parts[1][3][1] == float(generator(3, 0, 4 * 7).random())
+def test_a_rank_draws_by_the_position_of_its_batch():
+    """It is the position in the epoch of all ranks, so a resume with other ranks draws alike."""
+    with manager(shard=(1, 2)).start_test() as m:
+        assert stream(m)[3][1] == generator(3, 0, 4 * 7).random()
 
 
 def test_loading_interrupts_what_runs():
@@ -115,14 +95,8 @@ def test_an_unordered_place_cannot_be_said():
 
 def test_a_batch_that_raised_is_not_delivered():
     """After an error, the state is at the batch that raised, until the loop continues after it."""
-
-    class Broken(Drawn):
-        def __getitem__(self, indices):
-            if 8 in indices:
-                raise OSError("unreadable")
-            return super().__getitem__(indices)
-
-    m = cseq.MTSequence(Broken, 20, batch_size=4, shuffle=False, out_type="null")
+    worker = partial(Raising, partial(OSError, "unreadable"), 8)
+    m = cseq.MTSequence(worker, 20, batch_size=4, shuffle=False, out_type="null")
     for start in (m.start, m.start_test):
         start()
         m.set_epoch(0)

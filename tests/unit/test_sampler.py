@@ -6,15 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from ranked import batches
 
 import cseq
 from cseq.order.sampler import Sampler, warn
 from cseq.order.shuffled import Sequential, Shuffled
-
-sizes = st.integers(1, 300)
-batch_sizes = st.integers(1, 40)
-worlds = st.integers(1, 6)
-seeds = st.integers(0, 2**64 - 1)
 
 
 def sampler(dset_size=100, *, shuffle=True, **options):
@@ -29,15 +25,9 @@ def ranks(world_size, *args, **options):
     return [sampler(*args, rank=r, world_size=world_size, **options) for r in range(world_size)]
 
 
-def batch(source, number):
-    """Return the samples of a batch."""
-    return source.samples(number)[0].tolist()
-
-
 def epoch(one, number=0, consumed=0):
     """Take all batches of an epoch."""
-    source = one.source(number, consumed)
-    return [batch(source, k) for k in range(len(source))]
+    return [samples for samples, _ in batches(one, number, consumed)]
 
 
 def dealt(all_ranks, number=0, consumed=0):
@@ -46,12 +36,9 @@ def dealt(all_ranks, number=0, consumed=0):
     return [flat(parts_of_one) for parts_of_one in zip(*parts, strict=True)]
 
 
-def flat(batches):
+def flat(parts):
     """Concatenate batches."""
-    return list(itertools.chain.from_iterable(batches))
-
-
-# ── many ranks ────────────────────────────────────────────────────────────────────────────────
+    return list(itertools.chain.from_iterable(parts))
 
 
 def test_padding_is_the_beginning():
@@ -60,7 +47,10 @@ def test_padding_is_the_beginning():
     assert dealt(ranks(5, 2, batch_size=4, shuffle=False)) == [[0, 1, 0, 1, 0]]
 
 
-@given(n=sizes, size=batch_sizes, world=worlds, consumed=st.integers(0, 300), seed=seeds)
+@given(
+    n=st.integers(1, 300), size=st.integers(1, 40), world=st.integers(1, 6),
+    consumed=st.integers(0, 300), seed=st.integers(0, 2**64 - 1),
+)  # fmt: skip
 def test_without_padding(n, size, world, consumed, seed):
     """Over all ranks, each sample comes once, in the order's parts; tails differ by one sample."""
     assume(consumed <= n)
@@ -98,17 +88,13 @@ def test_an_epoch_without_batches_is_said(caplog):
     )
 
 
-# ── given samples ─────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.int64, np.uint64, ">i2"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_indices(dtype, world):
     """Given indices replace 0 … n-1, as int64, even in the padding."""
     given_ = np.arange(100, 75, -1).astype(dtype)
-    batches = dealt(ranks(world, given_))
     plain = dealt(ranks(world, len(given_)))
-    assert batches == [given_[batch].tolist() for batch in plain]
+    assert dealt(ranks(world, given_)) == [given_[batch].tolist() for batch in plain]
     assert sampler(given_).source(0).samples(0)[0].dtype == np.int64
 
 
@@ -116,14 +102,11 @@ def test_array_is_not_copied_and_not_written():
     """A terabyte of indices is not copied, and the array may be read-only."""
     array = np.broadcast_to(np.int64(3), (2**37,))
     one = sampler(array, shuffle=False)
-    assert batch(one.source(0), 10**9) == [3] * 7
+    assert one.source(0).samples(10**9)[0].tolist() == [3] * 7
     own = np.arange(5)
     epoch(sampler(own))
     assert own.flags.writeable
     assert own.tolist() == [0, 1, 2, 3, 4]
-
-
-# ── what is refused ───────────────────────────────────────────────────────────────────────────
 
 
 class Endless:
@@ -140,34 +123,27 @@ class Endless:
     ("given_", "text"),
     [
         (Endless(), r"dset_size is a Endless; pass its length"),
-        ([Endless()], "dset_size is a list"),
-        ({1, 2}, "dset_size is a set; pass"),
+        ([Endless()], "dset_size is a list"), ({1, 2}, "dset_size is a set; pass"),
         ({1: 2}, "dset_size is a dict; pass"),
         ((k for k in range(3)), "dset_size is a generator.*fromiter"),
         (iter([1, 2]), "dset_size is a list_iterator"),
     ],
-    ids=lambda value: type(value).__name__,
-)
+)  # fmt: skip
 def test_a_data_set_as_dset_size(given_, text):
     """A data set, or an object without a length, raises a TypeError at once with the remedy."""
     with pytest.raises(TypeError, match=text):
         sampler(given_)
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_epoch_out_of_range(shuffle):
+@pytest.mark.parametrize(
+    ("number", "consumed", "error"),
+    [(-1, 0, ValueError), (2**64, 0, ValueError), (True, 0, TypeError), (0, -1, ValueError),
+     (0, 11, ValueError), (0, 1.0, TypeError)],
+)  # fmt: skip
+def test_epoch_out_of_range(number, consumed, error):
     """An invalid epoch, or number of consumed samples, is an error."""
-    one = sampler(10, shuffle=shuffle)
-    for number, consumed, error in (
-        (-1, 0, ValueError),
-        (2**64, 0, ValueError),
-        (True, 0, TypeError),
-        (0, -1, ValueError),
-        (0, 11, ValueError),
-        (0, 1.0, TypeError),
-    ):
-        with pytest.raises(error, match=r"epoch|consumed"):
-            one.source(number, consumed)  # type: ignore[arg-type]
+    with pytest.raises(error, match=r"epoch|consumed"):
+        sampler(10).source(number, consumed)
 
 
 @pytest.mark.parametrize(("number", "error"), [(-1, OverflowError), (15, IndexError)])

@@ -11,17 +11,11 @@ from reference_mixture import counts
 
 from cseq.order.shares import Shares
 
-weights = st.lists(
-    st.one_of(
-        st.integers(0, 9),
-        st.integers(0, 2**80),
-        st.floats(0, 1e300),
-        st.floats(0, 1),
-        st.sampled_from([5e-324, 1e-9, 0.5, 1.0]),
-    ),
-    min_size=1,
-    max_size=12,
-).filter(any)
+weight = st.one_of(
+    st.integers(0, 9), st.integers(0, 2**80), st.floats(0, 1e300), st.floats(0, 1),
+    st.sampled_from([5e-324, 1e-9, 0.5, 1.0]),
+)  # fmt: skip
+weights = st.lists(weight, min_size=1, max_size=12).filter(any)
 blocks = st.one_of(st.integers(1, 9), st.integers(1, 2**16 - 1))
 
 
@@ -57,14 +51,11 @@ def test_counts(given_weights, block, number):
 
 
 FAMILIES = {
-    "zipf": [1 / (k + 1) for k in range(1000)],
-    "steep": [(k + 1) ** -2 for k in range(300)],
-    "geometric": [0.7**k for k in range(60)],
-    "equal": [1] * 700,
-    "two": [0.9999, 0.0001],
+    "zipf": [1 / (k + 1) for k in range(1000)], "steep": [(k + 1) ** -2 for k in range(300)],
+    "geometric": [0.7**k for k in range(60)], "equal": [1] * 700, "two": [0.9999, 0.0001],
     "fibonacci": [0.01, 1, 1, 1.97, 3.03, 4.98, 8.02, 12.9, 21.1, 33.9, 55.2, 88.6, 144.7, 233],
     "one of many": [1] * 2000 + [10**9],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
