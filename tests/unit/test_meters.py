@@ -27,18 +27,19 @@ def work(ring, owner, batches):
 
 
 def test_what_a_runner_has_done():
-    """Each ticket is in its runner's histogram, with its own time."""
+    """Each ticket is in its runner's histogram, with its own time, in the bucket around it."""
     ring = make_ring()
-    took = work(ring, 2, 20)
+    took = work(ring, 2, 200)
     meters = Meters.read_rings([ring])
     found = meters.histogram("work", meters.runners[1])
-    assert meters.runners["batches"].tolist() == [0, 20, 0]
-    assert (found.count, found.total) == (20, sum(took) / 1e9)
-    assert ring.published(2) == 20
+    assert meters.runners["batches"].tolist() == [0, 200, 0]
+    assert (found.count, found.total) == (200, sum(took) / 1e9)
+    assert found.buckets() == buckets_of(took).buckets()
+    assert ring.published(2) == 200
     slow = [tuple(one) for one in meters.runners[1]["slowest"].tolist()]
     assert [ns for ns, _, _ in slow] == sorted(took, reverse=True)[:8]
     assert {(epoch, took[batch]) for _, epoch, batch in slow} == {(9, ns) for ns, _, _ in slow}
-    assert meters.histogram("work", meters.runners).count == 20
+    assert meters.histogram("work", meters.runners).count == 200
     for owner in (0, 4):
         with pytest.raises(IndexError):
             ring.published(owner)
@@ -82,15 +83,6 @@ def test_quantiles(times, p):
     assert 0 <= histogram.mean_below(0.95) <= 1.13 * max(times) / 1e9
 
 
-def test_the_edges_are_those_of_the_ring():
-    """C counts a time in the bucket whose edges surround it."""
-    ring = make_ring()
-    took = work(ring, 1, 200)
-    meters = Meters.read_rings([ring])
-    found = meters.histogram("work", meters.runners[0])
-    assert found.buckets() == buckets_of(took).buckets()
-
-
 def test_no_histogram():
     """Without data, all is 0."""
     nothing = Histogram([0], 0.0)
@@ -117,10 +109,8 @@ def test_how_a_run_went(kind):
     assert rows.dtype["busy"].shape == (2,)
     assert rows["seconds"][0] >= stats.start_waited
     assert len(rows) >= 3
-    for name in ("seconds", "batches"):
-        assert (np.diff(rows[name]) > 0).all()
-    for name in ("waited", "stepped"):
-        assert (np.diff(rows[name]) >= 0).all()
+    for name, least in (("seconds", 1e-9), ("batches", 1), ("waited", 0), ("stepped", 0)):
+        assert (np.diff(rows[name]) >= least).all()
     assert rows["batches"][-1] <= 60
     # This allows for the rounding of floats.
     assert rows["waited"][-1] <= stats.start_waited + stats.loop_waited + 1e-6

@@ -16,7 +16,6 @@ from cseq.measure.advice import Window
 from cseq.measure.stats import Stats
 from cseq.report import page
 
-VOID = {"meta"}
 FIGURES = ["Waiting over time", "How many workers would be enough", "A worker's time for a batch"]
 FIGURES += ["Batches ready", "Batches a second", "Workers over time"]
 
@@ -44,9 +43,8 @@ class Parsed(HTMLParser):
         assert self._open == []
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in VOID:
+        self.handle_startendtag(tag, attrs)
+        if tag != "meta":
             self._open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -76,24 +74,12 @@ def history(rows, workers):
     return found
 
 
-def with_history(rows, workers):
-    """Return the figures of a run with such a history instead of its own."""
-
-    class Told(Stats):
-        @property
-        def history(self):
-            return history(rows, workers)
-
-    return Told(**vars(ran().stats()))
-
-
-def ran(kind="thread", samples=96, **options):
+def ran():
     """Return a manager that has run and finished."""
-    options = {"batch_size": 2, "out_type": "null", "seed": 1, "num_workers": 2} | options
-    manager = cseq.MSequence(Rows, samples, thread_type=kind, **options)
+    options = {"batch_size": 2, "out_type": "null", "seed": 1, "num_workers": 2}
+    manager = cseq.MSequence(Rows, 96, thread_type="thread", **options)
     with manager.start() as batches:
-        for _ in batches:
-            pass
+        list(batches)
     return manager
 
 
@@ -124,6 +110,10 @@ def test_there_is_always_a_page(tmp_path):
     """There is one before a start, after one batch, in test mode and in a run, always replaced."""
     path = tmp_path / "loader.html"
     manager = cseq.MTSequence(Rows, 40, batch_size=2, out_type="null", num_workers=1)
+    with pytest.raises(TypeError, match="path=3"):
+        manager.report(3)
+    with pytest.raises(TypeError, match="title=4"):
+        manager.report(path, title=4)
     manager.report(path)
     assert "fewer than 8" in path.read_text(encoding="utf-8").replace("Fewer", "fewer")
     with manager.start_test() as batches:
@@ -135,14 +125,6 @@ def test_there_is_always_a_page(tmp_path):
             if number == 12:
                 manager.report(path)
     assert FIGURES[1] in Parsed(path.read_text(encoding="utf-8")).headings
-
-
-@pytest.mark.parametrize(("given", "what"), [({"path": 3}, "path=3"), ({"title": 4}, "title=4")])
-def test_wrong_types(tmp_path, given, what):
-    """The error names them."""
-    manager = cseq.MTSequence(Rows, 4, batch_size=2, out_type="null")
-    with pytest.raises(TypeError, match=what):
-        manager.report(**{"path": tmp_path / "loader.html", **given})
 
 
 # File size limits exist where forks exist.
@@ -167,9 +149,10 @@ def test_a_page_that_cannot_be_written_leaves_the_one_before(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2, 16, 17, 200])
 @pytest.mark.parametrize("rows", [4, 60, 512])
-def test_figures_over_time(workers, rows):
+def test_figures_over_time(workers, rows, monkeypatch):
     """There are six, of at most 150 kB; of more than 16 workers, those that differ most appear."""
-    stats = with_history(rows, workers)
+    stats = ran().stats()
+    monkeypatch.setattr(Stats, "history", history(rows, workers))
     text = page.page([page.Part("a run", "", stats)])
     shown = Parsed(text)
     assert [each for each in shown.headings if each in FIGURES] == FIGURES
@@ -256,12 +239,14 @@ def test_in_a_notebook():
 
 
 @pytest.mark.needs("worker processes")
-def test_a_loader_in_a_notebook():
-    """Like a manager, it has only its facts before an epoch, then the last one's verdict."""
+def test_a_loader(tmp_path):
+    """A notebook has only its facts before an epoch; then that and the page are of the last one."""
     pytest.importorskip("torch")
     loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
     shown = Parsed(loader._repr_html_())
     assert shown.words == ["DataLoader", "dataset", "list", "batch_size", "4", "num_workers", "2"]
+    with pytest.raises(RuntimeError, match="no cseq workers"):
+        loader.report(tmp_path / "loader.html")
     assert len(list(loader)) == 20
     shown = Parsed(loader._repr_html_())
     assert any(loader.advice().cause in words for words in shown.words)
@@ -269,16 +254,6 @@ def test_a_loader_in_a_notebook():
     alone = cseq.DataLoader([1, 2])
     assert list(alone)
     assert Parsed(alone._repr_html_()).words[:3] == ["DataLoader", "dataset", "list"]
-
-
-@pytest.mark.needs("worker processes")
-def test_a_loader(tmp_path):
-    """The page is of the last epoch."""
-    pytest.importorskip("torch")
-    loader = cseq.DataLoader(list(range(80)), batch_size=4, num_workers=2)
-    with pytest.raises(RuntimeError, match="no cseq workers"):
-        loader.report(tmp_path / "loader.html")
-    assert len(list(loader)) == 20
     loader.report(tmp_path / "loader.html")
     shown = Parsed((tmp_path / "loader.html").read_text(encoding="utf-8"))
     assert shown.headings[1] == "DataLoader"
@@ -288,21 +263,16 @@ def test_a_loader(tmp_path):
 
 SCRIPT = """
 import os, sys, numpy as np, cseq
-class Rows:
-    def __getitem__(self, indices):
-        return np.asarray(indices)
-manager = cseq.MTSequence(Rows, 60, batch_size=2, out_type="null", num_workers=1, seed=1)
+options = {"out_type": "null", "seed": 1}
+manager = cseq.MTSequence(np.arange(60), batch_size=2, num_workers=1, **options)
 for _ in range(2):
     with manager.start() as batches:
         print(sum(map(len, batches)))
-other = cseq.MTSequence(Rows, 90, batch_size=3, out_type="null", num_workers=2, seed=1).start()
+other = cseq.MTSequence(np.arange(90), batch_size=3, num_workers=2, **options).start()
 print(next(iter(other)).tolist())
 os.chdir("/")
 sys.exit(int(sys.argv[1]))
 """
-
-
-RANK = {"RANK": "3", "WORLD_SIZE": "4"}
 
 
 def test_a_script_is_not_changed(run_command, tmp_path):
@@ -310,7 +280,7 @@ def test_a_script_is_not_changed(run_command, tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["--report", "of-%r.html", "--trace", "run.json"]
-    done = run_command(tmp_path, "run", *options, "train.py", "3", **RANK)
+    done = run_command(tmp_path, "run", *options, "train.py", "3", RANK="3", WORLD_SIZE="4")
     assert done.returncode == 3, done.stderr
     assert done.stdout.splitlines()[:2] == ["60", "60"]
     assert f"cseq: wrote the report to {tmp_path / 'of-3.html'}" in done.stderr.splitlines()
@@ -320,7 +290,7 @@ def test_a_script_is_not_changed(run_command, tmp_path):
         "samples=60, batches=30, batch_size=2, workers=1, seed=1",
         "samples=90, batches=30, batch_size=3, workers=2, seed=1",
     ]
-    assert [shown.headings[0], shown.headings[1]] == ["train.py", "MTSequence"]
+    assert shown.headings[:2] == ["train.py", "MTSequence"]
     assert (tmp_path / "run.json").exists()
 
 

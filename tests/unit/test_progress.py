@@ -38,15 +38,10 @@ def test_the_share_of_waiting():
             assert sorted(np.concatenate(got)) == list(range(640))
             assert "20/20" in text
             assert re.findall(r"waits \d+ %", text)
-    assert "starting" in drawn_before(cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1))
-
-
-def drawn_before(manager):
-    """Return what is drawn before a manager's first batch."""
     to = io.StringIO()
-    with manager.start():
-        cseq.progress(manager, file=to, disable=False).close()  # type: ignore[attr-defined]
-    return to.getvalue()
+    with cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1).start() as batches:
+        cseq.progress(batches, file=to, disable=False).close()  # type: ignore[attr-defined]
+    assert "starting" in to.getvalue()
 
 
 def test_a_cause_is_named(monkeypatch):

@@ -37,13 +37,9 @@ def test_imports(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     stacks = WATCHER + "".join([
         frame("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
-        frame(INSTALLED / "torch" / "_ops.py", 30),
-        LOADER,
-        frame(INSTALLED / "torch" / "__init__.py", 12),
-        LOADER,
-        frame(tmp_path / "data.py", 3),
-        LOADER,
-        WORKER,
+        frame(INSTALLED / "torch" / "_ops.py", 30), LOADER,
+        frame(INSTALLED / "torch" / "__init__.py", 12), LOADER, frame(tmp_path / "data.py", 3),
+        LOADER, WORKER,
     ])  # fmt: skip
     frames = "torch/_ops.py:30 in <module>, torch/__init__.py:12 in <module>, data.py:3 in <module>"
     assert location_in(stacks) == f"is still importing data → torch ({frames.replace('/', os.sep)})"

@@ -22,15 +22,13 @@ class Cuda:
 @pytest.mark.parametrize(
     ("torch", "found"),
     [
-        (None, None),
-        (SimpleNamespace(), None),
-        (SimpleNamespace(cuda=SimpleNamespace()), None),
+        (None, None), (SimpleNamespace(), None), (SimpleNamespace(cuda=SimpleNamespace()), None),
         (SimpleNamespace(cuda=Cuda(False, False, False)), None),
         (SimpleNamespace(cuda=Cuda(True, True, True)), None),
         (SimpleNamespace(cuda=Cuda(True, False, True)), False),
         (SimpleNamespace(cuda=Cuda(True, False, False)), True),
     ],
-)
+)  # fmt: skip
 def test_the_gpu_is_asked_if_cuda_is_in_use(monkeypatch, torch, found):
     """It is not asked before it is initialised, or while it records a graph."""
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -48,23 +46,25 @@ def test_one_thread_unless_the_user_says_otherwise():
     assert set(others) == {"VECLIB_MAXIMUM_THREADS", "OPENCV_FOR_THREADS_NUM"}
 
 
-JOB = """
+# A script asks each worker once.
+ASKING = """
 import os, sys
 import numpy as np
 import cseq
-
+def answer(method, threads):
+    options = {"out_type": "null", "start_method": method, "threads": threads}
+    with cseq.MPSequence(Threads, 1, 1, seed_globals=False, **options).start() as batches:
+        return list(batches)[0]
+"""
+JOB = f"""{ASKING}
 class Threads:
     def __getitem__(self, indices):
-        return {name: os.environ.get(name) for name in os.environ if "THREADS" in name}
+        return {{name: os.environ.get(name) for name in os.environ if "THREADS" in name}}
 
-for method in sys.argv[1:]:
-    for threads in (1, 3, None):
-        with cseq.MPSequence(
-            Threads, 1, 1, out_type="null", start_method=method, threads=threads,
-            seed_globals=False,
-        ).start() as batches:
-            got, = batches
-            print(method, threads, got.get("OMP_NUM_THREADS"), got.get("OPENBLAS_NUM_THREADS"))
+method = sys.argv[1]
+for threads in (1, 3, None):
+    got = answer(method, threads)
+    print(method, threads, got.get("OMP_NUM_THREADS"), got.get("OPENBLAS_NUM_THREADS"))
 print(os.environ.get("OPENBLAS_NUM_THREADS"))
 """
 
@@ -87,11 +87,7 @@ def test_the_environment_of_workers(run_script, method):
     assert done.stdout.startswith(f"{method} 1 2 4\n{method} 3 2 4\n"), done.stderr
 
 
-BLAS = """
-import os, sys
-import numpy as np
-import cseq
-
+BLAS = f"""{ASKING}
 np.ones((300, 300)) @ np.ones((300, 300))  # its threads are there
 
 class Threads:
@@ -102,15 +98,8 @@ class Threads:
     def __getitem__(self, indices):
         return len(os.listdir("/proc/self/task"))
 
-for method in sys.argv[1:]:
-    counts = []
-    for threads in (1, 4):
-        with cseq.MPSequence(
-            Threads, 1, 1, out_type="null", start_method=method, threads=threads,
-            seed_globals=False,
-        ).start() as batches:
-            counts += batches
-    print(counts[1] - counts[0])
+one, four = (answer(sys.argv[1], threads) for threads in (1, 4))
+print(four - one)
 """
 
 
@@ -131,29 +120,19 @@ def test_openblas(run_anew, method):
     assert 1 <= more <= 3, done.stderr
 
 
-TORCH = """
-import sys
-import numpy as np
+TORCH = f"""{ASKING}
 import torch
-import cseq
-
 torch.set_num_threads(2)
 x = torch.rand(4, 3, 256, 256)
 torch.nn.functional.interpolate(x, size=64, mode="bilinear")  # OpenMP's threads are there
-
 class Threads:
     def __getitem__(self, indices):
         torch.nn.functional.interpolate(x, size=64, mode="bilinear")
         return torch.get_num_threads()
-
 for method in sys.argv[1:]:
     # A start that is not a fork imports torch anew; what it is told comes the same way for all.
-    for threads in {"fork": (1, 2), "forkserver": (2,), "spawn": (1,)}[method]:
-        with cseq.MPSequence(
-            Threads, 1, 1, out_type="null", start_method=method, threads=threads,
-            seed_globals=False,
-        ).start() as batches:
-            print(method, *batches)
+    for threads in {{"fork": (1, 2), "forkserver": (2,), "spawn": (1,)}}[method]:
+        print(method, answer(method, threads))
 """
 
 

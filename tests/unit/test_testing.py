@@ -4,14 +4,15 @@ import itertools
 import os
 import random
 import signal
-import time
 
 import numpy as np
 import pytest
+from counting import streams
+from indexers import Broken
+from waiting import until
 
 import cseq
 from cseq import testing
-from cseq.stream import Streams
 
 posix = pytest.mark.needs("fork")
 
@@ -42,8 +43,7 @@ def test_a_killed_worker_is_the_one_of_that_number():
             if number == 5:
                 before = testing.pids(m)
                 assert testing.kill(m, 1) == before[1]
-                while testing.pids(m)[1] == before[1]:
-                    time.sleep(0.001)
+                until(lambda old=before[1]: testing.pids(m)[1] != old)
                 testing.await_workers(m)
                 assert testing.pids(m)[0] == before[0]
         assert got == list(range(60))
@@ -60,18 +60,14 @@ def test_another_signal(caplog):
         testing.kill(m, 0, signal.SIGALRM)
         assert len(list(m)) == 30
         # One worker may have made all batches.
-        end = time.monotonic() + 100
-        while caplog.text.count("was killed by") < 2:
-            assert time.monotonic() < end, caplog.text
-            time.sleep(0.01)
+        until(lambda: caplog.text.count("was killed by") >= 2)
     assert "worker 0 was killed by SIGALRM" in caplog.text
     assert "worker 1 was killed by SIGKILL" in caplog.text
 
 
 class Late:
     def __init__(self):
-        while not os.path.exists(os.environ["CSEQ_TESTS_GO"]):
-            time.sleep(0.001)
+        until(lambda: os.path.exists(os.environ["CSEQ_TESTS_GO"]))
 
     def __getitem__(self, indices):
         return indices
@@ -89,15 +85,10 @@ def test_workers_are_waited_for(tmp_path, monkeypatch):
         assert len(list(m)) == 30
 
 
-class Never:
-    def __init__(self):
-        raise LookupError("nothing to read")
-
-
 @posix
 def test_what_keeps_workers_from_getting_ready_is_raised():
     """It is raised as the loop would raise it."""
-    with manager(Never).start() as m, pytest.raises(LookupError, match="nothing to read"):
+    with manager(Broken).start() as m, pytest.raises(LookupError, match="no such data set"):
         testing.await_workers(m)
 
 
@@ -121,15 +112,10 @@ def test_what_has_no_processes():
         testing.pids(np.arange(3))
 
 
-class Producer:
-    def __init__(self, number, num_workers):
-        pass
-
-
 @posix
 def test_streams_that_were_closed():
     """Their workers can be found until then."""
-    with Streams(Producer, 2, start_method="fork") as s:
+    with streams() as s:
         testing.await_workers(s)
         assert testing.pids(s) == s.pids()
     with pytest.raises(RuntimeError, match="it was closed"):
@@ -151,9 +137,6 @@ def test_a_forked_process_has_no_workers():
         assert os.waitpid(child, 0)[1] == 0
         assert len(list(m)) == 30
     assert m.stats().restarts == 0
-
-
-# ── orders ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Own(cseq.Order):
@@ -192,11 +175,9 @@ def own(**changed):
 
 
 def test_an_order_is_checked():
-    """A correct order passes."""
-    cseq.testing.check_order(Own())
+    """A correct order passes, of any size."""
     cseq.testing.check_order(Own(), most=3)
-    for order in (cseq.Sequential(7), cseq.Shuffled(7), cseq.Shuffled(10**12)):
-        cseq.testing.check_order(order)
+    cseq.testing.check_order(cseq.Shuffled(10**12))
 
 
 @pytest.mark.parametrize(
@@ -207,17 +188,12 @@ def test_an_order_is_checked():
         (own(samples=29), r"samples from 0 to 29; return only samples in \[0, 29\)"),
         (own(name=""), "name=''"),
         (cseq.Shuffled(), "samples=None"),
-        (
-            own(facts=lambda self: {"name": self.name, "rows": (1, 2)}),
-            "return values that JSON preserves",
-        ),
+        (own(facts=lambda self: {"name": self.name, "rows": (1, 2)}),
+         "return values that JSON preserves"),
         (own(room=1), r"return one size in \[1, 1\] for each unit"),
-        (
-            own(read=lambda *asked: (Own.read(*asked)[0], None)),
-            "no sizes; return the size",
-        ),
+        (own(read=lambda *asked: (Own.read(*asked)[0], None)), "no sizes; return the size"),
     ],
-)
+)  # fmt: skip
 def test_what_an_order_must_not_do(order, text):
     """The message says what it did."""
     with pytest.raises(ValueError, match=text):

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from resizing import resize
+from waiting import until
 
 import cseq
 from cseq._memory import Descriptor
@@ -35,18 +36,13 @@ TRAIN = """
 import sys
 import numpy as np
 import cseq
-
-class Rows:
-    def __getitem__(self, indices):
-        return indices * 2
-
 if __name__ == "__main__":
-    kind, rank, batches = getattr(cseq, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    kind, rank = getattr(cseq, sys.argv[1]), int(sys.argv[2])
     options = {"num_workers": 2, "batch_size": 4, "out_type": "null", "seed": 7}
-    manager = kind(Rows, 4000, shard=(rank, 2), **options)
+    manager = kind(np.arange(4000), shard=(rank, 2), **options)
     with manager.start() as started:
         iterator = iter(started)
-        for _ in range(batches):
+        for _ in range(20):
             next(iterator)
         print("taken", flush=True)
         sys.stdin.readline()
@@ -58,16 +54,13 @@ LOADER = """
 import sys
 import time
 from cseq import DataLoader
-
 class Numbers:
     def __len__(self):
         return 4000
-
     def __getitem__(self, i):
         if i >= 4 * 31:
             time.sleep(1000)
         return i
-
 if __name__ == "__main__":
     loader = DataLoader(Numbers(), batch_size=4, num_workers=2)
     iterator = iter(loader)
@@ -90,18 +83,12 @@ def trainer(folder, source, *arguments):
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"
-        yield process
+        watcher = Watcher(process.pid)
+        watcher.update()
+        yield process, watcher
     finally:
         process.kill()
         process.communicate()
-
-
-def until(condition):
-    """Wait for a condition that soon holds."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def written(watcher):
@@ -112,22 +99,11 @@ def written(watcher):
     return "\n".join(lines)
 
 
-def proceed(process):
-    """Let the script continue to its next line."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write("\n")
-    process.stdin.flush()
-    assert process.stdout.readline() == "finished\n"
-
-
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("kind", ["MPSequence", "MTSequence"])
 def test_what_is_read(tmp_path, kind):
     """It has facts, counts, the loop's place, and the ends of the run and of the process."""
-    with trainer(tmp_path, TRAIN, kind, 1, 20) as process:
-        watcher = Watcher(process.pid)
-        watcher.update()
+    with trainer(tmp_path, TRAIN, kind, 1) as (process, watcher):
         (run,) = watcher.runs
         facts = run.facts
         assert (facts["dset_size"], facts["batch_size"], facts["seed"]) == (4000, 4, 7)
@@ -137,9 +113,12 @@ def test_what_is_read(tmp_path, kind):
         assert "p99" in workers(run, 53)[0] < workers(run, 140)[0]
         assert len(head(run, 60)) > len(head(run, 140))
         said = written(watcher)
-        assert f"train.py  pid {process.pid}  rank 1 of 2  2 {KINDS[kind]}  4,000 samples" in said
+        of = {"MPSequence": "processes", "MTSequence": "threads"}[kind]
+        assert f"train.py  pid {process.pid}  rank 1 of 2  2 {of}  4,000 samples" in said
         assert "batch 20 of 500" in said
-        proceed(process)
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "finished\n"
         until(lambda: [watcher.update(), run.ended][1])
         assert run.ended == "finished"
         assert run.stats.batches == 20
@@ -149,17 +128,12 @@ def test_what_is_read(tmp_path, kind):
         assert "finished" in written(watcher)
 
 
-KINDS = {"MPSequence": "processes", "MTSequence": "threads"}
-
-
 @pytest.mark.needs("worker processes")
 @pytest.mark.parametrize("look", [0.0, 1e9])
 def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
     """What was read stays, and the end is reported, with or without a search for new runs."""
     monkeypatch.setattr(attached, "LOOK", look)
-    with trainer(tmp_path, TRAIN, "MPSequence", 0, 20) as process:
-        watcher = Watcher(process.pid)
-        watcher.update()
+    with trainer(tmp_path, TRAIN, "MPSequence", 0) as (process, watcher):
         (run,) = watcher.runs
         process.kill()
         process.wait()
@@ -177,9 +151,7 @@ def test_the_trainer_is_killed(tmp_path, monkeypatch, look):
 def test_a_loader_of_torch(tmp_path):
     """`cseq.DataLoader` has the same meters, with a ring for each worker."""
     pytest.importorskip("torch")
-    with trainer(tmp_path, LOADER) as process:
-        watcher = Watcher(process.pid)
-        watcher.update()
+    with trainer(tmp_path, LOADER) as (_, watcher):
         (run,) = watcher.runs
         assert (run.stats.batches, run.stats.buffer, run.stats.num_workers) == (30, 0, 2)
         assert "2 processes" in written(watcher)
@@ -193,11 +165,9 @@ def test_a_loader_of_torch(tmp_path):
         assert re.search(r"^ +1 +index +\d+% +0/31 ", written(watcher), re.MULTILINE)
 
 
-def have_begun(pid):
-    """Look at a process until it has the pids of all workers."""
-    watcher = Watcher(pid)
+def have_begun(watcher):
+    """Return whether the pids of all workers are shown."""
     watcher.update()
-    assert watcher.shown is not None
     names, *rows = workers(watcher.shown, 140)
     at = names.index("pid") + len("pid")
     return all(row[at - 7 : at].strip() for row in rows)
@@ -220,32 +190,23 @@ def test_another_number_of_workers():
 @pytest.mark.needs("worker processes")
 def test_the_command(run_command, tmp_path):
     """It prints once; two ranks have a line each."""
-    with trainer(tmp_path, TRAIN, "MPSequence", 1, 20) as process:
-        until(lambda: have_begun(process.pid))
-        with trainer(tmp_path, TRAIN, "MTSequence", 0, 20):
+    with trainer(tmp_path, TRAIN, "MPSequence", 1) as (_, watcher):
+        until(lambda: have_begun(watcher))
+        with trainer(tmp_path, TRAIN, "MTSequence", 0):
             done = run_command(tmp_path, "top", str(os.getpid()), "--once")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].split()[:3] == ["rank", "waits", "cause"]
     assert {line[1:].split()[0] for line in lines[1:3]} == {"0", "1"}
     assert sorted(line[0] for line in lines[1:3]) == [" ", ">"]
-    for pid, said in (
-        (os.getpid(), "no run of cseq was found"),
-        (999999999, "no process 999999999"),
-    ):
+    for pid, said in ((os.getpid(), "no run of cseq was found"), (10**9, "no process 1000000000")):
         done = run_command(tmp_path, "top", str(pid), "--once")
         assert done.returncode == 1
         assert said in done.stdout + done.stderr
 
 
-def test_elsewhere(monkeypatch):
-    """The error says what it needs."""
-    monkeypatch.setattr(sys, "platform", "win32")
-    assert "needs Linux" in str(top(None, once=True))
-
-
 def test_a_terminal(monkeypatch, capsys):
-    """Lines are written each second until Ctrl-C, over the previous ones."""
+    """Lines are written each second until Ctrl-C, over the previous ones, but on Linux alone."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setattr(os, "get_terminal_size", lambda: os.terminal_size((60, 24)))
     naps = []
@@ -258,6 +219,8 @@ def test_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr(time, "sleep", nap)
     assert top(os.getpid(), once=False) == 0
     assert capsys.readouterr().out.count("\x1b[H\x1b[Jno run of cseq was found") == 2
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert "needs Linux" in str(top(None, once=True))
 
 
 def test_one_of_several_is_shown():
@@ -326,9 +289,6 @@ def test_the_name_of_a_script():
         assert run.title == ["tra?in.py", f"pid {process.pid}"]
     finally:
         process.communicate()
-
-
-# -- files that are no runs
 
 
 @contextmanager

@@ -36,16 +36,19 @@ COMPUTING = replace(
 )  # fmt: skip
 
 
-def test_it_takes_what_the_advice_names_at_once():
+def decided(tuner, window, size):
+    """Let a tuner change a size; return the new one, and the reason."""
+    decision = tuner.look(window, size, MOST)
+    assert decision is not None
+    return decision.size, decision.why
+
+
+@pytest.mark.parametrize(("window", "workers"), [(READING, 7), (COMPUTING, 4)])
+def test_it_takes_what_the_advice_names_at_once(window, workers):
     """It does so in one change, with a buffer for that many workers."""
-    for window, workers in ((READING, 7), (COMPUTING, 4)):
-        named = advise(window).change["num_workers"]
-        decision = Tuner(BOTH).look(window, Size(window.workers, 10), MOST)
-        assert decision is not None
-        assert (
-            decision.size == Size(named, max(10, 3 * named)) == Size(workers, max(10, 3 * workers))
-        )
-        assert decision.why == advise(window).sentence
+    assert advise(window).change["num_workers"] == workers
+    size, why = decided(Tuner(BOTH), window, Size(window.workers, 10))
+    assert (size, why) == (Size(workers, max(10, 3 * workers)), advise(window).sentence)
 
 
 @pytest.mark.parametrize("auto", [(True, False), (False, True), BOTH])
@@ -59,30 +62,17 @@ def test_it_changes_what_is_auto_alone(auto):
         assert after.buffer == size.buffer or auto[1]
 
 
-def test_stragglers_get_a_larger_buffer_and_no_more_workers():
-    """The advice names it."""
-    decision = Tuner(BOTH).look(UNEVEN, Size(5, 10), MOST)
-    assert decision is not None
-    assert decision.size == (5, advise(UNEVEN).change["buffer"])
-
-
 def test_more_workers_that_did_harm_are_taken_back():
     """They are not tried again until the time of a batch changes."""
     tuner = Tuner(BOTH)
-    decision = tuner.look(COMPUTING, Size(2, 10), MOST)
-    assert decision is not None
-    assert decision.size.num_workers == 4
+    assert decided(tuner, COMPUTING, Size(2, 10))[0].num_workers == 4
     slower = replace(COMPUTING, workers=4, batches=40, index=0.1)
-    back = tuner.look(slower, Size(4, 10), MOST)
-    assert back is not None
-    assert back.size.num_workers == 2
-    assert back.why == "50 batches/s with 2 workers, 40 with 4"
+    back, why = decided(tuner, slower, Size(4, 10))
+    assert (back.num_workers, why) == (2, "50 batches/s with 2 workers, 40 with 4")
     for _ in range(20):
         assert tuner.look(COMPUTING, Size(2, 10), MOST) is None
     dearer = replace(COMPUTING, index=0.08, batches=25)
-    again = tuner.look(dearer, Size(2, 10), MOST)
-    assert again is not None
-    assert again.size.num_workers == 7
+    assert decided(tuner, dearer, Size(2, 10))[0].num_workers == 7
 
 
 def test_more_workers_that_were_of_no_use_are_the_last():
@@ -95,12 +85,11 @@ def test_more_workers_that_were_of_no_use_are_the_last():
 
 
 def test_a_larger_buffer_that_was_of_no_use_is_the_last():
-    """It stays; if the rate improved, a larger one is tried."""
+    """The advice names it for stragglers; it stays; if the rate improved, a larger one is tried."""
     for rate, again in ((1.0, False), (1.3, True)):
         tuner = Tuner(BOTH)
-        decision = tuner.look(UNEVEN, Size(5, 10), MOST)
-        assert decision is not None
-        size = decision.size
+        size, _ = decided(tuner, UNEVEN, Size(5, 10))
+        assert size == (5, advise(UNEVEN).change["buffer"])
         after = replace(UNEVEN, buffer=size.buffer, batches=int(rate * UNEVEN.batches))
         assert (tuner.look(after, size, MOST) is not None) == again
     assert all(Tuner(BOTH).look(after, size, size) is None for _ in range(3))

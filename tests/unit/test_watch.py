@@ -11,24 +11,18 @@ TRAIN = """
 import sys
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-
 class Rows(TensorDataset):
     pass
-
 class Unsized(torch.utils.data.Dataset):
     def __init__(self, size):
         self.size = size
-
     def __getitem__(self, index):
         return index
-
     def __len__(self):
         raise NotImplementedError
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(6))
-
 if __name__ == "__main__":
     torch.manual_seed(1)
     rows, options = Rows(torch.arange(64)), {OPTIONS}
@@ -112,14 +106,11 @@ CPU = pytest.mark.skipif(sys.platform != "linux", reason="the CPU time of worker
         pytest.param(watched(0.003, 0.002, 2, 1.8), "num_workers=3: at most 1.5", marks=CPU),
         pytest.param(watched(0.003, 0.002, 4, 3.8), "4 cores are used up", marks=CPU),
         # They would compute all the time, but have a core only a third of the time.
-        pytest.param(
-            watched(0.003, 0.002, 2, 0.6, queued=1.2),
-            "waiting for a core 61%: other programs",
-            marks=CPU,
-        ),
+        pytest.param(watched(0.003, 0.002, 2, 0.6, queued=1.2),
+                     "waiting for a core 61%: other programs", marks=CPU),
         (watched(0.0001, 0.02, 2), "the loop is the bottleneck"),
     ],
-)
+)  # fmt: skip
 def test_what_would_help(loader, said):
     """The advice is as many workers as keep up, limited by the cores for those that compute."""
     lines = "\n".join(loader.lines(4))
@@ -132,13 +123,11 @@ import os
 import time
 from cseq.observe import watch
 from torch.utils.data import DataLoader, Dataset
-
 class Naps(Dataset):
     def __len__(self):
         return 40
     def __getitem__(self, index):
         return index
-
 class Burns(Naps):  # on one core
     def __getitem__(self, index):
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
@@ -146,7 +135,6 @@ class Burns(Naps):  # on one core
         while time.process_time() < end:
             pass
         return index
-
 if __name__ == "__main__":
     loaders = {}
     watch.watch(loaders)
@@ -165,10 +153,7 @@ if __name__ == "__main__":
 @CPU
 @pytest.mark.parametrize("persistent", [False, True])
 def test_each_loader_has_its_own_workers(run_prepared, persistent):
-    """Their CPU time is separate, even while they stay alive.
-
-    So is their wait for a core.
-    """
+    """Their CPU time, and their wait for a core, are separate, even while they stay alive."""
     pytest.importorskip("torch")
     done = run_prepared(COUNTS.replace("PERSISTENT", str(persistent)))
     assert not done.returncode, done.stderr
@@ -189,13 +174,11 @@ def test_epochs_that_begin_slowly():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["run", "--watch", "--rng", "batch", "train.py"],
-            "combined with --rng, --threads, --report or --trace",
-        ),
+        (["run", "--watch", "--rng", "batch", "train.py"],
+         "combined with --rng, --threads, --report or --trace"),
         (["rnu"], "bench"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_understood(run_command, tmp_path, words, said):
     """The answer says what to write."""
     done = run_command(tmp_path, *words)
