@@ -20,9 +20,6 @@ class Indexer:
         self.data = data
         self.__dict__.update(more)
 
-    def read(self):
-        return self.data
-
 
 class Stateful:
     """An object that defines its pickled state."""

@@ -1,12 +1,12 @@
 """Objects travel to other processes: uncopied, by value if needed, or an error says why not."""
 
-import functools
 import gc
 import importlib
 import sys
 import threading
 import types
 import weakref
+from functools import partial
 
 import cloudpickle
 import numpy as np
@@ -30,23 +30,16 @@ from cseq.processes.launcher import start_methods
 
 MEGA = 1 << 20
 
-# --- data ----------------------------------------------------------------------------------------
-
-
 leaves = st.none() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False)
-trees = st.recursive(
-    leaves,
-    lambda inner: (
-        st.lists(inner)
-        | st.dictionaries(st.text(), inner)
-        | st.builds(Pair, inner, inner)
-        | st.builds(Record, inner)
-    ),
-    max_leaves=12,
-)
 
 
-@given(trees)
+def grown(inner):
+    """Return the containers of such parts."""
+    records = st.builds(Pair, inner, inner) | st.builds(Record, inner)
+    return st.lists(inner) | st.dictionaries(st.text(), inner) | records
+
+
+@given(st.recursive(leaves, grown, max_leaves=12))
 def test_any_structure_arrives(tree):
     """For any nesting, the object is equal after its journey."""
     assert travel(tree) == tree
@@ -55,24 +48,18 @@ def test_any_structure_arrives(tree):
 @pytest.mark.parametrize(
     "array",
     [
-        np.arange(MEGA, dtype=np.float32),
+        np.arange(MEGA, dtype=np.float32), np.arange(MEGA)[::-1], np.arange(MEGA).astype("M8[s]"),
         np.asfortranarray(np.arange(MEGA).reshape(1024, 1024)),
-        np.arange(MEGA).reshape(1024, 1024)[:, ::3],
-        np.arange(MEGA)[::-1],
-        np.zeros((0, 7)),
-        np.array(3.5),
-        np.array(["one", "three"]),
-        np.zeros(999, dtype=[("x", "f4"), ("y", "i8", 3)]),
+        np.arange(MEGA).reshape(1024, 1024)[:, ::3], np.zeros((0, 7)), np.array(3.5),
+        np.array(["one", "three"]), np.zeros(999, dtype=[("x", "f4"), ("y", "i8", 3)]),
         np.array([1, "two", None], dtype=object),
-        np.arange(MEGA).astype("M8[s]"),
     ],
     ids=lambda array: f"{array.dtype.kind}-{array.shape}-{array.strides}",
-)
+)  # fmt: skip
 def test_arrays_arrive_equal_writable_and_aligned(array):
     """Type, shape and values stay; the copy is writable; large arrays are aligned."""
     arrived = travel(Indexer(array)).data
-    assert arrived.dtype == array.dtype
-    assert arrived.shape == array.shape
+    assert (arrived.dtype, arrived.shape) == (array.dtype, array.shape)
     assert (arrived == array).all()
     assert arrived.flags.writeable
     if array.nbytes > 4096:
@@ -106,18 +93,11 @@ def test_what_goes_by_value_keeps_nothing_of_the_caller():
         gc.enable()
 
 
-# --- mapped files and tensors --------------------------------------------------------------------
-
-
 @pytest.fixture
 def mapped(tmp_path):
     """Return a function that maps a file of numbers."""
     np.arange(MEGA, dtype=np.int32).tofile(tmp_path / "numbers")
-
-    def map_file(mode="r+", offset=0):
-        return np.memmap(tmp_path / "numbers", np.int32, mode, offset, shape=(1000, 1000))
-
-    return map_file
+    return partial(np.memmap, tmp_path / "numbers", np.int32, shape=(1000, 1000))
 
 
 @pytest.mark.parametrize("offset", [0, 4, 4096 * 5 + 8])
@@ -126,7 +106,7 @@ def mapped(tmp_path):
 )
 def test_a_mapped_file_is_mapped_again(mapped, offset, part):
     """Part of a mapped file takes no room: workers map the same part."""
-    array = mapped(offset=offset)[part]
+    array = mapped("r+", offset)[part]
     assert nbytes(Indexer(array)) < 2000
     arrived = travel(Indexer(array)).data
     assert isinstance(arrived, np.memmap)
@@ -142,8 +122,7 @@ def test_a_worker_does_not_write_to_the_trainers_file(mapped):
 
 
 @pytest.mark.parametrize(
-    "case",
-    ["private", "columns", pytest.param("gone", marks=pytest.mark.needs("POSIX")), "result"],
+    "case", ["private", "columns", pytest.param("gone", marks=pytest.mark.needs("POSIX")), "result"]
 )
 def test_a_mapping_that_cannot_be_made_again_is_copied(mapped, tmp_path, case):
     """Private changes, columns, deleted files and results of computations travel as data."""
@@ -171,12 +150,9 @@ def test_tensors_are_not_copied_into_the_pickle():
     arrived[0] = 5
 
 
-# --- by reference and by value ------------------------------------------------------------------
-
-
 def test_plain_workers_need_no_cloudpickle():
     """A worker process imports it only when an object has travelled by value."""
-    plain, by_value = functools.partial(Record, [1, 2]), functools.partial(Record, lambda: 1)
+    plain, by_value = partial(Record, [1, 2]), partial(Record, lambda: 1)
     assert arrives_elsewhere(plain, "'cloudpickle' in sys.modules") == "False"
     assert arrives_elsewhere(by_value, "'cloudpickle' in sys.modules") == "True"
 
@@ -184,9 +160,7 @@ def test_plain_workers_need_no_cloudpickle():
 SCRIPT = """
 import pickle, subprocess, sys
 from cseq.encoding.pickling import dump
-
 class Batch: pass
-
 code = "import pickle, sys; batch = pickle.load(sys.stdin.buffer)[0](); "
 code += "sys.stdout.buffer.write(pickle.dumps(batch))"
 command = [sys.executable, "-c", code]
@@ -229,18 +203,14 @@ def test_a_traceback_names_the_line_of_a_script(run_script, tmp_path, method):
     assert line in done.stdout, done.stderr
 
 
-# --- small things between pools ------------------------------------------------------------------
-
-
 def test_reading_in_the_trainer_leaves_its_main_alone():
     """Existing names in ``__main__`` are not replaced."""
-    main = sys.modules["__main__"]
     namespace = {"__name__": "__main__"}
     exec("class UniqueName: pass", namespace)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(main, "UniqueName", "mine", raising=False)
+        patch.setattr("__main__.UniqueName", "mine", raising=False)
         travel(namespace["UniqueName"])
-        assert vars(main)["UniqueName"] == "mine"
+        assert vars(sys.modules["__main__"])["UniqueName"] == "mine"
 
 
 @pytest.fixture
@@ -255,32 +225,33 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def import_file(path, source):
-    """Write a module, and import it."""
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(source)
-    importlib.invalidate_caches()
-    return importlib.import_module(path.stem)
-
-
 SOURCE = "class Worker:\n    answer = 42\n    def __getitem__(self, i): return helper(i)\n"
 SOURCE += "def helper(i): return i + Worker.answer\n"
 
 
 def test_what_can_be_imported_goes_by_reference(folder):
     """A new process imports a module that it finds, without a pickle."""
-    module = import_file(folder / "on_disk.py", SOURCE)
+    (folder / "on_disk.py").write_text(SOURCE)
+    importlib.invalidate_caches()
+    module = importlib.import_module("on_disk")
     made = dump(module.Worker())
     assert b"helper" not in made.data
     assert made.modules == ("on_disk",)
     assert arrives_elsewhere(module.Worker(), "obj[1], type(obj).__module__") == "(43, 'on_disk')"
 
 
-def test_a_module_that_no_worker_can_import_is_named(monkeypatch):
-    """The start of the worker names it, with the remedy; cloudpickle may be told to include it."""
+@pytest.fixture
+def by_hand(monkeypatch):
+    """Make a module that no other process can import."""
     module = types.ModuleType("made_by_hand")
     exec(SOURCE, vars(module))
     monkeypatch.setitem(sys.modules, "made_by_hand", module)
+    return module
+
+
+def test_a_module_that_no_worker_can_import_is_named(by_hand):
+    """The start of the worker names it, with the remedy; cloudpickle may be told to include it."""
+    module = by_hand
     worker = vars(module)["Worker"]
     options = {"batch_size": 2, "shuffle": False, "out_type": "null", "start_method": "spawn"}
     manager = cseq.MPSequence(worker, 4, 1, **options)
@@ -301,15 +272,15 @@ def test_a_module_that_no_worker_can_import_is_named(monkeypatch):
 
 def test_packages_and_their_modules_go_by_reference(folder):
     """It covers modules in packages, packages without __init__.py, and modules made by modules."""
-    (folder / "plain").mkdir()
-    (folder / "pack").mkdir()
-    (folder / "pack" / "__init__.py").write_text("")
     for place in ("plain", "pack"):
+        (folder / place).mkdir()
         (folder / place / "inner.py").write_text(
             "import sys, types\nclass Inner: pass\nclass Made: pass\n"
             "Made.__module__ = __name__ + '.made'\nmade = types.ModuleType(Made.__module__)\n"
             "made.Made = Made\nsys.modules[Made.__module__] = made\n"
         )
+        if place == "pack":
+            (folder / place / "__init__.py").touch()
         inner = importlib.import_module(f"{place}.inner")
         assert not goes_by_value(inner.Inner)
         assert not goes_by_value(inner.Made)
@@ -317,22 +288,16 @@ def test_packages_and_their_modules_go_by_reference(folder):
         assert arrives_elsewhere(inner.Made, "obj.__module__") == f"{place}.inner.made"
 
 
-def test_what_a_process_that_has_met_this_one_knows_by_name(monkeypatch):
+def test_what_a_process_that_has_met_this_one_knows_by_name(by_hand):
     """It is whatever has its name here, importable or not, while that is the same object."""
 
     class Local:
         pass
 
-    module = types.ModuleType("made_by_hand")
-    exec(SOURCE, vars(module))
-    monkeypatch.setitem(sys.modules, "made_by_hand", module)
-    worker = vars(module)["Worker"]
+    worker = by_hand.Worker
     assert named_here(worker)
-    assert not named_here(Local)
-    assert not named_here(lambda: 1)
-    vars(module)["Worker"] = Local
-    assert not named_here(worker)
-    assert not named_here(module)
+    by_hand.Worker = Local
+    assert not any(map(named_here, (Local, lambda: 1, worker, by_hand)))
 
 
 LOCK = threading.Lock()
@@ -341,16 +306,12 @@ LOCK = threading.Lock()
 @pytest.mark.parametrize(
     ("obj", "path"),
     [
-        (LOCK, "worker"),
-        ([LOCK], "worker"),
-        (lambda: LOCK, "worker"),
-        (Indexer(lock=LOCK), "worker.lock"),
-        (Indexer(Indexer({"deep": LOCK})), "worker.data"),
-        (Pair(1, LOCK), "worker.right"),
-        (Record({"a": {1: LOCK}}), "worker.value"),
+        (LOCK, "worker"), ([LOCK], "worker"), (lambda: LOCK, "worker"),
+        (Indexer(lock=LOCK), "worker.lock"), (Indexer(Indexer({"deep": LOCK})), "worker.data"),
+        (Pair(1, LOCK), "worker.right"), (Record({"a": {1: LOCK}}), "worker.value"),
         (Stateful(LOCK), "worker.renamed"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_pickled_is_named(obj, path):
     """The TypeError names the argument, its attribute, the reason and the remedy."""
     with pytest.raises(TypeError) as caught:
@@ -363,9 +324,6 @@ def test_what_cannot_be_pickled_is_named(obj, path):
     assert message.endswith("not in the training process")
     # There is one sentence, without tracebacks of cseq.
     assert caught.value.__suppress_context__
-
-
-def test_the_argument_has_its_own_name():
-    """`name` is what messages call the object."""
-    with pytest.raises(TypeError, match=r"^out_type\.lock: .*copy of the out_type"):
-        dump(Indexer(lock=LOCK), name="out_type")
+    said = path.replace("worker", "out_type")
+    with pytest.raises(TypeError, match=f"^{said}: .*copy of the out_type"):
+        dump(obj, name="out_type")

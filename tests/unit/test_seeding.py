@@ -36,9 +36,6 @@ def states():
     return random.getstate(), name, key.tobytes(), rest
 
 
-# -- the same draws
-
-
 @pytest.mark.parametrize(
     ("kind", "num_workers"),
     [
@@ -60,10 +57,8 @@ LAZY = """
 import sys
 import cseq
 from cseq.processes.launcher import start_methods
-
 class Lazy:
     '''Imports what it draws from in its batches, and torch only in some of them.'''
-
     def __getitem__(self, indices):
         import random
         import numpy.random
@@ -72,13 +67,11 @@ class Lazy:
             import torch
             drawn += [torch.rand(3).tolist(), torch.randn(1).item(), torch.randperm(9).tolist()]
         return drawn
-
 def run(num_workers, method):
     m = cseq.MPSequence(Lazy, 24, num_workers=num_workers, batch_size=4, out_type="null", seed=3,
                         start_method=method)
     with m.start() if method else m.start_test() as batches:
         return [batch for _ in range(2) for batch in batches]
-
 methods = start_methods()
 assert "torch" not in sys.modules and "numpy.random" not in sys.modules
 first = [run(1, method) for method in sorted({methods[0], methods[-1]})]
@@ -93,33 +86,11 @@ print(all(other == inline for other in first + again))
 
 
 def test_modules_imported_by_a_batch(run_script):
-    """A batch that imports numpy.random or torch draws as if they were already imported.
-
-    This holds in workers with and without these imports, and in test mode in a trainer without.
-    """
+    """In any process, a batch that imports numpy.random or torch draws as if it had them before."""
     pytest.importorskip("torch")
     done = run_script(LAZY)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "True\n"
-
-
-# -- unaffected generators
-
-
-def test_test_mode_restores():
-    """Between two batches, the trainer's generators are as they would be without batches."""
-    np.random.seed(5)
-    np.random.randn()
-    random.seed(5)
-    random.gauss(0, 1)
-    before, bit_generator = states(), np.random.get_bit_generator()
-    with INLINE.start(Drawing, 12, batch_size=4) as m:
-        batches = iter(m)
-        for _ in range(3):
-            next(batches)
-            assert states() == before
-            assert np.random.get_bit_generator() is bit_generator
-    assert states() == before
 
 
 def test_test_mode_restores_after_an_exception():
@@ -146,9 +117,11 @@ def test_test_mode_restores_after_an_exception():
 
 
 def test_test_mode_restores_after_a_signal_handler():
-    """The handler may raise anywhere in seeding and restoring."""
+    """Generators are as without batches, even if a handler raises anywhere in seeding them."""
     np.random.seed(5)
     np.random.randn()
+    random.seed(5)
+    random.gauss(0, 1)
     before, bit_generator = states(), np.random.get_bit_generator()
     with INLINE.start(Drawing, 10**6, batch_size=4) as m:
         batches = iter(m)
@@ -163,6 +136,7 @@ def test_test_mode_restores_after_a_signal_handler():
             return struck.is_set()
 
         assert first_hits(step) > 25
+    assert states() == before
 
 
 @pytest.mark.needs("fork")
@@ -193,9 +167,6 @@ def test_threads_are_not_seeded():
     with cseq.MTSequence(np.arange(10), 10, out_type="null").start() as batches:
         list(batches)
     assert states() == before
-
-
-# -- the states themselves
 
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "generator_states.json"
@@ -280,19 +251,15 @@ AGAIN = """
 import sys
 import cseq
 from cseq.processes.launcher import start_methods
-
 class Counting:
     '''Imports a module in a batch, or when it is made, and draws from it, or does not.'''
-
     def __init__(self, when, draws, fails):
         self.when, self.draws, self.fails = when, draws, fails
         self.calls = self.closed = 0
         self.made = self.drawn() if when == "made" else 0.0
-
     def drawn(self):
         import numpy.random
         return numpy.random.rand() if self.draws else 0.0
-
     def __getitem__(self, indices):
         self.calls += 1
         first = float(cseq.rng().random())
@@ -300,24 +267,19 @@ class Counting:
         if self.fails and self.calls == 1:
             raise ValueError("the first call")
         return self.calls, first, drawn, self.made
-
 class Importing:
     def __reduce__(self):
         import numpy.random
         return int, (0,)
-
 class Sending:
     '''The first batch imports a module while it is sent; the others draw from it.'''
-
     def __init__(self):
         self.calls = 0
-
     def __getitem__(self, indices):
         self.calls += 1
         if self.calls == 1:
             return self.calls, Importing()
         return self.calls, sys.modules["numpy.random"].rand()
-
 def run(method, *how):
     from functools import partial
     worker = partial(Counting, *how) if how else Sending
@@ -325,7 +287,6 @@ def run(method, *how):
                         start_method=method)
     with m.start() if method else m.start_test() as batches:
         return [batch for batch in batches]
-
 assert "numpy.random" not in sys.modules
 method = start_methods()[0]
 got = {}

@@ -33,23 +33,10 @@ def environment(monkeypatch, **values):
 def process_group(monkeypatch, *, initialised):
     """Install a torch that is, or is not, rank 2 of 3."""
     distributed = types.SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: initialised,
-        get_rank=lambda: 2,
-        get_world_size=lambda: 3,
-    )
+        is_available=lambda: True, is_initialized=lambda: initialised,
+        get_rank=lambda: 2, get_world_size=lambda: 3,
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(distributed=distributed))
-
-
-def test_shard_given():
-    """None is everything; a pair is unchanged."""
-    assert shard_of(None) == (0, 1)
-    assert shard_of((1, 3)) == (1, 3)
-    assert shard_of([np.int64(0), np.uint8(1)]) == (0, 1)
-    with pytest.raises(
-        ValueError, match=r"shard=\(2, 2\) has rank 2, but the 2 ranks .* from 0; .* most 1"
-    ):
-        shard_of((2, 2))
 
 
 class Group:
@@ -67,8 +54,11 @@ class Mesh:
         self.get_coordinate, self.size = (lambda: place), (lambda: self.mesh.size)
 
 
-def test_shard_of_a_group():
-    """A process group, or a mesh of one dimension, gives the rank."""
+def test_shard_given():
+    """None is everything; a pair is unchanged; a group or a mesh of one dimension has the rank."""
+    assert shard_of(None) == (0, 1)
+    assert shard_of((1, 3)) == (1, 3)
+    assert shard_of([np.int64(0), np.uint8(1)]) == (0, 1)
     assert shard_of(Group(2, 3)) == (2, 3)
     assert shard_of(Mesh([4], [1])) == (1, 4)
 
@@ -76,36 +66,23 @@ def test_shard_of_a_group():
 @pytest.mark.parametrize(
     ("value", "text"),
     [
+        ((2, 2), r"shard=\(2, 2\) has rank 2, but the 2 ranks .* from 0; .* most 1"),
         (Group(-1, 3), "is a group or mesh that does not include this process"),
         (Mesh([4], None), "is a group or mesh that does not include this process"),
         (Mesh([2, 2], None), r'2 dimensions; .*, shard=mesh\["dp"\], with "dp" in mesh_dim_names'),
         (Mesh([2, 2], [0, 1], "batch", "tp"), r'the batches, shard=mesh\["batch"\]$'),
-        (
-            Mesh([2, 2, 1], [0, 1, 0], "dp", "fsdp", "tp"),
-            r'the batches, shard=mesh\["dp", "fsdp"\]\._flatten\(\)$',
-        ),
-        (
-            Mesh([2, 1, 1, 2], [0, 1, 0, 0], "dp", "dp_shard", "cp", "dp_shard_cp"),
-            r'the batches, shard=mesh\["dp"\]$',
-        ),
-        (
-            Mesh([2, 2, 1], [0, 1, 0], "dp_replicate", "dp_shard", "cp"),
-            r'the batches, shard=mesh\["dp_replicate", "dp_shard"\]\._flatten\(\)$',
-        ),
+        (Mesh([2, 2, 1], [0, 1, 0], "dp", "fsdp", "tp"),
+         r'the batches, shard=mesh\["dp", "fsdp"\]\._flatten\(\)$'),
+        (Mesh([2, 1, 1, 2], [0, 1, 0, 0], "dp", "dp_shard", "cp", "dp_shard_cp"),
+         r'the batches, shard=mesh\["dp"\]$'),
+        (Mesh([2, 2, 1], [0, 1, 0], "dp_replicate", "dp_shard", "cp"),
+         r'the batches, shard=mesh\["dp_replicate", "dp_shard"\]\._flatten\(\)$'),
     ],
-)
+)  # fmt: skip
 def test_shard_of_no_rank(value, text):
     """A rank outside of the group, and a mesh of several dimensions, are errors."""
     with pytest.raises(ValueError, match=text):
         shard_of(value)
-
-
-def test_shard_auto_from_the_environment(monkeypatch):
-    """'auto' uses torchrun's environment, even with a torch without a process group."""
-    environment(monkeypatch, RANK="1", WORLD_SIZE="4")
-    assert shard_of("auto") == (1, 4)
-    process_group(monkeypatch, initialised=False)
-    assert shard_of("auto") == (1, 4)
 
 
 def ray_train(monkeypatch, ranks):
@@ -135,11 +112,12 @@ def groups(monkeypatch, *groups, meshes=()):
     """Install a torch that is rank 2 of 3 with these groups; or with these meshes, before 2.6."""
     process_group(monkeypatch, initialised=True)
     world = types.SimpleNamespace(pg_map=dict.fromkeys([Group(2, 3, "default_pg"), *groups]))
-    module = types.SimpleNamespace(_world=world)
-    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", module)
     listed = types.SimpleNamespace(child_to_root_mapping=dict(enumerate(meshes)))
-    module = types.SimpleNamespace(_mesh_resources=listed)
-    monkeypatch.setitem(sys.modules, "torch.distributed.device_mesh", module)
+    for name, members in {
+        "distributed_c10d": {"_world": world}, "device_mesh": {"_mesh_resources": listed}
+    }.items():  # fmt: skip
+        module = types.SimpleNamespace(**members)
+        monkeypatch.setitem(sys.modules, f"torch.distributed.{name}", module)
 
 
 def test_shard_auto_where_ranks_share_a_model(monkeypatch):
@@ -173,14 +151,13 @@ def jax(monkeypatch, *, connected, backend, ranks):
         client=object() if connected else None, process_id=ranks - 1, num_processes=ranks
     )
     modules = {
-        "jax": types.SimpleNamespace(
-            process_index=lambda: asked() or ranks - 1, process_count=lambda: asked() or ranks
-        ),
-        "jax._src.distributed": types.SimpleNamespace(global_state=state),
-        "jax._src.xla_bridge": types.SimpleNamespace(backends_are_initialized=lambda: backend),
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
+        "jax": {"process_index": lambda: asked() or ranks - 1,
+                "process_count": lambda: asked() or ranks},
+        "jax._src.distributed": {"global_state": state},
+        "jax._src.xla_bridge": {"backends_are_initialized": lambda: backend},
+    }  # fmt: skip
+    for name, members in modules.items():
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(**members))
 
 
 def test_shard_auto_from_jax(monkeypatch):
@@ -198,42 +175,41 @@ def test_shard_auto_from_jax(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rank", "world_size"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0"), ("", "1")]
-)
-def test_shard_auto_with_a_bad_environment(monkeypatch, rank, world_size):
-    """An invalid environment is an error that shows it."""
-    environment(monkeypatch, RANK=rank, WORLD_SIZE=world_size)
-    with pytest.raises(ValueError, match=f"RANK='{rank}' and WORLD_SIZE='{world_size}'"):
+    ("rank", "world_size", "text"),
+    [*((rank, size, f"RANK='{rank}' and WORLD_SIZE='{size}'")
+       for rank, size in [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "0"), ("", "1")]),
+     (None, "4", "WORLD_SIZE='4'.*no rank")],
+)  # fmt: skip
+@pytest.mark.parametrize("more", [{}, {"NODE_RANK": "1", "LOCAL_RANK": "0"}])
+def test_shard_auto_with_a_bad_environment(monkeypatch, rank, world_size, more, text):
+    """An invalid environment, or several ranks without a number, is an error that shows it."""
+    environment(monkeypatch, WORLD_SIZE=world_size, **more)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ValueError, match=text):
         shard_of("auto")
 
 
 @pytest.mark.parametrize(
     ("values", "want"),
     [
+        ({"RANK": "1", "WORLD_SIZE": "4"}, (1, 4)),
         ({"NODE_RANK": "0", "LOCAL_RANK": "2", "WORLD_SIZE": "4"}, (2, 4)),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "3"}, (1, 3)),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, (1, 2)),
         ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "5"}, (3, 5)),
         # This is a batch script without srun.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "5"}, (0, 1)),
-        (
-            {"RANK": "6", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
-            (6, 8),
-        ),
+        ({"RANK": "6", "WORLD_SIZE": "8", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
+         (6, 8)),
     ],
-)
+)  # fmt: skip
 def test_launchers(monkeypatch, values, want):
-    """Each launcher's variables are known; the innermost launcher comes first."""
+    """Each launcher's variables are known, the innermost launcher's first, whatever torch is."""
     environment(monkeypatch, **values)
     assert shard_of("auto") == want
-
-
-@pytest.mark.parametrize("more", [{}, {"NODE_RANK": "1", "LOCAL_RANK": "0"}])
-def test_a_world_size_without_a_rank(monkeypatch, more):
-    """With several ranks and no rank number, an error prevents duplication."""
-    environment(monkeypatch, WORLD_SIZE="4", **more)
-    with pytest.raises(ValueError, match=r"WORLD_SIZE='4'.*no rank"):
-        shard_of("auto")
+    process_group(monkeypatch, initialised=False)
+    assert shard_of("auto") == want
 
 
 def make(**options):
