@@ -42,16 +42,15 @@ def read_only(array):
     return array
 
 
+# fmt: off
 RNG = np.random.default_rng(0)
 ARRAYS = {
-    "float32": RNG.random((3, 4), np.float32),
-    "float64": RNG.random((3, 4)),
+    "float32": RNG.random((3, 4), np.float32), "float64": RNG.random((3, 4)),
     "float16": RNG.random((3, 4)).astype(np.float16),
     "uint8": RNG.integers(0, 255, (3, 4), np.uint8),
     "uint64": RNG.integers(0, 2**64, (3, 4), np.uint64),
     "int64": RNG.integers(-(2**62), 2**62, (3, 4)),
-    "bool": RNG.random((3, 4)) > 0.5,
-    "complex128": RNG.random((3, 4)) + 1j,
+    "bool": RNG.random((3, 4)) > 0.5, "complex128": RNG.random((3, 4)) + 1j,
     "longdouble": RNG.random((3, 4)).astype(np.longdouble),
     "unsigned long long": RNG.integers(0, 2**64, (3, 4), np.uint64).astype(np.ulonglong),
     "big endian": RNG.random((3, 4)).astype(">f4"),
@@ -66,21 +65,17 @@ ARRAYS = {
     "Fortran": np.asfortranarray(RNG.random((3, 4, 5), np.float32)),
     "Fortran of another type": np.asfortranarray(RNG.random((3, 4, 5))),
     "transposed images": RNG.random((2, 3, 4, 5), np.float32).transpose(0, 3, 1, 2),
-    "no dimensions": np.array(2.5),
-    "no dimensions, ready": np.array(2.5, np.float32),
-    "empty": np.empty((0, 3), np.float32),
-    "empty of another type": np.empty((4, 0)),
+    "no dimensions": np.array(2.5), "no dimensions, ready": np.array(2.5, np.float32),
+    "empty": np.empty((0, 3), np.float32), "empty of another type": np.empty((4, 0)),
     "field of packed records": np.zeros(4, "u1,f4")["f1"],
     "special": np.array([np.nan, np.inf, -np.inf, -0.0, 1e-50, 1 / 3]),
 }
 UNTOUCHED = {
-    "text": np.array(["a", "bc"]),
-    "bytes": np.array([b"a", b"bc"]),
-    "dates": np.array(["2020-01-01"], "datetime64[D]"),
-    "objects": np.array([None, 1], object),
-    "records": np.zeros(4, "u1,f4"),
-    "masked": np.ma.array([1.0, 2.0], mask=[True, False]),
+    "text": np.array(["a", "bc"]), "bytes": np.array([b"a", b"bc"]),
+    "dates": np.array(["2020-01-01"], "datetime64[D]"), "objects": np.array([None, 1], object),
+    "records": np.zeros(4, "u1,f4"), "masked": np.ma.array([1.0, 2.0], mask=[True, False]),
 }
+# fmt: on
 
 
 class Mark:

@@ -8,7 +8,7 @@ import rehearsal
 from converting import SlowLane, converter, same_bits, watched
 
 import cseq
-from cseq.converter.cuda import CudaConverter, receive
+from cseq.converter.cuda import receive
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
@@ -20,36 +20,28 @@ def test_tensors_on_a_lane():
     batch = {"a": images, "b": torch.arange(4)[::2], "c": torch.ones(2, requires_grad=True)}
     batch |= {"d": torch.ones(2, device="meta"), "e": "text", "f": sparse}
     got = receive(converter().convert(batch))
-    assert same_bits(got["a"], images)
+    for name, want in (("a", images), ("b", torch.tensor([0.0, 2.0])), ("c", torch.ones(2))):
+        assert same_bits(got[name], want)
     assert got["a"].data_ptr() != images.data_ptr()
-    assert same_bits(got["b"], torch.tensor([0.0, 2.0]))
-    assert same_bits(got["c"], torch.ones(2))
     assert not got["c"].requires_grad
-    assert got["d"] is batch["d"]
-    assert got["e"] == "text"
-    assert got["f"].dtype == torch.float32
+    assert (got["d"] is batch["d"], got["e"], got["f"].dtype) == (True, "text", torch.float32)
     assert torch.equal(got["f"].to_dense(), torch.eye(3))
 
 
-def test_what_the_device_can_fetch_is_not_copied_before():
-    """An array in page-locked memory, of the right type, is copied from its place."""
-    lane = SlowLane()
-    array = np.zeros((3, 4), np.float32)
-    converter(lane=lane).convert(array)
-    assert lane.journal == [array.ctypes.data]
+class Ordinary(SlowLane):
+    """The device of ordinary memory, which it cannot fetch from."""
+
+    def can_fetch(self, tensor):
+        return False
 
 
-def test_what_the_device_cannot_fetch_is_staged():
-    """An array in ordinary memory passes through page-locked memory."""
-
-    class Ordinary(SlowLane):
-        def can_fetch(self, tensor):
-            return False
-
-    lane = Ordinary()
+@pytest.mark.parametrize("kind", [SlowLane, Ordinary])
+def test_what_the_device_cannot_fetch_is_staged(kind):
+    """An array in ordinary memory passes through page-locked memory; others are not copied."""
+    lane = kind()
     array = np.arange(12, dtype=np.float32).reshape(3, 4)
     result = converter(lane=lane).convert(array)
-    assert lane.journal != [array.ctypes.data]
+    assert (lane.journal == [array.ctypes.data]) == (kind is SlowLane)
     assert same_bits(result.batch, torch.from_numpy(array))
 
 
@@ -93,54 +85,38 @@ def test_memory_is_kept_after_an_error():
     assert first_gone() is None
 
 
-def test_a_pause_waits_for_the_copies():
-    """Before it pauses, and when it closes, a converter waits and releases everything."""
-    for stop in (lambda cuda: cuda.reap(wait=True), CudaConverter.close):
-        lane = SlowLane()
-        cuda = converter(lane=lane)
-        array, gone = watched(3)
+@pytest.mark.parametrize("how", ["pause", "close", "export"])
+def test_a_pause_waits_for_the_copies(how):
+    """When it pauses, closes or has exported a batch, a converter waits and releases everything."""
+    lane = SlowLane()
+    cuda = converter(lane=lane)
+    array, gone = watched(3)
+    if how == "export":
+        cuda.export([array])
+    else:
         cuda.convert(array)
-        del array
-        stop(cuda)
-        assert gone() is None
-        assert "wait on the host" in lane.journal
+    del array
+    if how == "pause":
+        cuda.reap(wait=True)
+    if how == "close":
+        cuda.close()
+    assert gone() is None
+    # A converter that closes makes torch release what consumers have taken.
+    assert lane.journal[1:] == ["wait on the host", "collect"][: 1 + (how == "close")]
 
 
 def test_the_consumer_waits_on_the_device():
-    """The consumer joins the lane with every tensor of the batch, and does not itself wait."""
+    """The consumer joins the lane with every tensor of a transfer, and does not itself wait."""
     lane = SlowLane()
     batch = {"a": np.arange(2), "b": [np.ones(1), 1]}
     transfer = converter(lane=lane).convert(batch)
     lane.journal.clear()
     got = receive(transfer)
-    assert len(lane.journal) == 1
-    verb, event, tensors = lane.journal[0]
+    [(verb, event, tensors)] = lane.journal
     assert (verb, event) == ("join", lane.marks[0])
     assert [id(tensor) for tensor in tensors] == [id(got["a"]), id(got["b"][0])]
-
-
-def test_other_results_are_received_as_they_are():
-    """A result that is no transfer is already a batch."""
-    for batch in (np.arange(3), (1, 2), None):
-        assert receive(batch) is batch
-
-
-def test_exporting_waits_for_the_copies():
-    """A process may overwrite a batch's memory once it has exported the batch."""
-    lane = SlowLane()
-    cuda = converter(lane=lane)
-    array, gone = watched(3)
-    cuda.export([array])
-    del array
-    assert gone() is None
-    assert lane.journal[-1] == "wait on the host"
-
-
-def test_closing_collects():
-    """A converter that closes makes torch release what consumers have taken."""
-    lane = SlowLane()
-    converter(lane=lane).close()
-    assert lane.journal == ["collect"]
+    # What is no transfer is already a batch.
+    assert all(receive(one) is one for one in (batch, (1, 2), None))
 
 
 def test_a_converter_in_a_thread(tmp_path, monkeypatch):

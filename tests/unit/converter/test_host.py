@@ -2,68 +2,44 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from codec_batches import axes_behind
 from converting import ARRAYS, FLOAT, UNTOUCHED, converter, lone, same_bits
-from slots import acquire
+from slots import writer_of
+from travelling import Pair, Record
 
 from cseq.converter.cuda import receive
 from cseq.converter.host import Converter
 from cseq.converter.output import cast_dtype, parse, resolve
 from cseq.encoding import codec
-from cseq.encoding._codec import TicketWriter
 from cseq.memory.arena import Arena
 
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-@dataclasses.dataclass
-class Sample:
-    image: Any
-    name: Any
-
-
 def test_a_callable_gets_every_array():
     """A callable is applied to every array, unchanged, and to nothing else."""
-    batch = {
-        "a": np.arange(3),
-        "b": [np.array("x"), "text", torch.ones(1)],
-        "c": Pair(1, None),
-    }
+    batch = {"a": np.arange(3), "b": [np.array("x"), "text", torch.ones(1)], "c": Pair(1, None)}
     seen = lone(parse(lambda array: (array.dtype, array.shape), "float32"))(batch)
     assert seen["a"] == (np.dtype(int), (3,))
-    assert seen["b"][0] == (np.dtype("<U1"), ())
-    assert seen["b"][1:] == batch["b"][1:]
+    assert seen["b"] == [(np.dtype("<U1"), ()), *batch["b"][1:]]
     assert seen["c"] is batch["c"]
 
 
 def test_nesting_is_kept():
     """Tensors replace arrays in any nesting; all other leaves are the same objects."""
-    text, other = np.array(["a"]), object()
-    batch = {
-        "pair": Pair(np.arange(2), [np.ones(1), "word"]),
-        "sample": Sample(np.zeros((1, 1), np.uint8), b"name"),
-        "rest": (None, 1, 2.5, text, other, np.float64(3)),
-    }
-    got = lone(FLOAT)(batch)
-    assert type(got["pair"]) is Pair
-    assert same_bits(got["pair"].left, torch.tensor([0.0, 1.0]))
-    assert same_bits(got["pair"].right[0], torch.tensor([1.0]))
-    assert got["pair"].right[1] == "word"
-    assert type(got["sample"]) is Sample
-    assert same_bits(got["sample"].image, torch.zeros(1, 1))
-    assert got["sample"].name == b"name"
-    assert all(new is old for new, old in zip(got["rest"], batch["rest"], strict=True))
+    rest = None, 1, 2.5, np.array(["a"]), object(), np.float64(3), b"name"
+    record = Record((np.zeros((1, 1), np.uint8), *rest))
+    pair = lone(FLOAT)({"pair": Pair(np.arange(2), [np.ones(1), record])})["pair"]
+    ones, record = pair.right
+    assert (type(pair), type(record)) == (Pair, Record)
+    assert same_bits(pair.left, torch.tensor([0.0, 1.0]))
+    assert same_bits(ones, torch.tensor([1.0]))
+    assert same_bits(record.value[0], torch.zeros(1, 1))
+    assert all(new is old for new, old in zip(record.value[1:], rest, strict=True))
 
 
 def expected(array, cast):
@@ -80,26 +56,18 @@ def expected(array, cast):
 def through_a_slot(batch, cast):
     """Send a batch along the path from a worker process."""
     arena = Arena()
-    slot = acquire(arena)
-    writer = TicketWriter(arena.fd, arena.width)
-    writer.room.select(slot, arena.slots.nbytes(slot))
+    writer = writer_of(arena)
     writer.encoder.cast = cast
     record = writer.encoder.encode(batch)
-    memory = arena.lend(slot, sum(record), writer.room.capacity)
-    writer.room.close()
-    arena.close()
+    memory = arena.lend(writer.room.slot, sum(record), writer.room.capacity)
     return codec.decode(memory, record)
 
 
 @pytest.mark.parametrize("name", [*ARRAYS, *UNTOUCHED])
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "bfloat16", None])
-@pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in cast:RuntimeWarning")
 def test_arrays(name, dtype):
-    """An array becomes what numpy's cast gives, including strides: directly, by a slot, by a lane.
-
-    An array of a kind that torch lacks is kept.
-    """
+    """Numpy's cast says what an array becomes directly, by a slot and by a lane, if torch can."""
     array, output = (ARRAYS | UNTOUCHED)[name], parse("cpu", dtype)
     before = array.tobytes()
     here = lone(output)(array)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 
@@ -34,10 +35,10 @@ class Runtime:
         return self.status
 
 
+@dataclass(eq=False)
 class Bytes:
-    def __init__(self, address, nbytes):
-        self.address = address
-        self.nbytes = nbytes
+    address: int
+    nbytes: int
 
 
 @pytest.fixture
@@ -53,31 +54,20 @@ def runtime(monkeypatch):
 def test_memory_is_page_locked_once(runtime):
     """A mapping is page-locked once, and unlocked when it is released or all is closed."""
     locks = PageLocks("cuda:0")
-    first = Bytes(4096, 8192)
-    second = Bytes(65536, 4096)
-    assert locks.register(first)
-    assert locks.register(first)
-    assert locks.register(second)
+    first, second = Bytes(4096, 8192), Bytes(65536, 4096)
+    gone = weakref.ref(second)
+    assert all(locks.register(one) for one in (first, first, second))
     assert runtime.locked == {4096: 8192, 65536: 4096}
     locks.unregister(first)
     locks.unregister(first)
     assert runtime.locked == {65536: 4096}
-    locks.close()
-    locks.close()
-    assert runtime.locked == {}
-
-
-def test_page_locked_memory_stays_mapped(runtime):
-    """A page-locked mapping is kept until it is unlocked."""
-    memory = Bytes(4096, 4096)
-    gone = weakref.ref(memory)
-    locks = PageLocks("cuda:0")
-    locks.register(memory)
-    del memory
+    # A mapping stays while it is page-locked.
+    del second
     assert gone() is not None
-    assert runtime.locked
     locks.close()
     assert gone() is None
+    locks.close()
+    assert runtime.locked == {}
 
 
 def test_page_locking_may_fail(runtime, caplog, monkeypatch):
