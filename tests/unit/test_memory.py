@@ -35,7 +35,7 @@ def test_a_block_of_nonsense():
     with pytest.raises(MemoryError, match=r"\d bytes"):
         Block(2**62)
     with pytest.raises(TypeError):
-        Block("1")  # type: ignore[arg-type]
+        Block("1")
 
 
 BAD_VIEWS = [
@@ -120,7 +120,7 @@ def test_slots_are_not_released_twice():
         lease(slots, 1, mapping)
     del held
     with pytest.raises(TypeError):
-        lease(slots, slots.take(), None)  # type: ignore[arg-type]
+        lease(slots, slots.take(), None)
 
 
 def test_decodes_of_one_ticket_share_a_lease():
@@ -456,7 +456,7 @@ def test_empty_refuses_what_cannot_be(writer):
     with pytest.raises(ValueError, match=r"numpy\.empty"):
         writer.room.empty(3, object)
     with pytest.raises(TypeError):
-        writer.room.empty("3")  # type: ignore[arg-type]
+        writer.room.empty("3")
     assert writer.room.used == used
 
 

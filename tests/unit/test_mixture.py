@@ -1,7 +1,5 @@
 """`Mixture`: shares, whole passes, new weights in the middle, and bad sources."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache
@@ -213,7 +211,7 @@ def test_sources_that_hardly_come_are_named():
     assert repr(order).endswith("; less than one unit of s0, s1, s2, s3, s4, 4 more>")
     later = [(0, weights), (900, {**dict.fromkeys(names, 1), "rest": 0})]
     for fine in (later, dict.fromkeys(names, 1 / 49), {**dict.fromkeys(names, 0), "rest": 1}):
-        described = cseq.Mixture(sources, fine, epoch_size=49).describe()  # type: ignore[arg-type]
+        described = cseq.Mixture(sources, fine, epoch_size=49).describe()
         assert "less than" not in described
 
 

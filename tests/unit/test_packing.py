@@ -1,14 +1,11 @@
 """`packed`: a list of objects in one buffer that all processes share."""
 
-from __future__ import annotations
-
 import copy
 import datetime as dt
 import os
 import pickle
 import sys
 from collections import deque
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +14,8 @@ from travelling import Pair, Record, travel
 
 import cseq
 
-SAMPLES: list[Any] = [{"text": "a" * n, "label": n, "ids": [*range(n)]} for n in range(20)]
-OBJECTS: list[Any] = [
+SAMPLES = [{"text": "a" * n, "label": n, "ids": [*range(n)]} for n in range(20)]
+OBJECTS = [
     None, 7, b"", Record([Pair(1, "x")]), dt.date(2026, 1, 2), deque([1, 2]), np.float32, len,
     "ü" * 100_000,
 ]  # fmt: skip

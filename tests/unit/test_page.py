@@ -1,7 +1,5 @@
 """A report is one valid page of the measurements, without a script or a network."""
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -34,11 +32,7 @@ class Parsed(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.headings: list[str] = []
-        self.words: list[str] = []
-        self._open: list[str] = []
+        self.tags, self.attributes, self.headings, self.words, self._open = [], [], [], [], []
         self.feed(text)
         assert self._open == []
 
@@ -158,7 +152,6 @@ def test_figures_over_time(workers, rows, monkeypatch):
     assert [each for each in shown.headings if each in FIGURES] == FIGURES
     assert len(text) < 150_000
     over = page.Over.of(stats.history)
-    assert over is not None
     assert len(over.edges) == min(rows, 121)
     figure = page.workers(over)[1].inline()
     names = [int(name) for name in re.findall(r'class="faint end">(\d+)<', figure)]
@@ -173,7 +166,6 @@ def test_intervals_are_parts_of_the_time():
     """Half of the time is spent waiting, without the pause; fewer than four rows are too few."""
     assert page.Over.of(history(3, 2)) is None
     over = page.Over.of(history(101, 2))
-    assert over is not None
     assert np.isclose(np.median(over.waiting), 0.5)
     assert 7 <= (over.waiting < 0.01).sum() <= 10
     assert np.isclose(np.median(over.rate), 100)

@@ -70,7 +70,7 @@ def bench():
     """Return a bench; numpy's allocator is replaced in the test's context only."""
     context = contextvars.copy_context()
     bench = context.run(Bench)
-    bench.batch = functools.partial(context.run, bench.batch)  # type: ignore[method-assign]
+    bench.batch = functools.partial(context.run, bench.batch)
     yield bench
     bench.writer.room.close()
     bench.arena.close()
@@ -212,8 +212,6 @@ def test_other_threads_allocate_as_ever(bench):
     bench.batch(make)
     assert made[1] == 0
 
-
-# -- threads: memory is reused
 
 # In bytes; malloc maps such a block each time, with zeros.
 WIDE = 40 * MIB

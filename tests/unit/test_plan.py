@@ -1,7 +1,5 @@
 """`Plan`: the shards that an order uses next."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

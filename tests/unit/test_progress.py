@@ -40,7 +40,7 @@ def test_the_share_of_waiting():
             assert re.findall(r"waits \d+ %", text)
     to = io.StringIO()
     with cseq.MTSequence(Indices1, 640, 2, out_type="null", seed=1).start() as batches:
-        cseq.progress(batches, file=to, disable=False).close()  # type: ignore[attr-defined]
+        cseq.progress(batches, file=to, disable=False).close()
     assert "starting" in to.getvalue()
 
 

@@ -207,9 +207,6 @@ def test_more_samples_than_a_table_has():
         cseq.MPSequence(np.arange(9), 2**32 + 1)
 
 
-# ── below the extension: beyond any realistic number of samples ───────────────────────────────
-
-
 @pytest.fixture(scope="module", params=["", "-DCSEQ_PORTABLE_MUL"], ids=["native", "portable"])
 def header(request, tmp_path_factory):
     """Compile the header alone, with and without the compiler's wide multiplication."""

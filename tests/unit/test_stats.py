@@ -101,7 +101,7 @@ def await_bottleneck(manager, cause):
 @both
 def test_what_workers_are_held_by(kind, cause, num_workers, count, buffer, tmp_path):
     """The cases: a buffer of two batches, all workers, which are too few, and one of eight."""
-    gate, found = tmp_path / "gate", list[Stats]()
+    gate, found = tmp_path / "gate", []
     worker = partial(Held, str(gate), alone=cause == "stragglers")
     with make(kind, worker, num_workers, count, buffer).start() as running:
 

@@ -1,7 +1,5 @@
 """The supervisor: starts worker processes, replaces dead ones, and ends all."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import errno
@@ -10,7 +8,6 @@ import os
 import re
 import threading
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +82,7 @@ class Pool:
 
     def __init__(self, *tasks, owners=1, method=QUICKEST.start_method, task=None):
         self.tasks = list(tasks)
-        self.events: list[Any] = []
+        self.events = []
         self.launcher = make_launcher(method, entry=f"{__name__}:obey")
         self.shared = Arena(1 << 20, tickets=2)
         self.shared.add_rings(2, 1, owners, owners=owners)
@@ -144,7 +141,7 @@ def test_a_handler_of_logging_keeps_no_worker_from_being_replaced(pool, *, waits
             raise OSError("the log server does not answer")
 
     handler, log = logging.Handler(), logging.getLogger("cseq")
-    handler.emit = emit  # type: ignore[method-assign]
+    handler.emit = emit
     log.addHandler(handler)
     try:
         one = pool(b"RN3", b"R")
@@ -384,7 +381,6 @@ def test_the_budget_of_an_epoch():
             held = Held(1, k, [k], f"batch {k}")
             assert deaths.count_death(0, -9, [held], was_ready=True) is None
     error = deaths.count_death(0, -9, [FIRST], was_ready=True)
-    assert error is not None
     assert "max_restarts=2 allows no more" in str(error)
     assert (error.epoch, error.batch, error.indices) == (1, 2, [4, 5])
     assert (error.worker, error.exitcode, deaths.restarts) == (0, -9, 4)
@@ -425,7 +421,6 @@ def test_workers_that_never_get_ready():
     for was_ready in (*in_a_row, True, *in_a_row):
         assert deaths.count_death(0, 1, [], was_ready=was_ready) is None
     error = deaths.count_death(0, 1, [], was_ready=False)
-    assert error is not None
     assert "died before they were ready" in str(error)
 
 

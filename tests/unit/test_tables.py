@@ -1,14 +1,11 @@
 """Tables in a file of the machine: one process makes it, all map it, and damage is noticed."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
 import subprocess
 import sys
 import tracemalloc
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -19,13 +16,10 @@ from cseq.files import locked
 from cseq.order._readers import digest, fingerprint
 from cseq.order.tables import tables
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 pytestmark = pytest.mark.needs("POSIX")
 
 LENGTHS = np.arange(5000) * 7919 % 300
-KINDS: dict[str, Callable[..., cseq.Order]] = {
+KINDS = {
     "packed": lambda lengths, **options: cseq.Packed(lengths, 256, too_long="split", **options),
     "concatenated": lambda lengths, **options: cseq.Concatenated(lengths, 256, **options),
 }
@@ -43,7 +37,7 @@ def flipped(data):
     return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
-DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+DAMAGED = {
     "cut": lambda data: data[:-100],
     "flipped": flipped,
     "without a page, as after a power failure": lambda data: bytes(4096) + data[4096:],
@@ -145,7 +139,7 @@ def test_a_folder_that_is_none(tmp_path):
     with pytest.raises(FileExistsError, match="file"):
         cseq.Concatenated(LENGTHS, 256, cache=tmp_path / "file")
     with pytest.raises(TypeError, match="cache=7 is not a path"):
-        cseq.Concatenated(LENGTHS, 256, cache=7)  # type: ignore[arg-type]
+        cseq.Concatenated(LENGTHS, 256, cache=7)
     with pytest.raises(ValueError, match="is valid only with too_long='split'"):
         cseq.Packed(LENGTHS + 1, 400, cache=tmp_path)
 
@@ -231,7 +225,6 @@ def test_a_process_that_comes_late_leaves_no_part(tmp_path, monkeypatch):
 def test_a_process_that_is_killed_is_followed_by_another(tmp_path):
     """While it makes the file, others wait; its part never counts as the whole."""
     first = start(tmp_path / "cache", tmp_path / "log", "hold")
-    assert first.stdout is not None
     assert first.stdout.readline() == "making\n"
     others = [start(tmp_path / "cache", tmp_path / "log") for _ in range(2)]
     first.kill()

@@ -1,7 +1,5 @@
 """Threads and latches work, wherever a signal handler raises."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import sys
@@ -143,9 +141,7 @@ class Handler(logging.Handler):
 
     def __init__(self, act=lambda: None):
         super().__init__()
-        self.act = act
-        self.got: list[str] = []
-        self.threads: set[int] = set()
+        self.act, self.got, self.threads = act, [], set()
 
     def emit(self, record):
         self.threads.add(threading.get_ident())

@@ -1,7 +1,5 @@
 """`cseq top` reads other processes' runs, and survives whatever it finds there."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -81,7 +79,6 @@ def trainer(folder, source, *arguments):
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "taken\n"
         watcher = Watcher(process.pid)
         watcher.update()
@@ -236,13 +233,11 @@ def test_one_of_several_is_shown():
         first = watcher.shown
         watcher.update()
         assert watcher.shown is first
-        assert first is not None
         assert [line[0] for line in overview(watcher, 80)[1:3]].count(">") == 1
         assert all("64 / 4" in line for line in ranks(watcher, 140)[1:])
         managers[first.fact("seed")].finish()
         until(lambda: [watcher.update(), first.ended][1])
         assert first.ended == "finished"
-        assert watcher.shown is not None
         assert watcher.shown.fact("seed") != first.fact("seed")
     finally:
         for manager in managers.values():
@@ -342,7 +337,7 @@ def test_an_overwritten_run(data):
     look_at(bytes(changed[:size]), name)
 
 
-IMAGE: dict[str, tuple[bytes, str]] = {}
+IMAGE = {}
 
 
 def test_a_run_that_is_cut_off():

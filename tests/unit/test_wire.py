@@ -1,13 +1,10 @@
 """The connection between a trainer and an agent: messages, proofs and reused memory."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import socket
 import struct
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +49,7 @@ def ends(pair):
     made[0].close()
 
 
-BATCHES: list[Any] = [
+BATCHES = [
     np.arange(5),
     {"a": np.arange(300.0), "b": [np.zeros((0, 3)), np.arange(700, dtype=">i2")], "c": "text"},
     tuple(np.full(1000 + k, k) for k in range(50)),

@@ -1,10 +1,7 @@
 """Batches that a converter process exports and the trainer fetches."""
 
-from __future__ import annotations
-
 import sys
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from cseq.encoding.pickling import dumps
 torch = pytest.importorskip("torch", reason="stage 2 makes torch tensors")
 
 
-STORE: dict[str, Any] = {}
+STORE = {}
 
 
 def fetch(key):
@@ -52,7 +49,7 @@ def test_a_tensor_on_the_device_is_pickled_by_torchs_reduction(store, monkeypatc
     """The pickle opens the tensor's memory, for any size."""
     store["x"] = torch.arange(1000)
 
-    class Device(torch.Tensor):  # type: ignore[name-defined,misc]
+    class Device(torch.Tensor):
         is_cuda = True
 
     reductions = pytest.importorskip("torch.multiprocessing.reductions")
@@ -78,7 +75,7 @@ def test_memory_of_the_other_process_is_let_go(store, monkeypatch):
     """The other process's memory is released when the copy is done, on the receiver's own lane."""
     gone = []
 
-    class Opened(torch.Tensor):  # type: ignore[name-defined,misc]
+    class Opened(torch.Tensor):
         """A tensor from the other process."""
 
         def clone(self):

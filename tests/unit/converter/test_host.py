@@ -1,7 +1,5 @@
 """Immediate conversion: arrays and CPU tensors, in the caller."""
 
-from __future__ import annotations
-
 import weakref
 
 import numpy as np

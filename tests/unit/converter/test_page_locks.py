@@ -1,7 +1,5 @@
 """Page-locked memory, with a test double of CUDA's runtime."""
 
-from __future__ import annotations
-
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ class Runtime:
 
     def __init__(self, status):
         self.status = status
-        self.locked: dict[int, int] = {}
+        self.locked = {}
 
     def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
         assert flags == 1
