@@ -1,23 +1,14 @@
 """A newcomer's first runs: the examples, and the README's Python, in fresh interpreters."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 import cseq
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeAlias
-
-    Script: TypeAlias = Callable[..., str]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -46,16 +37,8 @@ INCLUDED = re.compile(
 ROW = re.compile(r"^\| `(\w+)` \|(?: `([^`|]*)`)? \|.*\|$", re.MULTILINE)
 
 
-class Block(NamedTuple):
-    """A piece of Python on a page, and its output according to the page."""
-
-    name: str
-    code: str
-    output: str
-
-
 def blocks_of(page):
-    """Extract the Python from a page; each piece has the name of the heading above it.
+    """Return each piece of Python on a page: the heading above it, the code, and its output.
 
     A block whose first line names a file is no separate script.
     """
@@ -67,7 +50,7 @@ def blocks_of(page):
         shown = match.re is SHOWN
         code = (ROOT / match[1]).read_text(encoding="utf-8") if shown else match[1]
         heading = HEADING.findall(text, 0, match.start())[-1]
-        found.append(Block(f"{page}: {heading}", code, match[2] or ""))
+        found.append((f"{page}: {heading}", code, match[2] or ""))
     return found
 
 
@@ -78,22 +61,18 @@ def needs(*modules):
 
 
 def imports_of(code):
-    """Return the modules that a piece of Python imports at its top."""
-    nodes = ast.walk(ast.parse(code))
-    found = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add(str(node.module).partition(".")[0])
-    return found
+    """Return the modules that a piece of Python imports."""
+    nodes = [*ast.walk(ast.parse(code))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
 
 
-def marks_of(block):
+def marks_of(code):
     """Skip a block if its modules, or the system functions that it calls, are missing."""
-    store = ["obstore"] if "from cseq import store" in block.code else []
-    marks = [needs("torch", *store, *imports_of(block.code))]
-    return [*marks, pytest.mark.needs("POSIX")] if "os.pread(" in block.code else marks
+    store = ["obstore"] if "from cseq import store" in code else []
+    marks = [needs("torch", *store, *imports_of(code))]
+    return [*marks, pytest.mark.needs("POSIX")] if "os.pread(" in code else marks
 
 
 @pytest.fixture
@@ -250,16 +229,16 @@ def test_returnn_hdf(output_of):
 
 
 @pytest.mark.parametrize(
-    "block",
+    ("code", "output"),
     [
-        pytest.param(block, id=block.name, marks=marks_of(block))
+        pytest.param(code, output, id=name, marks=marks_of(code))
         for page in PAGES
-        for block in blocks_of(page)
+        for name, code, output in blocks_of(page)
     ],
 )
-def test_python_on_the_pages(block, output_of):
+def test_python_on_the_pages(code, output, output_of):
     """Each piece of Python on a page is a whole script, and prints what the page shows."""
-    assert output_of(block.code) == block.output
+    assert output_of(code) == output
 
 
 def test_the_killed_worker_on_the_page(run_prepared):
@@ -267,9 +246,9 @@ def test_the_killed_worker_on_the_page(run_prepared):
 
     The log reports it, unless everything was made before the death was seen.
     """
-    (block,) = blocks_of(KILLING)
-    done = run_prepared(block.code)
-    assert (done.returncode, done.stdout) == (0, block.output), done.stderr
+    ((_, code, output),) = blocks_of(KILLING)
+    done = run_prepared(code)
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
     # Windows has no signals.
     log = r"(worker 0 was killed( by SIGKILL)? and is being replaced\n)?"
     assert re.fullmatch(log, done.stderr), done.stderr
@@ -277,8 +256,8 @@ def test_the_killed_worker_on_the_page(run_prepared):
 
 def test_the_example_of_the_readme_is_short():
     """A newcomer can take in the first example: it has 20 lines of code."""
-    first = blocks_of("README.md")[0]
-    assert len([line for line in first.code.splitlines() if line.strip()]) <= 20
+    _, code, _ = blocks_of("README.md")[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
 
 
 def test_each_recipe_is_on_a_page():
