@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from cseq.measure.advice import RULES, Window, advise, duration
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-
 # 1000 batches in 10 seconds: 4 workers on 9 cores, 40 ms a batch, steps of 5 ms.
 PLAIN = Window(
     batches=1000, elapsed=10.0, waited=5.0, step=0.005, step_p99=0.006,
@@ -79,14 +77,21 @@ CASES = {
 
 @pytest.mark.parametrize("cause", CASES)
 def test_each_cause(cause):
-    """Measurements tell the causes apart, regardless of the other measurements."""
+    """Measurements tell causes apart; a DataLoader gets no advice on what it lacks."""
     for changed in CASES[cause]:
         assert advise(replace(PLAIN, **changed)).cause == cause, changed
+        action = advise(replace(PLAIN, **changed | {"buffer": 0})).action
+        assert not re.search(r"\bordered=|memory_limit|manager|buffer=", action)
 
 
 def test_every_cause_has_a_case():
-    """Each rule can therefore be reached."""
+    """Each rule can be reached; docs/how-to/slow.md has the rules in their order."""
     assert [rule.cause for rule in RULES] == list(CASES)
+    docs = Path(__file__).parents[2] / "docs" / "how-to" / "slow.md"
+    if not docs.exists():
+        pytest.skip("the package is installed without its docs")
+    found = re.findall(r"^\| `'(\w+)'` ", docs.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found == list(CASES)
 
 
 PARTS = st.sampled_from([0.0, 0.02, 0.2, 0.5, 0.79, 0.8, 1.0])
@@ -192,14 +197,6 @@ def test_larger_batches():
     assert advise(replace(worked, busy=0.9)).cause == "workers"
 
 
-def test_a_start_of_many_workers_is_none_of_the_waiting():
-    """The start is reported if it takes a large part of the time; no longer epoch is advised."""
-    late = advise(replace(PLAIN, waited=0.0, first=1.0))
-    assert (late.cause, late.action) == ("loop", "")
-    assert "before that, it waited 1 s until all workers had started" in late.sentence
-    assert "before" not in advise(replace(PLAIN, waited=0.0, first=0.1)).sentence
-
-
 def test_cores_that_others_use():
     """The advice names no more workers, but the gain of free cores, for which none would queue."""
     crowded = replace(PLAIN, cpu=0.35, queued=0.6)
@@ -215,8 +212,12 @@ def test_cores_that_others_use():
     assert own.action.startswith("try fewer workers")
 
 
-def test_the_rate_of_threads_that_hold_the_gil():
-    """Threads that hold the GIL share one core; those that release it have all of them."""
+def test_the_rate_of_more_workers():
+    """It grows up to the free cores; threads that hold the GIL share one."""
+    window = replace(PLAIN, index=0.2, cpu=0.5, cores=16)
+    assert window.room == 30
+    assert window.rate(2) == pytest.approx(10)
+    assert window.rate(50) == window.rate(30) == pytest.approx(150)
     threads = replace(PLAIN, threads=True, workers=2, cpu=0.25, computed=0.5)
     assert threads.room == 32
     assert replace(threads, gil_long=0.2).room == 4
@@ -225,7 +226,7 @@ def test_the_rate_of_threads_that_hold_the_gil():
 
 # A name describes a batch: in "py4, sleep1", a worker computes 4 ms in Python, and the step sleeps
 # 1 ms.
-MEASURED = json.loads((GOLDEN / "advice.json").read_text(encoding="ascii"))
+MEASURED = json.loads((Path(__file__).parents[1] / "golden" / "advice.json").read_text("ascii"))
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda r: f"{r['loop']}, {r['kind']}, {r['others']}")
@@ -242,14 +243,6 @@ def test_what_was_measured(row):
         assert least < row["got"] / advice.gain < most
 
 
-@pytest.mark.parametrize("cause", CASES)
-def test_what_a_stream_has_not_is_not_named(cause):
-    """A DataLoader lacks these arguments."""
-    for changed in CASES[cause]:
-        action = advise(replace(PLAIN, **changed | {"buffer": 0})).action
-        assert not re.search(r"\bordered=|memory_limit|manager|buffer=", action)
-
-
 def test_the_start_is_a_line_of_its_own():
     """The rest covers the time after the first batch, no matter how long the start took."""
     slow = advise(replace(PLAIN, start=30.0))
@@ -259,6 +252,11 @@ def test_the_start_is_a_line_of_its_own():
     for short in {"start": 1.9}, {"start": 30.0, "elapsed": 1000.0}, {"start": 2.5, "index": 0.2}:
         assert not advise(replace(PLAIN, **short)).start
     assert "constructor" not in advise(replace(PLAIN, start=30.0, buffer=0)).start
+    # What all workers took to start is reported if it is a large part; no longer epoch is advised.
+    late = advise(replace(PLAIN, waited=0.0, first=1.0))
+    assert (late.cause, late.action) == ("loop", "")
+    assert "before that, it waited 1 s until all workers had started" in late.sentence
+    assert "before" not in advise(replace(PLAIN, waited=0.0, first=0.1)).sentence
 
 
 def test_a_loop_that_makes_its_batches_itself():
@@ -273,36 +271,8 @@ def test_a_loop_that_makes_its_batches_itself():
     assert math.isclose(burns.gain, 3.6)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [
-        (0, "0"),
-        (3e-9, "3 ns"),
-        (38e-6, "38 µs"),
-        (0.0012, "1.2 ms"),
-        (0.9996, "1 s"),
-        (90, "90 s"),
-        (300, "5 min"),
-        (9000, "2.5 h"),
-    ],
-)
-def test_durations(seconds, words):
+def test_durations():
     """Two or three digits, and the unit."""
-    assert duration(seconds) == words
-
-
-def test_the_rate_of_more_workers():
-    """It grows with them, up to the cores that the loop leaves free."""
-    window = replace(PLAIN, index=0.2, cpu=0.5, cores=16)
-    assert window.room == 30
-    assert window.rate(2) == pytest.approx(10)
-    assert window.rate(50) == window.rate(30) == pytest.approx(150)
-
-
-def test_the_table_of_the_documentation():
-    """docs/how-to/slow.md has the rules in their order."""
-    docs = Path(__file__).parents[2] / "docs" / "how-to" / "slow.md"
-    if not docs.exists():
-        pytest.skip("the package is installed without its docs")
-    found = re.findall(r"^\| `'(\w+)'` ", docs.read_text(encoding="utf-8"), re.MULTILINE)
-    assert found == [rule.cause for rule in RULES]
+    seconds = (0, 3e-9, 38e-6, 0.0012, 0.9996, 90, 300, 9000)
+    words = "0, 3 ns, 38 µs, 1.2 ms, 1 s, 90 s, 5 min, 2.5 h"
+    assert ", ".join(map(duration, seconds)) == words

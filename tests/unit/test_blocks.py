@@ -29,47 +29,56 @@ def shapes(draw):
     return draw(st.integers(1, 400)), draw(st.integers(1, 12)), window, lanes
 
 
+def check(order, seed, epoch, expected):
+    """Compare an epoch with the reference, as a whole and sample by sample."""
+    assert drawn(order, seed, epoch).tolist() == expected
+    reader = order.reader(seed)
+    for place in np.random.default_rng(0).permutation(order.units)[:20].tolist():
+        assert reader.samples(epoch, place, 1)[0].tolist() == expected[place : place + 1]
+
+
 @given(shapes(), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 @example((5, 9, 6, 3), 1, 0)
 @example((28, 4, 2, 1), 1, 0)
 def test_reference(shape, seed, epoch):
-    """An epoch equals the reference in plain Python, and can be read in any pieces."""
-    order, expected = made(*shape), blocks(*shape, seed, epoch)
-    assert drawn(order, seed, epoch).tolist() == expected
-    reader = order.reader(seed)
-    for place in np.random.default_rng(0).permutation(shape[0])[:20].tolist():
-        assert reader.samples(epoch, place, 1)[0].tolist() == expected[place : place + 1]
+    """An epoch equals the reference, and can be read in any pieces."""
+    check(made(*shape), seed, epoch, blocks(*shape, seed, epoch))
 
 
-@given(shapes(), st.sampled_from([1, 2, 3, 4]), st.integers(1, 12))
-def test_ranks_have_lanes(shape, ranks, size):
-    """Of each whole global batch, a rank has its lanes' samples, if the lanes divide the batch."""
-    lanes, together = shape[3], size * ranks
+@given(shapes(), st.sampled_from([1, 2, 3, 4]), st.integers(1, 12), st.integers(0, 40))
+def test_ranks_have_lanes(shape, ranks, size, start):
+    """Of a whole global batch, wherever it begins, a rank may have its lanes."""
+    lanes, together, start = shape[3], size * ranks, start % shape[0]
     order = made(*shape)
     whole, turn = drawn(order, 1, 2), derive(stream(1, 2, 7, 1), 2)[1] * lanes >> 64
-    for start, got in zip(range(0, len(whole), together), united(order, size, ranks, 2)):  # noqa: B905
-        batch = np.arange(start, start + together)
-        if batch[-1] >= len(whole):
-            break
+    seen = []
+    for number, got in enumerate(united(order, size, ranks, 2, start)):
+        seen += [sample for samples, _ in got for sample in samples]
+        batch = np.arange(together) + start + number * together
         whose = np.arange(together) // size
         if lanes % ranks == 0 and together % lanes == 0:
             whose = (batch + turn) % lanes * ranks // lanes
-        assert [samples for samples, _ in got] == [
-            whole[batch[whose == rank]].tolist() for rank in range(ranks)
-        ]
+        if batch[-1] < len(whole):
+            parts = [whole[batch[whose == rank]].tolist() for rank in range(ranks)]
+            assert [samples for samples, _ in got] == parts
+    assert sorted(seen) == sorted(whole[start:])
+
+
+def check_window(order, block_of, window):
+    """Fail unless, at each position, at most `window` blocks have begun, not ended."""
+    block_of = block_of[drawn(order, 1, 2)]
+    _, begun = np.unique(block_of, return_index=True)
+    _, over = np.unique(block_of[::-1], return_index=True)
+    count = np.bincount(begun, minlength=order.units + 1)
+    count -= np.bincount(order.units - over, minlength=order.units + 1)
+    assert count.cumsum().max() <= window
 
 
 @given(shapes())
 def test_few_blocks_are_in_use(shape):
-    """At every position, at most `window` blocks have begun and not ended."""
+    """A block begins only when there are fewer than `window` that have not ended."""
     samples, rows, window, _ = shape
-    where = np.argsort(drawn(made(*shape), 1, 2))
-    firsts = np.arange(0, samples, rows)
-    begun, over = np.minimum.reduceat(where, firsts), np.maximum.reduceat(where, firsts)
-    in_use = (
-        np.bincount(begun, minlength=samples) - np.bincount(over + 1, minlength=samples + 1)[:-1]
-    )
-    assert in_use.cumsum().max() <= window
+    check_window(made(*shape), np.arange(samples) // rows, window)
 
 
 @pytest.mark.parametrize("short", [0, 1, 39])
@@ -136,19 +145,6 @@ def test_epochs_have_other_windows():
     assert worst(rows[1:]) < 5
 
 
-def test_lanes_after_a_resume():
-    """A global batch may begin anywhere: each rank has its lanes, all ranks have its samples."""
-    order = made(900, 5, 24, 8)
-    whole = drawn(order, 1, 0)
-    for consumed in (1, 13, 40):
-        there = consumed
-        for got in united(order, 4, 4, 0, consumed):
-            samples = [sample for part, _ in got for sample in part]
-            assert sorted(samples) == sorted(whole[there : there + len(samples)].tolist())
-            there += len(samples)
-        assert there == 900
-
-
 def test_many_samples():
     """There may be more than 2**32 samples, and any position is read at once."""
     order = made(2**40 + 5, 512, 64, 4)
@@ -171,38 +167,24 @@ def test_of_the_data():
         made(10, 4, 3, 1).resumed(order.facts(), 0, 0, 0)
 
 
-# -- unequal sizes
-
 SIZES = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
 
 
 @given(SIZES, st.integers(1, 9), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_unequal_blocks_are_the_references(sizes, window, seed, epoch):
-    """An epoch equals the reference in plain Python, and can be read in any pieces."""
-    order, expected = cseq.Blocks(sizes, window), unequal_blocks(sizes, window, seed, epoch)
-    assert drawn(order, seed, epoch).tolist() == expected
-    reader = order.reader(seed)
-    for position in np.random.default_rng(0).permutation(order.units)[:20].tolist():
-        assert reader.samples(epoch, position, 1)[0].tolist() == expected[position : position + 1]
+    """An epoch equals the reference, and can be read in any pieces."""
+    expected = unequal_blocks(sizes, window, seed, epoch)
+    check(cseq.Blocks(sizes, window), seed, epoch, expected)
 
 
 @given(SIZES, st.integers(1, 9))
 def test_few_unequal_blocks_are_in_use(sizes, window):
-    """Blocks come by windows: none begins before a window's number of blocks have ended."""
-    order = cseq.Blocks(sizes, window)
-    block_of = np.repeat(np.arange(len(sizes)), sizes)[drawn(order, 1, 2)]
-    _, begun = np.unique(block_of, return_index=True)
-    _, over = np.unique(block_of[::-1], return_index=True)
-    over = order.units - 1 - over
-    in_use = [((begun <= t) & (t <= over)).sum() for t in range(order.units)]
-    assert max(in_use) <= window
+    """Blocks of other sizes come by windows, too."""
+    check_window(cseq.Blocks(sizes, window), np.repeat(np.arange(len(sizes)), sizes), window)
 
 
 def test_samples_of_unequal_blocks_are_anywhere_as_often():
-    """The position of a block's window does not depend on the block's size or number.
-
-    The sizes are sorted, and differ fifteenfold. 1500 epochs; five standard deviations.
-    """
+    """A window's position does not depend on its blocks' sizes, which are sorted."""
     sizes = [2, 3, 4, 6, 8, 10, 12, 15, 18, 20, 25, 30]
     counts = np.zeros((len(sizes), 4))
     block_of = np.repeat(np.arange(len(sizes)), sizes)

@@ -21,19 +21,12 @@ def epoch(order, number=0):
     return np.split(samples, np.cumsum(sizes)[:-1])
 
 
-# ── what an epoch has ─────────────────────────────────────────────────────────────────────────
-
-
-def test_bounds_grow_by_the_ratio():
-    """They go from the least length to the greatest."""
+def test_bounds_are_given_or_grow_by_the_ratio():
+    """They go from the least length to the greatest; some given ones are not used."""
     order = cseq.Buckets([100, 4, 9, 31], 100, ratio=1.5)
     assert order.bounds.tolist() == [4, 6, 9, 13, 19, 28, 42, 63, 94, 100]
     assert cseq.Buckets([3, 1, 5], 9, ratio=1).bounds.tolist() == [1, 2, 3, 4, 5]
     assert cseq.Buckets([3, 1, 5], 9, ratio=1e300).bounds.tolist() == [1, 5]
-
-
-def test_boundaries_are_the_buckets():
-    """Given bounds are used as far as needed; the longest samples always have a bucket."""
     lengths = [5, 10, 11, 20, 35]
     assert cseq.Buckets(lengths, 60, boundaries=[10, 20, 30]).bounds.tolist() == [10, 20, 30, 35]
     order = cseq.Buckets(lengths, 60, boundaries=[10, 40, 50, 900])
@@ -43,13 +36,9 @@ def test_boundaries_are_the_buckets():
 
 
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=60),
-    st.integers(40, 90),
-    st.floats(1, 2),
-    st.integers(1, 9),
-    st.booleans(),
-    st.integers(0, 2**64 - 1),
-)
+    st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(40, 90), st.floats(1, 2),
+    st.integers(1, 9), st.booleans(), st.integers(0, 2**64 - 1),
+)  # fmt: skip
 def test_reference(lengths, budget, ratio, together, longest, seed):
     """An epoch equals the reference in plain Python."""
     order = cseq.Buckets(lengths, budget, ratio=ratio, together=together, longest_first=longest)
@@ -65,21 +54,18 @@ def test_reference(lengths, budget, ratio, together, longest, seed):
 @pytest.mark.parametrize(("n", "together"), [(300, 8), (301, 1), (310, 3), (60, 16)])
 def test_batches_that_come_together_are_alike(n, together, longest_first):
     """They are neighbours by length, except for one group that supplies the last batches."""
-    order = cseq.Buckets(spread(n, 300), 600, together=together, longest_first=longest_first)
-    bounds = order.bounds[np.searchsorted(order.bounds, spread(n, 300))]
+    lengths = spread(n, 300)
+    order = cseq.Buckets(lengths, 600, together=together, longest_first=longest_first)
+    bounds = order.bounds[np.searchsorted(order.bounds, lengths)]
     for number in range(20):
         longest = np.array([bounds[batch].max() for batch in epoch(order, number)])
         groups = len(longest) // together * together
         assert not longest_first or max(longest[:together]) == max(bounds)
         steps = np.sort(longest[:groups].reshape(-1, together), axis=1)
-        within = np.sort(longest)
-        between = np.searchsorted(within, steps[:, -1]) - np.searchsorted(
-            within, steps[:, 0], "right"
-        )
+        longest.sort()
+        between = np.searchsorted(longest, steps[:, -1])
+        between -= np.searchsorted(longest, steps[:, 0], "right")
         assert between.max() <= together + len(longest) % together - 2
-
-
-# ── chance ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("count", [40, 37, 46])
@@ -102,9 +88,6 @@ def test_any_samples_of_a_bucket_meet_as_often(count):
         share = rest / count
         off = np.abs(short[:count] / 500 - share).max()
         assert off < 5 * np.sqrt(share * (1 - share) / 500)
-
-
-# ── descriptions ──────────────────────────────────────────────────────────────────────────────
 
 
 def test_it_says_what_an_epoch_has():

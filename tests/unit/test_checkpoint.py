@@ -14,18 +14,11 @@ def sampler(**options):
     return Sampler(given.pop("dset_size", 100), order, **given)
 
 
-FIRST = {
-    "version": 1,
-    "algorithm": "fisher-yates-v1",
-    "dset_size": 100,
-    "shuffle": True,
-    "seed": 5,
-    "batch_size": 8,
-    "world_size": 2,
-    "drop_last": False,
-    "epoch": 3,
-    "consumed": 48,
-}
+PLACE = {
+    "seed": 5, "batch_size": 8, "world_size": 2, "drop_last": False, "epoch": 3, "consumed": 48
+}  # fmt: skip
+FIRST = PLACE | {"version": 1, "algorithm": "fisher-yates-v1", "dset_size": 100, "shuffle": True}
+SECOND = PLACE | {"version": 2, "order": {"name": "fisher-yates-v1", "samples": 100}}
 
 
 def test_a_state_of_version_1():
@@ -46,17 +39,9 @@ def test_a_state_of_version_1():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("version", 4),
-        ("order", '{"name": "other"}'),
-        ("order", "["),
-        ("consumed", 102),
-        ("seed", 6),
-        ("consumed", 101),
-        ("epoch", -1),
-        ("epoch", 1 << 64),
-    ],
-)
+    [("version", 4), ("order", '{"name": "other"}'), ("order", "["), ("consumed", 102),
+     ("seed", 6), ("consumed", 101), ("epoch", -1), ("epoch", 1 << 64)],
+)  # fmt: skip
 def test_a_bad_state(name, value):
     """An invalid value, or a missing one, is an error that names it."""
     state = checkpoint.make(sampler(), 1, 0, 0)
@@ -65,18 +50,6 @@ def test_a_bad_state(name, value):
     del state[name]
     with pytest.raises(ValueError, match=f"lacks.*{name}" if name != "version" else "version=None"):
         checkpoint.load(state, sampler(), any_seed=True)
-
-
-SECOND = {
-    "version": 2,
-    "order": {"name": "fisher-yates-v1", "samples": 100},
-    "seed": 5,
-    "batch_size": 8,
-    "world_size": 2,
-    "drop_last": False,
-    "epoch": 3,
-    "consumed": 48,
-}
 
 
 def test_a_state_of_version_2():

@@ -1,7 +1,5 @@
 """`Client`: a process's connections to the process that fetches shards."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

@@ -41,14 +41,8 @@ def test_many_documents_are_put_in_order_in_parts():
 
 def test_the_most_pieces_of_a_row():
     """`room` is enough for the shortest documents together, and is not far above that."""
-    assert cseq.Concatenated([1] * 20, 6).room == 6
-    assert cseq.Concatenated([3] * 20, 11).room == 5
-    assert cseq.Concatenated([100], 11).room == 2
-    assert cseq.Concatenated([1, 1, 30, 0, 30], 20).room == 4
-    assert cseq.Concatenated([1], 1).room == 2
-
-
-# ── statistics ────────────────────────────────────────────────────────────────────────────────
+    rows = ([1] * 20, 6), ([3] * 20, 11), ([100], 11), ([1, 1, 30, 0, 30], 20), ([1], 1)
+    assert [cseq.Concatenated(*each).room for each in rows] == [6, 5, 2, 4, 2]
 
 
 def test_a_document_comes_anywhere():

@@ -11,10 +11,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fcntl")
 
 
 def test_a_claim_of_an_entry_that_was_kept_meanwhile_is_given_up(tmp_path):
-    """A process that found no entry, and claims it after another one has kept it, does not own it.
-
-    The entry is kept once, nobody holds its claim, and all read it.
-    """
+    """A process that claims an entry too late does not own it; all read the first."""
     folder = str(tmp_path / "cache")
     entries = Entries.opened(folder, {"samples": 9, "limit": 1 << 20}, is_kept=True)
 

@@ -16,38 +16,28 @@ def words_of(chart):
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "ticks"),
+    ("low", "high", "kind", "ticks"),
     [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        (0, 7, [0, 2, 4, 6]),
-        (0, 0.003, [0, 0.001, 0.002, 0.003]),
-        (95, 2100, [500, 1000, 1500, 2000]),
+        (0, 1, {}, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0, 7, {}, [0, 2, 4, 6]),
+        (0, 0.003, {}, [0, 0.001, 0.002, 0.003]),
+        (95, 2100, {}, [500, 1000, 1500, 2000]),
+        (0, 70, {"times": True}, [0, 15, 30, 45, 60]),
+        (0.002, 20, {"logarithmic": True}, [0.01, 0.1, 1, 10]),
     ],
 )
-def test_ticks_are_round(low, high, ticks):
-    """There are at most six, in steps of 1, 2 or 5."""
-    assert Axis(low, high, 0, 100).ticks == pytest.approx(ticks)
-
-
-def test_ticks_of_times_and_of_logarithms():
-    """Quarters of minutes are round; powers of ten are, but not all of many."""
-    assert Axis(0, 70, 0, 100, times=True).ticks == [0, 15, 30, 45, 60]
-    assert Axis(0.002, 20, 0, 100, logarithmic=True).ticks == pytest.approx([0.01, 0.1, 1, 10])
+def test_ticks_are_round(low, high, kind, ticks):
+    """At most six, in steps of 1, 2 or 5, of quarters of minutes or of powers of ten."""
+    assert Axis(low, high, 0, 100, **kind).ticks == pytest.approx(ticks)
     assert len(Axis(1e-9, 1e9, 0, 100, logarithmic=True).ticks) <= 6
 
 
 def test_a_place_is_on_the_axis():
-    """So is a value beyond the axis; upwards means smaller coordinates."""
+    """So is a value beyond it; upwards is less. Numbers have three digits."""
     axis = Axis(1, 100, 200, 0, logarithmic=True)
     assert [axis.coordinate(value) for value in (0, 1, 10, 100, 1e9)] == [200, 200, 100, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("value", "words"), [(0, "0"), (0.524, "0.524"), (19.12, "19.1"), (2524, "2524"), (2e6, "2 M")]
-)
-def test_numbers(value, words):
-    """Numbers have three digits."""
-    assert number(value) == words
+    words = [number(value) for value in (0, 0.524, 19.12, 2524, 2e6)]
+    assert words == ["0", "0.524", "19.1", "2524", "2 M"]
 
 
 def test_a_file_has_its_own_colours():
@@ -85,7 +75,7 @@ def test_marks_have_rows_of_their_own():
     chart.marks(*((value, f"at {value}", "ink") for value in (0, 0.1, 9.9, 10)))
     found = list(ET.fromstring(chart.inline()).iter("text"))
     assert len({each.get("y") for each in found}) == len(found) == 4
-    assert ["end" in (each.get("class") or "") for each in found] == [False, False, True, True]
+    assert ["end" in each.get("class", "") for each in found] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("values", [(3.0, 3.2), (3.2, 3.0), (5.1, 5.3), (7.0, 7.1), (1, 4, 4.5)])
@@ -97,11 +87,8 @@ def test_no_line_runs_through_the_words_of_another_mark(values):
     lines = [float(each.get("x", 0)) for each in parts if each.tag == "rect"]
     assert [each.tag for each in parts] == ["rect"] * len(lines) + ["text"] * len(lines)
     for words in parts[len(lines) :]:
-        start = float(words.get("x", 0))
-        width = -95 if "end" in words.get("class", "") else 95
-        assert not [
-            at for at in lines if min(start, start + width) < at < max(start, start + width)
-        ]
+        start = float(words.get("x", 0)) - 95 * ("end" in words.get("class", ""))
+        assert not [at for at in lines if start < at < start + 95]
 
 
 def test_steps_are_an_area():

@@ -56,18 +56,14 @@ def test_records_without_results_get_them(file):
     assert file.read_text() == after
 
 
-def test_results_that_are_there_are_not_changed(file):
-    """The file stays unchanged, and the message has the remedy."""
+def test_a_changed_definition_needs_a_new_file(file, monkeypatch):
+    """Results are never changed, nor does an old file take a new name's results."""
     golden.complete(file)
     text = file.read_text().replace('"last": 6', '"last": 5')
     file.write_text(text)
     with pytest.raises(ValueError, match="give the new definition a new name, and a new file"):
         golden.complete(file)
     assert file.read_text() == text
-
-
-def test_a_changed_definition_needs_a_new_file(file, monkeypatch):
-    """Under its new name, an order cannot go into the old definition's file."""
     monkeypatch.setattr(cseq.Blocks, "name", "blocks-v3")
     with pytest.raises(ValueError, match="is of blocks-v2, and the order is blocks-v3"):
         golden.complete(file)

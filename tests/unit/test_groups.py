@@ -6,16 +6,9 @@ import pytest
 import cseq
 
 
-def test_an_epoch_is_as_long_as_the_data():
-    """It is so by default."""
-    labels = ["a", "b", "c"] * 9
-    order = cseq.Groups(labels, classes=2, samples=5)
-    assert order.units == 3
-    assert cseq.Groups(labels, 2, 5, epoch_size=100).units == 100
-
-
 def test_it_says_what_comes_more_often_than_once():
     """It has the mean number of times, and how many classes do not fill a batch."""
+    assert cseq.Groups(["a", "b", "c"] * 9, classes=2, samples=5).units == 3
     order = cseq.Groups(list("abcabcabd"), 2, 3, epoch_size=4, repeat_small=True)
     assert repr(order) == (
         "<Groups: 4 batches of 2 of 4 classes, 3 samples of each; a sample appears about "
@@ -26,8 +19,6 @@ def test_it_says_what_comes_more_often_than_once():
         "each round leaves out 1 class"
     )
 
-
-# ── statistics ────────────────────────────────────────────────────────────────────────────────
 
 # The sizes of the classes, the classes of a batch, and the samples of each.
 SHAPES = [
