@@ -36,8 +36,6 @@ way = codec_batches.way
 # A reader remembers this number of structures.
 MOST_PLANS = 64
 
-# -- there and back -----------------------------------------------------------------------------
-
 
 @given(batch=batches)
 @example(batch=())
@@ -155,10 +153,9 @@ def test_shapes_may_change_from_batch_to_batch(way, writer):
 def test_records_are_checked(writer):
     """A record that points outside the memory is an error."""
     record = writer.encoder.encode(np.arange(5))
-    with pytest.raises(IndexError):
-        decode(Block(sum(record) - 1), record)
-    with pytest.raises(IndexError):
-        decode(Block(0), record)
+    for size in (sum(record) - 1, 0):
+        with pytest.raises(IndexError):
+            decode(Block(size), record)
     for number in range(4):
         for word in (-1, 2**20, 2**63, 2**64, 2**70):
             with pytest.raises(IndexError, match="outside"):
@@ -195,18 +192,13 @@ def test_a_layout_that_lies_does_not_leave_the_memory(words, record, lend):
     start = block.address
     for array in arrays:
         if lend is None:
-            ends = [
-                (size - 1) * step for size, step in zip(array.shape, array.strides, strict=True)
-            ]
+            last = sum((n - 1) * step for n, step in zip(array.shape, array.strides, strict=True))
             at = array.ctypes.data - start
             assert 0 <= at <= true[0]
-            assert not array.size or at + array.itemsize + sum(ends) <= true[0]
+            assert not array.size or at + array.itemsize + last <= true[0]
         if array.size < 10**6:
             # An element may be in any number of places.
             array.sum()
-
-
-# -- into the slot without a copy ---------------------------------------------------------------
 
 
 def test_parts_of_arrays_in_the_slot(writer):
@@ -246,9 +238,6 @@ def test_a_stage_appends_to_what_another_wrote(writer):
     assert_same([np.arange(1000), np.arange(3.0)], decode(writer.room.memory, first))
 
 
-# -- leaves one by one --------------------------------------------------------------------------
-
-
 def test_map_leaves():
     """The function's results replace the leaves, in containers of the same types."""
     batch = {
@@ -256,12 +245,7 @@ def test_map_leaves():
         "frozen": Slotted(8), "ordered": OrderedDict(a=9), 10: defaultdict(None, a=11),
     }  # fmt: skip
     seen = []
-
-    def function(leaf):
-        seen.append(leaf)
-        return str(leaf)
-
-    read = map_leaves(function, batch)
+    read = map_leaves(lambda leaf: seen.append(leaf) or str(leaf), batch)  # type: ignore[func-returns-value]
     assert seen == [1, 2, 3, 4, 5, 6, 7, 1, 8, None, 9, 11]
     assert_same(
         {

@@ -12,8 +12,6 @@ from cseq.encoding.codec import decode, map_leaves
 
 way = codec_batches.way
 
-# -- tensors ------------------------------------------------------------------------------------
-
 
 @pytest.fixture(scope="session")
 def torch():
@@ -29,9 +27,7 @@ TYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 comp
 def test_tensors(torch, name, shape):
     """CPU tensors of all types arrive unchanged, even of types that numpy lacks."""
     tensor = torch.arange(6).to(getattr(torch, name))[: int(np.prod(shape))].reshape(shape)
-    for batch in (tensor, [tensor, np.zeros(2), "text"]):
-        read = copied(batch)
-        read = read[0] if isinstance(batch, list) else read
+    for read in (copied(tensor), copied([tensor, np.zeros(2), "text"])[0]):
         assert type(read) is torch.Tensor
         assert read.dtype == tensor.dtype
         assert read.shape == tensor.shape
@@ -44,14 +40,8 @@ def test_tensors_of_other_layouts(torch):
     """Transposed, strided, conjugated and sparse tensors keep their values."""
     base = torch.arange(24.0).reshape(4, 6)
     conjugated = torch.tensor([1 + 2j, 3j]).conj()
-    batch = [
-        base.T,
-        base[::2, ::3],
-        conjugated,
-        conjugated.imag,
-        base.to_sparse(),
-        base.expand(2, 4, 6),
-    ]
+    batch = [base.T, base[::2, ::3], conjugated, conjugated.imag, base.to_sparse()]
+    batch.append(base.expand(2, 4, 6))
     for tensor, read in zip(batch, copied(batch), strict=True):
         assert read.layout == tensor.layout
         assert torch.equal(read.to_dense(), tensor.to_dense())
@@ -93,18 +83,10 @@ def test_tensors_in_objects_lie_in_the_slot(torch, writer):
     base = torch.arange(30_000.0)
     sparse = torch.zeros(3000).index_fill(0, torch.arange(0, 3000, 2), 1.0).to_sparse()
     feature = Feature(
-        base=base,
-        again=base,
-        part=base[100:200],
-        parameter=torch.nn.Parameter(base + 1),
-        half=base.to(torch.bfloat16),
-        turned=base.view(100, 300).T,
-        sparse=sparse,
-        array=np.arange(5000),
-        small=torch.ones(3),
-        none=torch.ones(0, 2),
-        text="text",
-    )
+        base=base, again=base, part=base[100:200], parameter=torch.nn.Parameter(base + 1),
+        half=base.to(torch.bfloat16), turned=base.view(100, 300).T, sparse=sparse,
+        array=np.arange(5000), small=torch.ones(3), none=torch.ones(0, 2), text="text",
+    )  # fmt: skip
     for batch in (feature, [feature, np.zeros(2)], {"x": torch.ones(2), "f": feature}):
         writer.room.used = 0
         record = writer.encoder.encode(batch)
@@ -212,18 +194,11 @@ def test_odd_tensors_in_objects(torch, monkeypatch):
 
 def test_tensors_are_cast(torch):
     """Tensors of numbers are cast like torch casts them; complex ones are not."""
-    batch = [
-        torch.arange(3),
-        torch.tensor([True]),
-        torch.ones(2, dtype=torch.bfloat16),
-        torch.ones(1) * 1j,
-    ]
+    batch = [torch.arange(3), torch.tensor([True]), torch.ones(2, dtype=torch.bfloat16)]
+    batch.append(torch.ones(1) * 1j)
     read = copied(batch, FLOAT32)
     assert [tensor.dtype for tensor in read] == [torch.float32] * 3 + [torch.complex64]
     assert [tensor.tolist() for tensor in read] == [tensor.tolist() for tensor in batch]
-
-
-PROTOTYPE = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 
 
 def test_cuda_tensors_travel_by_handle(torch, writer, monkeypatch):
@@ -237,27 +212,21 @@ def test_cuda_tensors_travel_by_handle(torch, writer, monkeypatch):
     monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", reduce_tensor)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor[0] > 0))
     on_device, on_host = torch.arange(1, 4), torch.arange(3)
-    for batch in (
-        on_device,
-        {"x": on_device},
-        ["text", (on_device, {"y": on_device})],
-        (on_host, [on_device]),
-    ):
+    nested = ["text", (on_device, {"y": on_device})]
+    for batch in (on_device, {"x": on_device}, nested, (on_host, [on_device])):
         sent.clear()
         got = decode(writer.room.memory, writer.encoder.encode(batch))
         assert len(sent) == 1
         assert repr(got) == repr(batch).replace("tensor([1, 2, 3])", "tensor([1, 1])")
 
 
-@PROTOTYPE
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 @pytest.mark.parametrize("grad", [False, True])
 def test_nested_tensors(torch, grad):
     """Tensors of tensors of unequal size keep their type, next to other tensors."""
     parts = [torch.ones(2), torch.arange(3.0)]
     nested = torch.nested.nested_tensor(parts, requires_grad=grad)
-    for batch in (nested, {"x": torch.ones(2), "nested": nested}):
-        read = copied(batch)
-        got = read if batch is nested else read["nested"]
+    for got in (copied(nested), copied({"x": torch.ones(2), "nested": nested})["nested"]):
         assert got.is_nested
         assert got.layout == nested.layout
         assert got.requires_grad == grad
@@ -268,9 +237,8 @@ def test_nested_tensors(torch, grad):
 def test_storages(torch, nbytes):
     """Torch's storages keep their type, and are writable."""
     storage = torch.arange(nbytes, dtype=torch.int64).to(torch.uint8).untyped_storage()
-    for batch in (storage, [storage], {"x": torch.ones(2), "s": storage, "text": "a"}):
-        read = copied(batch)
-        got = read["s"] if isinstance(read, dict) else read[0] if isinstance(read, list) else read
+    beside = copied({"x": torch.ones(2), "s": storage, "text": "a"})["s"]
+    for got in (copied(storage), copied([storage])[0], beside):
         assert type(got) is torch.UntypedStorage
         assert got.tolist() == storage.tolist()
         got.fill_(3)

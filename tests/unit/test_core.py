@@ -4,8 +4,6 @@ The shuffle has its own file. All of this runs a second time with the naps that 
 systems without one.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -14,9 +12,9 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -37,13 +35,7 @@ from cseq.memory.arena import Arena
 from cseq.order._source import OrderSource
 from cseq.stage import GIL_SPIN_NS, LONG_SPIN_NS, SPIN_NS, spin_ns
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 NAP = os.environ.get("CSEQ_WAIT") == "nap"
-
-
-# -- the ring
 
 
 def test_a_tickets_journey():
@@ -102,10 +94,12 @@ def become(indices, dtype):
     indices.__setstate__((1, indices.shape, np.dtype(dtype), False, bytes(indices.nbytes)))
 
 
-USES: dict[str, Callable[[Any], Any]] = {
+KEEPS = {
     "kept": lambda indices: indices,
     "a view": lambda indices: indices[:0],
     "a buffer": memoryview,
+}
+USES = KEEPS | {
     "a weak reference": lambda indices: weakref.ref(indices, lambda _: None),
     "read-only": lambda indices: indices.setflags(write=False),
     "a shape": lambda indices: indices.resize((2, 2), refcheck=False),
@@ -122,12 +116,12 @@ def test_an_array_of_indices_in_use_is_left_alone(use):
     indices = runner.indices()
     held = USES[use](indices)
     place = address_of(indices)
-    if use in ("kept", "a view", "a buffer"):
+    if use in KEEPS:
         indices[:] = 7
     del indices
     fresh = runner.indices()
     assert (fresh.tolist(), fresh.dtype, fresh.flags.writeable) == ([0, 1, 2, 3], np.int64, True)
-    if use in ("kept", "a view", "a buffer"):
+    if use in KEEPS:
         assert address_of(fresh) != place
         assert use == "a view" or list(held) == [7] * 4
     elif use == "a weak reference":
@@ -138,8 +132,7 @@ def test_two_stages():
     """Between the stages, a record is kept until the second one has published its own."""
     ring = make_ring()
     trainer = Trainer(ring, 1)
-    first = Runner(ring, 0, 1, last=False)
-    assert first.claim()
+    first = claim(ring, last=False)
     assert ring.depths() == (0, 0, 0)
     first.publish(0, (1, 2, 3))
     assert ring.depths() == (0, 1, 0)
@@ -154,18 +147,12 @@ def test_two_stages():
     assert trainer.take() == (0, 0, 0, 0xFFFFFFFF, 0, (4, 0, 0, 0))
 
 
-def test_a_failure_skips_the_second_stage():
-    """A status other than 0 goes straight to the trainer."""
+def test_a_status_skips_the_second_stage():
+    """A failure goes to the trainer; so does a ticket reposted with a status."""
     ring = make_ring()
     trainer = Trainer(ring, 1)
-    first = Runner(ring, 0, 1, last=False)
-    assert first.claim()
-    first.publish(1, (5,))
+    claim(ring, 1, last=False).publish(1, (5,))
     assert trainer.take() == (0, 0, 1, 0xFFFFFFFF, 0, (5, 0, 0, 0))
-
-
-def test_a_ticket_that_is_reposted_with_a_status():
-    """It is published with the status, without a slot; the next one is not."""
     ring = make_ring()
     trainer = Trainer(ring, 2)
     claim(ring, 1)
@@ -223,9 +210,7 @@ def test_a_slot_that_a_converter_frees():
     file, slots = shared()
     trainer = Trainer(ring, 1, slots=slots)
     slot = SlotTable(file.fd, WIDTH, MOST, 1).take()
-    first = Runner(ring, 0, 1, last=False)
-    assert first.claim()
-    first.publish(slot=slot)
+    claim(ring, last=False).publish(slot=slot)
     second = claim(ring, 2, 1)
     slots.free_cell(second.ring, second.cell)
     assert slots.owners()[slot] == 0
@@ -233,32 +218,19 @@ def test_a_slot_that_a_converter_frees():
     assert trainer.take() == (0, 0, 0, 0xFFFFFFFF, 0, (0,) * FIELDS)
 
 
-def test_nothing_to_claim():
-    """Such a claim returns after a while, and counts the time."""
+def test_a_claim_of_nothing():
+    """It returns after a while, and counts the time; closing ends all claims."""
     ring = make_ring()
-    runner = Runner(ring, 0, 2, last=True)
-    assert runner.claim() is False
-    assert Meters.read_rings([ring]).runners["wait"]["sum"][1] > 0
-    assert Meters.read_rings([ring]).runners["wait"]["sum"][0] == 0
-
-
-def test_a_closed_ring():
-    """Closing ends claims, even one in which another thread waits, and wakes the trainer."""
-    ring = make_ring()
-    results = []
-
-    def run():
-        runner = Runner(ring, 0, 1, last=True)
-        while (result := runner.claim()) is not None:
-            results.append(result)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert not ring.closed
-    ring.close()
-    thread.join()
+    assert Runner(ring, 0, 2, last=True).claim() is False
+    waited = Meters.read_rings([ring]).runners["wait"]["sum"]
+    assert waited[1] > waited[0] == 0
+    claims = iter(Runner(ring, 0, 1, last=True).claim, None)
+    with ThreadPoolExecutor() as pool:
+        results = pool.submit(list, claims)
+        assert not ring.closed
+        ring.close()
     assert ring.closed
-    assert True not in results
+    assert True not in results.result()
     Trainer(ring, 1)
     assert Runner(ring, 0, 2, last=True).claim() is None
 
@@ -276,7 +248,7 @@ def test_waiting_for_a_ticket():
 
 
 def test_a_notification_ends_a_wait():
-    """It is counted, so a thread that read the number before does not sleep."""
+    """It is counted, so a thread that read the number before neither sleeps nor spins."""
     ring = make_ring()
     feed = Trainer(ring, 1).feed
     for notify in (ring.notify_all, ring.close, lambda: ring.repost(1)):
@@ -284,13 +256,25 @@ def test_a_notification_ends_a_wait():
         notify()
         assert feed.notices() != seen
         feed.wait(seen)
+    ring = make_ring()
+    ring.set_spin(LONG)
+    feed = Trainer(ring, 1).feed
+    seen = feed.notices()
+    ring.notify_all()
+    feed.wait(seen)
+    assert Meters.read_rings([ring]).loop["waited"] < LONG
+
+
+def rings_in_one_memory(count):
+    """Make rings in one memory, and return the memory, too, with the size of each."""
+    nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
+    memory = Block(count * nbytes, zero=True)
+    return [Ring(memory, 4, 2, 1, 1, at=k * nbytes) for k in range(count)], memory, nbytes
 
 
 def test_rings_in_one_memory():
     """Each has its own tickets; the trainer waits for all of them at one gate."""
-    nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
-    memory = Block(3 * nbytes, zero=True)
-    rings = [Ring(memory, 4, 2, 1, 1, at=k * nbytes) for k in range(3)]
+    rings, memory, nbytes = rings_in_one_memory(3)
     attached = [Ring(memory, at=k * nbytes) for k in range(3)]
     trainers, cells = [Trainer(ring, 1) for ring in rings], [(0, 0), (1, 0), (2, 0)]
     feed = Feed(RunState(), rings, Decoder(), Asked())
@@ -309,9 +293,7 @@ def test_rings_in_one_memory():
 
 def test_several_tickets_are_waited_for():
     """Publishing one of them wakes the sleeper."""
-    nbytes = -(-ring_bytes(4, 2, 1) // 128) * 128
-    memory = Block(2 * nbytes, zero=True)
-    rings = [Ring(memory, 4, 2, 1, 1, at=k * nbytes) for k in range(2)]
+    rings, _, _ = rings_in_one_memory(2)
     trainers = [Trainer(ring, 300) for ring in rings]
     feed = Feed(RunState(), rings, Decoder(), Asked())
     rng = random.Random(4)
@@ -374,23 +356,14 @@ def serving(ring, *owners):
             thread.join()
 
 
-@pytest.mark.parametrize("crew", [0, 1])
-def test_threads_wait_for_each_other_awake(crew):
-    """Trainer and runner continue without sleeping or waking each other, even in turns."""
+@pytest.mark.parametrize("pool", ["threads", "threads in turns", "processes"])
+def test_threads_wait_for_each_other_awake(pool):
+    """Trainer and runner spin where they would otherwise sleep, and wake each other."""
     ring = make_ring(cells=2, runners=1)
-    ring.set_spin(LONG, crew)
-    with serving(ring):
-        trainer = Trainer(ring, 100)
-        assert [trainer.await_batch() for _ in range(100)] == list(range(100))
-        assert Meters.read_rings([ring]).runners["wait"]["sum"] == 0
-        assert trainer.sleeps == 0
-
-
-def test_processes_wait_for_each_other_awake():
-    """Trainer and runner spin where they would otherwise sleep."""
-    with file_of(PAGE) as fd:
-        ring = Ring(Mapping(fd, 0, PAGE), 2, 2, 1)
-    ring.set_spin(LONG)
+    if pool == "processes":
+        with file_of(PAGE) as fd:
+            ring = Ring(Mapping(fd, 0, PAGE), 2, 2, 1)
+    ring.set_spin(LONG, pool == "threads in turns")
     with serving(ring):
         trainer = Trainer(ring, 100)
         assert [trainer.await_batch() for _ in range(100)] == list(range(100))
@@ -448,18 +421,7 @@ def test_turns_that_never_come(crew):
         assert [trainer.await_batch() for _ in range(600)] == list(range(600))
 
 
-def test_a_notification_ends_spinning():
-    """A spinning trainer sees a notification at once."""
-    ring = make_ring()
-    ring.set_spin(LONG)
-    feed = Trainer(ring, 1).feed
-    seen = feed.notices()
-    ring.notify_all()
-    feed.wait(seen)
-    assert Meters.read_rings([ring]).loop["waited"] < LONG
-
-
-BAD_RINGS: list[Callable[[], Any]] = [
+BAD_RINGS = [
     lambda: Ring(Block(10), 4, 2, 3),
     lambda: Ring(Block(ring_bytes(4, 2, 3) - 1, zero=True), 4, 2, 3),
     lambda: Ring(Block(10**7, zero=True), 4, 2, 70_000),
@@ -483,11 +445,7 @@ def test_bad_rings(make):
 def test_bad_cells():
     """Unknown cells are refused everywhere."""
     ring = make_ring(cells=4)
-    for use in (
-        ring.indices,
-        ring.holder,
-        ring.ticket,
-    ):
+    for use in (ring.indices, ring.holder, ring.ticket):
         with pytest.raises(IndexError, match="cell 4"):
             use(4)
         with pytest.raises(OverflowError):
@@ -505,20 +463,14 @@ def test_a_runner_has_one_ticket():
     with pytest.raises(RuntimeError, match="has not been published"):
         runner.claim()
     runner.publish()
-    uses = [runner.publish, runner.indices]
-    uses += [lambda: runner.batch, lambda: runner.record]
-    for use in uses:
+    for use in (runner.publish, runner.indices, lambda: runner.batch, lambda: runner.record):
         with pytest.raises(RuntimeError, match="no ticket"):
             use()
-
-
-@pytest.mark.parametrize("record", [(0,) * (FIELDS + 1), [1], None])
-def test_bad_records(record):
-    """A record is a tuple of a few numbers."""
-    ring = make_ring()
-    Trainer(ring, 1)
-    with pytest.raises(ValueError, match="record"):
-        claim(ring).publish(0, record)
+    runner = claim(ring)
+    for record in ((0,) * (FIELDS + 1), [1], None):
+        # A record is a tuple of a few numbers.
+        with pytest.raises(ValueError, match="record"):
+            runner.publish(0, record)
 
 
 def test_turns_are_kept_while_they_are_quicker():
@@ -546,9 +498,6 @@ def test_turns_are_kept_while_they_are_quicker():
     # The loop takes longer.
     assert [measured(700, share=0.4) for _ in range(9)] == [False] * 9
     assert (measured(700), turns.holder) == (True, 0)
-
-
-# -- without the futex
 
 
 @pytest.mark.skipif(NAP, reason="this is that run")

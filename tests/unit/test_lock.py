@@ -4,9 +4,11 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from forking import in_child
 from interrupting import is_mine
 
 from cseq._lock import Lock
@@ -35,17 +37,14 @@ def taken_elsewhere(lock):
 def test_it_is_given_back_as_often_as_taken():
     """Until the last release, its thread has it."""
     lock = Lock()
-    got = []
 
     def look():
         with lock.hold(timeout=0) as hold:
-            got.append(hold.has)
+            return hold.has
 
     def elsewhere():
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        return got[-1]
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(look).result()
 
     assert not is_mine(lock)
     with lock.hold():
@@ -78,26 +77,32 @@ class Struck(BaseException):
     """The signal handler's exception; `Thread.start` takes an Exception for a failed start."""
 
 
+def strike(*_):
+    """Raise when a signal has come, or when a lock has just been taken."""
+    raise Struck
+
+
+@pytest.fixture
+def striking():
+    """Let SIGUSR1 raise."""
+    before = signal.signal(signal.SIGUSR1, strike)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
 @pytest.mark.needs("Linux")
+@pytest.mark.usefixtures("striking")
 @pytest.mark.parametrize("timeout", [-1, 60])
 def test_a_signal_handler_that_raises(timeout):
     """It ends the wait; the lock is not taken."""
     lock = Lock()
-
-    def handle(*_):
-        raise Struck
-
-    before = signal.signal(signal.SIGUSR1, handle)
-    try:
-        with taken_elsewhere(lock):
-            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
-            timer.start()
-            with pytest.raises(Struck), lock.hold(timeout=timeout):
-                pass
-            assert not is_mine(lock)
-            timer.join()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    with taken_elsewhere(lock):
+        timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        with pytest.raises(Struck), lock.hold(timeout=timeout):
+            pass
+        assert not is_mine(lock)
+        timer.join()
     with lock.hold(timeout=60) as hold:
         assert hold.has
 
@@ -109,11 +114,11 @@ def test_an_exception_between_the_taking_and_the_body():
     assert not hasattr(lock, "__enter__")
     with pytest.raises(Struck):
         # `with` has done this when the handler runs.
-        strike_behind(lock.hold().__enter__())
+        strike(lock.hold().__enter__())
     assert not is_mine(lock)
     with lock.hold():
         with pytest.raises(Struck):
-            strike_behind(lock.hold(timeout=60).__enter__())
+            strike(lock.hold(timeout=60).__enter__())
         assert is_mine(lock)
     assert not is_mine(lock)
 
@@ -147,12 +152,8 @@ def test_calls_that_are_put_off():
 def test_a_call_that_is_put_off_and_raises():
     """It raises where the lock is released; later calls are made at the next release."""
     lock, made = Lock(), []
-
-    def fail():
-        raise Struck
-
     with pytest.raises(Struck), lock.hold():
-        lock.put_off(fail)
+        lock.put_off(strike)
         lock.put_off(lambda: made.append(1))
     assert (made, lock.is_mine) == ([], False)
     with lock.hold():
@@ -160,42 +161,28 @@ def test_a_call_that_is_put_off_and_raises():
     assert made == [1]
 
 
-def strike_behind(taken):
-    """Raise when a lock has just been taken."""
-    raise Struck
-
-
 @pytest.mark.needs("Linux")
+@pytest.mark.usefixtures("striking")
 def test_signals_while_it_is_taken():
     """Wherever a real signal's handler raises, the lock is not left taken."""
-    lock = Lock()
+    lock, struck = Lock(), 0
 
-    def handle(*_):
-        raise Struck
+    def strike_and_leave(leave):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        leave.set()
 
-    before = signal.signal(signal.SIGUSR1, handle)
-    struck = 0
-    try:
-        for _ in range(200):
-            try:
-                with taken_elsewhere(lock) as leave:
-                    signaller = threading.Thread(target=strike_and_leave, args=(leave,))
-                    signaller.start()
-                    with lock.hold():
-                        signaller.join()
-            except Struck:
-                struck += 1
-            signaller.join()
-            assert not is_mine(lock)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    for _ in range(200):
+        try:
+            with taken_elsewhere(lock) as leave:
+                signaller = threading.Thread(target=strike_and_leave, args=(leave,))
+                signaller.start()
+                with lock.hold():
+                    signaller.join()
+        except Struck:
+            struck += 1
+        signaller.join()
+        assert not is_mine(lock)
     assert struck == 200
-
-
-def strike_and_leave(leave):
-    """Send a signal when a lock becomes free."""
-    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-    leave.set()
 
 
 @pytest.mark.needs("fork")
@@ -204,23 +191,17 @@ def test_a_fork(mine):
     """Only the forking thread survives: it keeps its lock, or the lock is free."""
     lock = Lock()
 
-    def exits_well(held):
-        child = os.fork()
-        if not child:
-            try:
-                good = is_mine(lock) == mine
-                with lock.hold(timeout=0) as hold:
-                    good &= hold.has
-                if mine:
-                    held.close()
-                os._exit(not good or is_mine(lock))
-            finally:
-                os._exit(2)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    def is_kept_or_free():
+        good = is_mine(lock) == mine
+        with lock.hold(timeout=0) as hold:
+            good &= hold.has
+        if mine:
+            held.close()
+        return good and not is_mine(lock)
 
     with ExitStack() as held:
         held.enter_context(lock.hold() if mine else taken_elsewhere(lock))
-        assert exits_well(held)
+        assert in_child(is_kept_or_free)
 
 
 @pytest.mark.needs("fork")
@@ -234,14 +215,11 @@ def test_a_fork_whose_thread_has_the_number_of_the_owner():
             if threading.get_ident() == owner.ident:
                 found.append(is_mine(lock))
 
-        child = os.fork()
-        if not child:
-            try:
-                for _ in range(100):
-                    thread = threading.Thread(target=look)
-                    thread.start()
-                    thread.join()
-                os._exit(any(found))
-            finally:
-                os._exit(2)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        def finds_none():
+            for _ in range(100):
+                thread = threading.Thread(target=look)
+                thread.start()
+                thread.join()
+            return not any(found)
+
+        assert in_child(finds_none)
