@@ -1,16 +1,16 @@
 """`from_dataset`: a map-style data set as a worker."""
 
-from __future__ import annotations
-
+import itertools
 import sys
 import weakref
 from collections import OrderedDict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-from kinds import FEW, INLINE, KINDS, assert_same, by_name, stream
+from indexers import Pair, Rows
+from kinds import FEW, INLINE, KINDS, QUICK, assert_same, by_name, stream
 
 import cseq
 from cseq.indexing.dataset import default_collate
@@ -28,35 +28,6 @@ class Squares:
     def __getitem__(self, index):
         assert type(index) is int
         return np.full(3, index, np.float32), index * index, f"sample {index}"
-
-
-class Together(Squares):
-    def __getitems__(self, indices):
-        assert {type(index) for index in indices} == {int}
-        return [("together", index) for index in indices]
-
-    def __getitem__(self, index):
-        raise AssertionError("not one by one")
-
-
-class Failing(Squares):
-    def __getitem__(self, index):
-        if index == 7:
-            raise ValueError("bad sample")
-        return index
-
-
-class Pair(NamedTuple):
-    image: Any
-    label: Any
-
-
-def total(samples):
-    """Collate to a number."""
-    return sum(label for _, label, _ in samples)
-
-
-# -- in every kind of pool
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=by_name)
@@ -78,7 +49,7 @@ def test_every_kind(kind):
 
 
 def test_without_dset_size():
-    """`dset_size` may be left out by position and by name; part of the data set may be given."""
+    """`dset_size` may be left out if there is a length, or be a part of the data."""
     worker = cseq.from_dataset(data := Squares(33))
     assert worker.dataset is data
     m = cseq.MPSequence(worker, batch_size=32, out_type="null")
@@ -87,36 +58,29 @@ def test_without_dset_size():
     m = cseq.MTSequence(cseq.from_dataset(Squares()), [9, 1], shuffle=False, out_type="null")
     with m.start() as batches:
         assert [batch[1].tolist() for batch in batches] == [[81, 1]]
+    for without in (Squares, partial(Squares, 3), object):
+        with pytest.raises(TypeError, match=r"dset_size is missing.*from_dataset"):
+            cseq.MPSequence(without, batch_size=2)
 
 
-@pytest.mark.parametrize("worker", [Squares, partial(Squares, 3), object], ids=repr)
-def test_no_length(worker):
-    """The error says what to pass."""
-    with pytest.raises(TypeError, match=r"dset_size is missing.*from_dataset"):
-        cseq.MPSequence(worker, batch_size=2)
-
-
-@pytest.mark.parametrize("kind", FEW, ids=by_name)
-def test_getitems(kind):
-    """`__getitems__` is used if it exists."""
-    batches = stream(kind, cseq.from_dataset(Together()), None, shuffle=False, batch_size=5)
-    assert [batch[0] for batch in batches] == [["together"] * 5] * 2
-    assert [batch[1].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+def test_getitems():
+    """`__getitems__` is used if it exists, with a list of plain integers."""
+    dataset = Holed()
+    dataset.__getitems__ = lambda indices: [(type(k).__name__, k) for k in indices]  # type: ignore[attr-defined]
+    types, numbers = cseq.from_dataset(dataset)[np.arange(8, 11)]
+    assert (types, numbers.tolist()) == (["int"] * 3, [8, 9, 10])
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_the_index_that_failed(kind):
     """An exception names the sample, and no remedy that is already applied."""
-    worker = cseq.from_dataset(Failing())
-    with kind.start(worker, None, batch_size=10) as m, pytest.raises(ValueError, match="bad") as at:
+    batches = kind.start(cseq.from_dataset(Holed()), None, batch_size=12, shuffle=False)
+    with batches as m, pytest.raises(OSError, match="no sample 1") as at:
         list(m)
     notes = "\n".join(at.value.__notes__)
-    assert "sample 7 of Failing" in notes
+    assert "sample 1 of Holed" in notes
     assert "from_dataset" not in notes
-
-
-# -- skipped samples
 
 
 class Holed(Squares):
@@ -140,11 +104,9 @@ class Holed(Squares):
 def test_a_sample_that_raises_is_left_out(options):
     """Its batch is smaller, in every kind of pool; a batch without samples is skipped."""
     streams = []
+    usual = {"batch_size": 4, "shuffle": False, "seed": 3, "on_error": "skip", "out_type": "cpu"}
     for kind in FEW:
-        worker = cseq.from_dataset(Holed(**options))
-        with kind.start(
-            worker, None, batch_size=4, shuffle=False, seed=3, on_error="skip", out_type="cpu"
-        ) as m:
+        with kind.start(cseq.from_dataset(Holed(**options)), None, **usual) as m:
             streams.append([[np.asarray(part) for part in batch] for batch in m])
             one, none, whole = m.skipped
         assert one == (0, 0, 1, "OSError: no sample 1", [1])
@@ -161,23 +123,20 @@ def test_a_sample_that_raises_is_left_out(options):
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_ranks_have_equally_many_batches(kind):
     """Each rank has as many as `len` says, no matter which samples it loses."""
-    worker = cseq.from_dataset(Holed(), total)
+    worker, options = cseq.from_dataset(Holed(), len), {"batch_size": 2, "on_error": "skip"}
     for rank in range(2):
-        with kind.start(
-            worker, [0, 1, 2, 3, 4, 5, 7, 0], batch_size=2, shard=(rank, 2), seed=1, on_error="skip"
-        ) as m:
+        with kind.start(worker, [*range(6), 7, 0], shard=(rank, 2), seed=1, **options) as m:
             assert len(list(m)) == len(m) == 2
-
-
-def rows_of(samples):
-    """Return the number of samples of each row."""
-    assert cseq.parts().sum() == len(samples)
-    return cseq.parts()
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
 def test_the_parts_of_a_batch_that_lacks_samples(kind):
     """They belong to the existing samples."""
+
+    def rows_of(samples):
+        assert cseq.parts().sum() == len(samples)
+        return cseq.parts()
+
     worker = cseq.from_dataset(Holed(), rows_of)
     order = cseq.Packed([2] * 12, budget=6)
     with kind.start(worker, range(12), batch_size=2, order=order, seed=1, on_error="skip") as m:
@@ -186,48 +145,18 @@ def test_the_parts_of_a_batch_that_lacks_samples(kind):
     assert sizes.sum() == 12 - 5 or len(m.skipped) < 5
 
 
-def test_a_collate_function_that_returns_nothing():
-    """The error names it, as it names an indexer."""
-    worker = cseq.from_dataset(Squares(), lambda samples: None)
-    with pytest.raises(TypeError, match=r"returned None; is a `return` missing\?"):
-        worker[np.arange(2)]
-
-
-# -- what is refused
-
-
-class NoLength:
-    def __getitem__(self, index):
-        return index
-
-
 def test_no_data_set():
     """An object without samples by index, or without a length, is refused at once."""
-    for dataset, text in (
-        (Squares, "pass an object, such as"),
-        (iter([1]), "__getitem__"),
-        (NoLength(), "__len__"),
-    ):
+    refused = (Squares, "pass an object, such as"), (iter([1]), "__getitem__"), (Rows(), "__len__")
+    for dataset, text in refused:
         with pytest.raises(TypeError, match=text):
             cseq.from_dataset(dataset)
     with pytest.raises(TypeError, match="collate=3"):
         cseq.from_dataset(Squares(), collate=3)  # type: ignore[arg-type]
-
-
-def test_ragged_samples():
-    """If samples cannot be stacked, the error has the difference and the remedy."""
-    for samples, error, text in (
-        ([np.zeros(3), np.zeros(4)], ValueError, r"shape.*\(3,\), \(4,\).*collate"),
-        ([(1, 2), (1,)], ValueError, "length, from 1 to 2"),
-        ([{"a": 1}, {"b": 1}], ValueError, "keys"),
-        ([object()], TypeError, "object.*collate"),
-        ([None], TypeError, "NoneType"),
-    ):
-        with pytest.raises(error, match=text):
-            default_collate(samples)
-
-
-# -- collating
+    # The error names a collate function that returns nothing, as it names an indexer.
+    worker = cseq.from_dataset(Squares(), lambda samples: None)
+    with pytest.raises(TypeError, match=r"returned None; is a `return` missing\?"):
+        worker[np.arange(2)]
 
 
 def test_collating_by_default():
@@ -292,6 +221,11 @@ def test_large_arrays_are_not_held_beside_the_batch(wrap):
 BIG = np.zeros((100, 200))
 
 
+def by_index(samples):
+    """Collate samples that are fetched one by one."""
+    return cseq.from_dataset(samples)[np.arange(len(samples))]
+
+
 @pytest.mark.parametrize(
     "samples",
     [
@@ -306,120 +240,74 @@ BIG = np.zeros((100, 200))
 )
 def test_large_arrays_that_differ(samples):
     """A sample unlike the first one is collated as without large arrays."""
-    assert_same(_by_index(samples), default_collate(samples))
+    assert_same(by_index(samples), default_collate(samples))
 
 
 @pytest.mark.parametrize(
-    ("samples", "text"),
+    ("samples", "error", "text"),
     [
-        ([BIG, BIG[1:]], "shape"),
-        ([(BIG, 1), (BIG,)], "length"),
-        ([(1, BIG), (1,)], "length"),
-        ([{"a": BIG}, {"b": BIG}], "keys"),
-        ([{"a": BIG}, {"a": BIG, "b": 1}], "keys"),
+        ([np.zeros(3), np.zeros(4)], ValueError, r"shape.*\(3,\), \(4,\).*collate"),
+        ([(1, 2), (1,)], ValueError, "length, from 1 to 2"),
+        ([{"a": 1}, {"b": 1}], ValueError, "keys"),
+        ([object()], TypeError, "object.*collate"),
+        ([None], TypeError, "NoneType"),
+        ([BIG, BIG[1:]], ValueError, "differ in.*shape"),
+        ([(BIG, 1), (BIG,)], ValueError, "differ in.*length"),
+        ([(1, BIG), (1,)], ValueError, "differ in.*length"),
+        ([{"a": BIG}, {"b": BIG}], ValueError, "differ in.*keys"),
+        ([{"a": BIG}, {"a": BIG, "b": 1}], ValueError, "differ in.*keys"),
     ],
 )
-def test_large_arrays_that_cannot_be_stacked(samples, text):
-    """The error equals the other samples' error."""
-    with pytest.raises(ValueError, match=f"differ in.*{text}|differ in their {text}"):
-        _by_index(samples)
+def test_samples_that_cannot_be_stacked(samples, error, text):
+    """The error has the difference and the remedy, even for large arrays."""
+    collate = by_index if "differ" in text else default_collate
+    with pytest.raises(error, match=text):
+        collate(samples)
 
-
-class _Listed:
-    def __init__(self, samples):
-        self.samples = samples
-
-    def __len__(self):
-        return len(self.samples)
-
-    def __getitem__(self, index):
-        return self.samples[index]
-
-
-def _by_index(samples):
-    """Collate samples that are fetched one by one."""
-    return cseq.from_dataset(_Listed(samples))[np.arange(len(samples))]
-
-
-TORCH = """
-import numpy as np
-import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
-import cseq
-from cseq.processes.launcher import start_methods
-
-class Images(Dataset):
-    def __len__(self):
-        return 20
-    def __getitem__(self, index):
-        image = torch.full((3, 40, 40), index, dtype=torch.uint8)
-        half = torch.full((100, 100), index, dtype=torch.bfloat16)
-        large = torch.full((200, 300), index, dtype=torch.bfloat16 if index < 12 else torch.half)
-        grad = torch.full((200, 300), float(index), requires_grad=index == 9)
-        view = torch.full((300, 200), float(index)).t()
-        return {"image": image, "half": half, "label": index, "small": torch.tensor(index),
-                "large": large, "rows": (grad, [view, index]),
-                "weight": index / 2, "array": np.full(2, index), "name": str(index)}
 
 def same(a, b):
+    """Return whether batches are equal, with arrays in place of tensors."""
+    torch = sys.modules["torch"]
     if isinstance(b, dict):
-        return all(same(a[key], b[key]) for key in b) and a.keys() == b.keys()
-    if isinstance(b, (list, tuple)) and not isinstance(b, str):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in b)
+    if isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(b, torch.Tensor):
-        a = torch.as_tensor(a)
-        return a.dtype == b.dtype and torch.equal(a, b)
+        return torch.as_tensor(a).dtype == b.dtype and torch.equal(torch.as_tensor(a), b)
     return a == b
 
-tensors = TensorDataset(torch.arange(12.).reshape(6, 2), torch.arange(6))
-for dataset in (Images(), Subset(Images(), [3, 1, 4, 1, 5]), tensors):
-    numbers = list(range(len(dataset)))
-    want = [default_collate([dataset[k] for k in numbers[at:at + 4]])
-            for at in range(0, len(numbers), 4)]
-    process, thread = cseq.MPSequence, cseq.MTSequence
-    for kind, out in ((process, "null"), (thread, "null"), (process, "cpu")):
-        options = {"num_workers": 2}
-        if kind is process and "fork" in start_methods() and (dataset is tensors or out == "cpu"):
-            options["start_method"] = "fork"  # another server would import torch again
-        elif kind is process and "fork" not in start_methods():  # each worker imports torch
-            options["num_workers"] = 1
-            if (type(dataset), out) not in ((Images, "null"), (TensorDataset, "cpu")):
-                continue
-        m = kind(cseq.from_dataset(dataset), batch_size=4, shuffle=False,
-                 out_type=out, dtype=None, **options)
-        for start in (m.start, m.start_test):
-            with start() as batches:
-                assert same(list(batches), want), (dataset, kind, out)
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-try:
-    cseq.from_dataset(Stream())
-except TypeError as error:
-    print(error)
-
-class Sparse(Dataset):
-    def __len__(self):
-        return 3
-    def __getitem__(self, index):
-        return torch.eye(3).to_sparse()
-
-try:
-    cseq.from_dataset(Sparse())[np.arange(3)]
-except TypeError as error:
-    print(error)
-"""
-
-
-def test_torch_data_sets(run_prepared):
+def test_torch_data_sets():
     """Torch's data sets give the values and types of torch's `default_collate`."""
-    pytest.importorskip("torch")
-    done = run_prepared(TORCH)
-    assert done.returncode == 0, done.stderr
-    stream, sparse = done.stdout.splitlines()
-    assert stream.startswith("dataset is a Stream, an IterableDataset, which cannot be indexed; ")
-    assert "cseq.DataLoader" in stream
-    assert sparse.startswith("samples contain a torch.sparse_coo tensor, which cannot be")
-    assert "collate=" in sparse
+    torch, data = pytest.importorskip("torch"), pytest.importorskip("torch.utils.data")
+
+    class Images(data.Dataset):  # type: ignore[misc]
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            kind = torch.bfloat16 if index < 12 else torch.half
+            view = torch.full((300, 200), float(index)).t()
+            grad = torch.full((200, 300), float(index), requires_grad=index == 9)
+            return {
+                "image": torch.full((3, 40, 40), index, dtype=torch.uint8),
+                "half": torch.full((100, 100), index, dtype=torch.bfloat16),
+                "large": torch.full((200, 300), index, dtype=kind), "rows": (grad, [view, index]),
+                "small": torch.tensor(index), "array": np.full(2, index), "weight": index / 2,
+                "label": index, "name": str(index),
+            }  # fmt: skip
+
+    tensors = data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6))
+    for dataset in (Images(), data.Subset(Images(), [3, 1, 4, 1, 5]), tensors):
+        samples = [dataset[k] for k in range(len(dataset))]
+        want = [data.default_collate(samples[at : at + 4]) for at in range(0, len(samples), 4)]
+        for kind, out_type in itertools.product(QUICK, ("null", "cpu")):
+            options = {"batch_size": 4, "shuffle": False, "out_type": out_type, "dtype": None}
+            assert same(stream(kind, cseq.from_dataset(dataset), None, **options), want)
+    sparse = [torch.eye(3).to_sparse()] * 3
+    with pytest.raises(TypeError, match=r"^samples contain a torch.sparse_coo tensor, .*collate="):
+        by_index(sparse)
+    stream_of = type("Stream", (data.IterableDataset,), {"__iter__": None})()
+    told = "^dataset is a Stream, an IterableDataset, which cannot be indexed; .*cseq.DataLoader"
+    with pytest.raises(TypeError, match=told):
+        cseq.from_dataset(stream_of)

@@ -1,11 +1,7 @@
 """Stage 1: valid workers, valid indexers, and a ticket's way through them."""
 
-from __future__ import annotations
-
 import functools
-import logging
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +11,6 @@ from ringing import Trainer, make_ring, stamps
 
 import cseq
 from cseq._work import Runner
-from cseq.converter.output import Output
 from cseq.encoding._codec import Objects
 from cseq.indexing import context, indexer
 from cseq.stage import INDEXER
@@ -103,70 +98,18 @@ def test_a_data_set_as_worker(kind):
     assert "cseq.from_dataset" not in hint_of(kind, np.arange(1))
 
 
-def test_dispose():
-    """What was made is closed; an object that the user passed, only where it is a copy."""
-    made = Lasting(2)
-    indexer.dispose(Lasting, made, copied=False)
-    assert made.closed
-    for copied in (False, True):
-        own = Lasting(2)
-        indexer.dispose(own, own, copied=copied)
-        assert own.closed == copied
-    # This indexer has no close.
-    indexer.dispose(Rows, Rows(), copied=False)
-    # This indexer was never made.
-    indexer.dispose(Rows, None, copied=False)
-
-
-class Sticky:
-    def close(self):
-        raise OSError("stuck")
-
-
-def test_dispose_of_one_that_raises(caplog):
-    """The trainer logs the exception of `close`; a worker process ends with it."""
-    sticky = Sticky()
-    indexer.dispose(Sticky, sticky, copied=False)
-    (record,) = caplog.records
-    assert (record.levelno, record.name) == (logging.ERROR, "cseq")
-    assert "stuck" in caplog.text
-    with pytest.raises(OSError, match="stuck"):
-        indexer.dispose(Sticky, sticky, copied=True)
-
-
-class Bench:
-    """A runner at its own ring, in this thread."""
-
-    def __init__(self, made, convert=None):
-        ring = make_ring(cells=3, runners=1)
-        self.trainer = Trainer(ring, 3, recorded=True)
-        self.runner = Runner(ring, INDEXER, 1, last=True)
-        self.edge = Objects(3)
-        self.indexing = indexer.Indexing(self.edge, made, context.BatchContext(0, 1, 5), convert)
-
-    def do(self):
-        """Work on the next ticket; take it, and return its status and object."""
-        assert self.runner.claim()
-        self.indexing.work(self.runner)
-        taken = self.trainer.take()
-        assert taken is not None
-        cell, _, status, *where = taken
-        return status, self.edge.decode(cell, *where)
-
-
 def test_the_stamps_of_tickets_in_a_row():
     """If a ticket is claimed right after another, both share one reading of the clock."""
-    bench = Bench(np.arange(10))
+    ring = make_ring(cells=3, runners=1)
+    trainer = Trainer(ring, 3, recorded=True)
+    runner = Runner(ring, INDEXER, 1, last=True)
+    indexing = indexer.Indexing(Objects(3), np.arange(10), context.BatchContext(0, 1, 5), None)
     for _ in range(3):
-        assert next(bench.runner)
-        bench.indexing.work(bench.runner)
-    assert [bench.trainer.batch() for _ in range(3)] == [0, 1, 2]
+        assert next(runner)
+        indexing.work(runner)
+    assert [trainer.batch() for _ in range(3)] == [0, 1, 2]
     first, second, third = stamps()
     assert 0 < first[0] <= first[1] <= second[0] <= second[1] == third[0] <= third[1]
-
-
-class Owner:
-    indexer: Any
 
 
 class Returns:
@@ -175,24 +118,6 @@ class Returns:
 
     def __getitem__(self, indices):
         return self.batch
-
-
-def test_labels_are_told_of_once(caplog):
-    """The first batch is checked, in any number of threads; then the indexer replaces the check."""
-    told = []
-    labels = {"x": np.zeros(3), "label": np.arange(3)}
-    for batch, count in ((np.zeros(3), 0), (labels, 1)):
-        owner = Owner()
-        owner.indexer = made = Returns(batch)
-        indexer.FirstBatch(owner, Output("cpu", dtype=np.dtype("float32")), told.append)
-        assert owner.indexer[np.arange(3)] is batch
-        assert owner.indexer is made
-        assert len(told) == count
-    assert "int64 of shape (3,)" in told[0]
-    worker = functools.partial(Returns, labels)
-    with cseq.MTSequence(worker, 64, batch_size=2, out_type="cpu", num_workers=3).start() as m:
-        assert len([*m]) == 32
-    assert caplog.text.count("for labels and indices, pass dtype=None") == 1
 
 
 @pytest.mark.parametrize("kind", FEW, ids=by_name)
