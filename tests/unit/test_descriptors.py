@@ -14,17 +14,6 @@ linux = pytest.mark.needs("Linux")
 
 
 @linux
-def test_an_anonymous_file():
-    """It has no name, can be sealed, and is closed in executed programs."""
-    file, sealable = descriptors.anonymous_file("cseq-test")
-    assert sealable
-    assert "memfd:cseq-test" in os.readlink(f"/proc/self/fd/{file.fd}")
-    assert not os.get_inheritable(file.fd)
-    os.write(file.fd, b"text")
-    assert os.pread(file.fd, 9, 0) == b"text"
-
-
-@linux
 @pytest.mark.parametrize("refusal", [errno.EACCES, errno.EINVAL, errno.ENOSYS])
 def test_a_system_that_refuses_them(monkeypatch, refusal):
     """An unnamed temporary file replaces them; other errors are raised."""
@@ -95,8 +84,6 @@ def test_what_is_received_is_closed_in_programs(monkeypatch, *, atomic):
         assert descriptors.receive(theirs, 9, 2) == (b"", [])
 
 
-# --- a user's script -----------------------------------------------------------------------------
-
 # The descriptors open in an executed program if none is closed: the content of /proc/self/fd.
 LISTING = '''
 import os, subprocess, sys
@@ -131,16 +118,12 @@ def listed(how):
 INHERIT_JOB = """
 import sys, threading
 import cseq
-from listing import listed
 
 class Lister:
     def __getitem__(self, indices):
         return [listed(how) for how in ("popen", "spawn", "exec")]
 
-method = sys.argv[1]
-manager = cseq.MPSequence(
-    Lister, 2, 2, batch_size=1, out_type="null", start_method=method
-)
+manager = cseq.MPSequence(Lister, 2, 2, batch_size=1, out_type="null", start_method=sys.argv[1])
 over, seen = threading.Event(), []
 def during():
     while not over.is_set():
@@ -148,8 +131,7 @@ def during():
 watcher = threading.Thread(target=during)
 watcher.start()
 with manager.start() as batches:
-    found = list(batches)
-    found.append([listed(how) for how in ("popen", "spawn", "exec")])
+    found = [*batches, Lister()[None]]
 over.set()
 watcher.join()
 print(sum(found, []) == [[]] * 9, [w for w in seen if w], found)
@@ -158,28 +140,23 @@ print(sum(found, []) == [[]] * 9, [w for w in seen if w], found)
 
 @linux
 @pytest.mark.parametrize("method", start_methods())
-def test_executed_programs_inherit_nothing(run_script, tmp_path, method):
+def test_executed_programs_inherit_nothing(run_script, method):
     """They inherit none from an indexer or from the trainer, at any time of a start."""
-    (tmp_path / "listing.py").write_text(LISTING)
-    done = run_script(INHERIT_JOB, method)
+    done = run_script(LISTING + INHERIT_JOB, method)
     assert done.stdout.startswith("True []"), done.stdout + done.stderr
 
 
-# --- standard streams that the trainer has closed ----------------------------------------------
-
 CLOSED_JOB = """
-import os, sys, time
+import contextlib, os, sys, time
 log = os.dup2(1, 60)
 for fd in map(int, sys.argv[2]):
     os.close(fd)
 
 def present():
     found = []
-    for fd in map(int, sys.argv[2]):
-        try:
+    for fd in sys.argv[2]:
+        with contextlib.suppress(FileNotFoundError):
             found.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:
-            pass
     return found
 
 def opened():

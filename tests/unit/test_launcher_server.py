@@ -4,30 +4,19 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 from killing import await_death
-from launching import PATIENCE, ask, end_of, entries, linux, make, method, served
+from launching import PATIENCE, ask, end_of, entries, linux, served
+from waiting import until
 
 from cseq.processes import launcher
 from cseq.processes.launcher import forkserver, make_launcher, start_methods
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from conftest import RunScript
-
-    from cseq.processes.launcher import Child, Launcher
-
-
 pytestmark = pytest.mark.needs("POSIX")
-
-
-# --- fork server ---------------------------------------------------------------------------------
 
 
 def kill_server(child):
@@ -60,32 +49,50 @@ def test_a_worker_whose_server_is_dead_can_be_killed_but_not_asked_how_it_ended(
     child.sock.close()
 
 
-def test_a_server_that_cannot_start_is_an_error(served, entries):
-    """`launch` raises OSError with the server's exit code after repeated deaths."""
+def test_a_server_that_cannot_start_is_an_error(served, entries, monkeypatch):
+    """`launch` raises its exit code after some deaths, or that it takes too long."""
     (entries / "fatal.py").write_text("import os\nos._exit(23)")
     with pytest.raises(OSError, match="exited with code 23"):
         served(entry="fatal:answer").launch(0)
-
-
-def test_a_server_that_does_not_get_ready_is_a_timeout(served, entries, monkeypatch):
-    """`launch` raises TimeoutError; closing the launcher still ends the server."""
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served(entry="endless:answer")
     monkeypatch.setattr(forkserver, "START", 0.01)
     with pytest.raises(TimeoutError, match="in time"):
         one.launch(0)
+    # It still ends the server.
     assert one.close(time.monotonic())
 
 
-def test_a_fork_that_fails_is_an_error(served, entries):
+# A module whose server runs other lines at its first fork.
+BIRTH = """
+import errno, os, signal
+from pathlib import Path
+from cseq.processes.launcher import server
+from entries import answer
+fork, born = server.fork, Path(__file__).with_name("born")
+def first():
+    if born.exists():
+        return fork()
+    born.touch()
+    LINES
+server.fork = first
+"""
+
+
+@pytest.fixture
+def at_birth(served, entries):
+    """Return a function that makes a launcher whose server forks first by these lines."""
+
+    def make_one(lines):
+        (entries / "birth.py").write_text(BIRTH.replace("LINES", lines))
+        return served(entry="birth:answer")
+
+    return make_one
+
+
+def test_a_fork_that_fails_is_an_error(at_birth):
     """`launch` raises the OSError of the server's fork, and the server lives on."""
-    (entries / "full.py").write_text(
-        "import errno\nfrom cseq.processes.launcher import server\nfrom entries import answer\n"
-        "fork = server.fork\n"
-        "def fail():\n    server.fork = fork\n    raise OSError(errno.EAGAIN, 'full')\n"
-        "server.fork = fail"
-    )
-    one = served(entry="full:answer")
+    one = at_birth("raise OSError(errno.EAGAIN, 'full')")
     with pytest.raises(BlockingIOError, match="worker process could not be started"):
         one.launch(0)
     child = one.launch(1)
@@ -93,29 +100,19 @@ def test_a_fork_that_fails_is_an_error(served, entries):
     child.sock.close()
 
 
-# The server's first worker acts at once; the server waits for that.
-AT_BIRTH = """
-import os, signal
-from cseq.processes.launcher import server
-from entries import answer
-fork = server.fork
-def fork_once():
-    server.fork = fork
-    pid = fork()
+# The worker acts at once; the server waits for that.
+DIES = """pid = fork()
     if pid == 0:
         os.kill(os.getpid(), signal.{signal})
     os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
-    return pid
-server.fork = fork_once
-"""
+    return pid"""
 
 
 @linux
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGSTOP"])
-def test_a_worker_that_dies_at_birth(served, entries, name):
+def test_a_worker_that_dies_at_birth(at_birth, name):
     """It counts as launched, and ends like any other worker."""
-    (entries / "birth.py").write_text(AT_BIRTH.format(signal=name))
-    one = served(entry="birth:answer")
+    one = at_birth(DIES.format(signal=name))
     child, other = one.launch(0), one.launch(1)
     if name == "SIGSTOP":
         assert not child.gone
@@ -128,22 +125,13 @@ def test_a_worker_that_dies_at_birth(served, entries, name):
 
 
 @linux
-def test_a_server_that_dies_at_a_birth(served, entries):
+def test_a_server_that_dies_at_a_birth(at_birth, entries):
     """The unknown worker ends with it; another server has another worker."""
-    (entries / "birth.py").write_text(
-        "import os, signal\nfrom pathlib import Path\nfrom cseq.processes.launcher import server\n"
-        "from entries import answer\nfork, born = server.fork, Path(__file__).with_name('born')\n"
-        "def fork_once():\n"
-        "    if not born.exists():\n"
-        "        pid = fork()\n"
-        "        if pid:\n"
-        "            born.write_text(str(pid))\n"
-        "            os.kill(os.getpid(), signal.SIGKILL)\n"
-        "        return pid\n"
-        "    return fork()\n"
-        "server.fork = fork_once\n"
-    )
-    child = served(entry="birth:answer").launch(0)
+    child = at_birth("""pid = fork()
+    if pid:
+        born.write_text(str(pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pid""").launch(0)
     assert ask(child, "1") == 1
     unknown = int((entries / "born").read_text())
     assert unknown != child.pid
@@ -153,10 +141,7 @@ def test_a_server_that_dies_at_a_birth(served, entries):
 
 @linux
 def test_a_worker_ends_though_its_server_is_stopped(served):
-    """It is gone, with a failure's code; only the server could say that it ended without one.
-
-    The report then comes too late, and is not needed.
-    """
+    """It is gone, with a failure's code; the server's report comes too late."""
     one = served()
     killed, left = one.launch(0), one.launch(1)
     server = int(ask(killed, "os.getppid()"))
@@ -178,37 +163,20 @@ def test_a_worker_ends_though_its_server_is_stopped(served):
 
 def test_no_server_is_started_any_more_once_it_is_cancelled(served, entries, monkeypatch):
     """It holds after the end of a server that was importing: `launch` raises."""
-    starts = []
-    spawn = forkserver.spawn
-
-    def count(*args):
-        starts.append(1)
-        return spawn(*args)
-
-    monkeypatch.setattr(forkserver, "spawn", count)
+    starts, spawn = [], forkserver.spawn
+    monkeypatch.setattr(forkserver, "spawn", lambda *args: starts.append(args) or spawn(*args))
     (entries / "endless.py").write_text("import signal\nwhile True: signal.pause()")
     one = served()
     one.preload(["endless"])
-    raised = []
-
-    def launch():
-        with pytest.raises(InterruptedError) as caught:
-            one.launch(0)
-        raised.append(caught.value)
-
-    importing = threading.Thread(target=launch)
-    importing.start()
-    while not one.importing:
-        importing.join(0.001)
-    one.cancel()
-    importing.join(PATIENCE)
-    assert len(raised) == 1
-    with pytest.raises(InterruptedError):
-        one.launch(0)
+    with ThreadPoolExecutor() as pool:
+        launched = pool.submit(one.launch, 0)
+        until(lambda: one.importing)
+        one.cancel()
+        for launch in (launched.result, lambda: one.launch(0)):
+            with pytest.raises(InterruptedError):
+                launch()
     assert len(starts) == 1
 
-
-# --- modules that are imported once for all workers ----------------------------------------------
 
 # A module that records each of its imports: the process, by its name in the system.
 NOTING = """
@@ -243,52 +211,58 @@ def run(worker, method="forkserver", **options):
 """
 
 
+@pytest.fixture
+def run_job(run_script, tmp_path):
+    """Return a function that runs lines after `JOB`, beside modules like `NOTING`."""
+
+    def run(lines, **modules):
+        for name, more in modules.items():
+            (tmp_path / f"{name}.py").write_text(NOTING + more)
+        return run_script(JOB + lines)
+
+    return run
+
+
 @linux
-def test_modules_are_imported_once_for_all_workers(run_script, tmp_path):
+def test_modules_are_imported_once_for_all_workers(run_job):
     """They are the modules to which a worker refers, no matter how it travels."""
-    for name in ("by_name", "used"):
-        (tmp_path / f"{name}.py").write_text(NOTING)
-    done = run_script(
-        JOB + "import by_name, used\n"
-        "class Local(used.Indexer):\n    pass\n"
-        "def function():\n    return used.Indexer()\n"
-        "print(run(by_name.Indexer))\n"
-        "print(run(functools.partial(by_name.Indexer, used)))\n"
-        "print(run(Local), run(function))\n"
-        "print(run(by_name.Indexer, preload=False))\n"
-        "print(run(by_name.Indexer, 'spawn'))\n"
-        "print(run(by_name.Indexer, 'fork'))\n"
-    )
+    lines = """
+import by_name, used
+class Local(used.Indexer): pass
+print(run(by_name.Indexer))
+print(run(functools.partial(by_name.Indexer, used)))
+print(run(Local), run(lambda: used.Indexer()))
+print(run(by_name.Indexer, preload=False))
+print(run(by_name.Indexer, 'spawn'))
+print(run(by_name.Indexer, 'fork'))
+"""
+    done = run_job(lines, by_name="", used="")
     one, two = ["by_name cseq-server"], ["used cseq-server"]
     each = ["by_name cseq-w0", "by_name cseq-w1", "by_name cseq-w2"]
     expected = [one, one + two, f"{two} {two}", each, each, []]
     assert done.stdout == "".join(f"{line}\n" for line in expected), done.stderr
 
 
-# Things that must not exist before a fork, and the log's words for them.
+# The log's words for what must not exist before a fork.
 UNFIT = {
-    "threads": (
-        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
-        "starts threads",
-    ),
-    "files": ("kept = open(__file__)", "opens files"),
-    "fatal": ("import os; os._exit(3)", "ends the process"),
+    "starts threads": "from threading import *; Thread(target=Event().wait, daemon=True).start()",
+    "opens files": "kept = open(__file__)",
+    "ends the process": "import os; os._exit(3)",
 }
 
 
 @linux
-@pytest.mark.parametrize("kind", UNFIT)
-def test_a_module_that_must_not_be_there_before_a_fork(run_script, tmp_path, kind):
+@pytest.mark.parametrize("reason", UNFIT)
+def test_a_module_that_must_not_be_there_before_a_fork(run_job, reason):
     """The log names it, and each worker imports all modules."""
-    more, reason = UNFIT[kind]
-    (tmp_path / "unfit.py").write_text(f"{NOTING}\nif 'server' in process:\n    {more}\n")
-    (tmp_path / "fit.py").write_text(NOTING)
-    done = run_script(
-        JOB + "import fit, unfit\n"
-        "class Local(unfit.Indexer):\n"
-        "    def __init__(self):\n        fit.Indexer()\n"
-        "run(Local)\nprint(run(Local))\n"
-    )
+    lines = """
+import fit, unfit
+class Local(unfit.Indexer):
+    def __init__(self): fit.Indexer()
+run(Local)
+print(run(Local))
+"""
+    done = run_job(lines, unfit=f"if 'server' in process:\n    {UNFIT[reason]}\n", fit="")
     unfit = [f"unfit cseq-w{number}" for number in range(3)]
     each = [f"fit cseq-w{number}" for number in range(3)]
     assert done.stdout == f"{each + unfit}\n", done.stderr
@@ -297,47 +271,51 @@ def test_a_module_that_must_not_be_there_before_a_fork(run_script, tmp_path, kin
 
 
 @linux
-def test_a_module_prints_once_and_raises_as_in_a_worker(run_script, tmp_path):
+def test_a_module_prints_once_and_raises_as_in_a_worker(run_job):
     """The server prints its output once; the loop raises its exception."""
-    (tmp_path / "prints.py").write_text(NOTING + "print('hello', flush=False)\n")
-    (tmp_path / "raises.py").write_text(NOTING + "if 'cseq' in process: 1 / 0\n")
-    done = run_script(
-        JOB + "import contextlib, io\n"
-        "with contextlib.redirect_stdout(io.StringIO()):\n    import prints\n"
-        "import raises\n"
-        "run(prints.Indexer)\n"
-        "try:\n    run(raises.Indexer)\n"
-        "except ZeroDivisionError as error:\n    print(type(error.__cause__).__name__)\n"
-    )
+    lines = """
+import contextlib, io
+with contextlib.redirect_stdout(io.StringIO()):
+    import prints
+import raises
+run(prints.Indexer)
+try:
+    run(raises.Indexer)
+except ZeroDivisionError as error:
+    print(type(error.__cause__).__name__)
+"""
+    prints, raises = "print('hello', flush=False)", "if 'cseq' in process: 1 / 0"
+    done = run_job(lines, prints=prints, raises=raises)
     assert done.stdout == "hello\nRemoteTraceback\n", done.stderr
     assert "module raises could not be imported in advance" in done.stderr
 
 
+SLEEPS = "import time\nif 'cseq' in process: time.sleep(1000)\n"
+
+
 @linux
-def test_a_slow_import_is_told_of_and_can_be_broken_off(run_script, tmp_path):
+def test_a_slow_import_is_told_of_and_can_be_broken_off(run_job):
     """The log says what a start waits for; Ctrl-C ends the import at once, and nothing remains."""
-    (tmp_path / "slow.py").write_text(
-        NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
-    )
-    done = run_script(
-        JOB + "import threading, slow, cseq.processes.supervisor\n"
-        "cseq.processes.supervisor.SLOW = 0.2\n"
-        "class Interrupts(logging.Handler):\n"
-        "    def emit(self, record):\n"
-        "        if 'slow' in record.getMessage():\n"
-        "            begun[:] = [record]\n"
-        "            signal.raise_signal(signal.SIGINT)\n"
-        "logging.getLogger().addHandler(Interrupts())\n"
-        "begun = []\n"
-        "for method in ('forkserver', 'spawn'):\n"
-        "    manager = cseq.MPSequence(slow.Indexer, 12, 1, out_type='null', start_method=method)\n"
-        "    cseq.processes.supervisor.GRACE = 1.0\n"
-        "    try:\n"
-        "        with manager.start() as batches:\n"
-        "            next(iter(batches))\n"
-        "    except KeyboardInterrupt:\n"
-        "        print(method, begun[0].getMessage().partition(': ')[2])\n"
-    )
+    lines = """
+import slow, cseq.processes.supervisor
+cseq.processes.supervisor.SLOW = 0.2
+class Interrupts(logging.Handler):
+    def emit(self, record):
+        if 'slow' in record.getMessage():
+            begun[:] = [record]
+            signal.raise_signal(signal.SIGINT)
+logging.getLogger().addHandler(Interrupts())
+begun = []
+for method in ('forkserver', 'spawn'):
+    manager = cseq.MPSequence(slow.Indexer, 12, 1, out_type='null', start_method=method)
+    cseq.processes.supervisor.GRACE = 1.0
+    try:
+        with manager.start() as batches:
+            next(iter(batches))
+    except KeyboardInterrupt:
+        print(method, begun[0].getMessage().partition(': ')[2])
+"""
+    done = run_job(lines, slow=SLEEPS)
     told = "forkserver module slow is being imported for all of them; cseq is still waiting\n"
     told += "spawn worker 0 is still importing slow (slow.py:12 in <module>); "
     told += "cseq is still waiting\n"
@@ -354,15 +332,12 @@ while 'cseq' in process and not os.path.exists("go"):
 
 
 @linux
-def test_a_server_that_is_importing_for_another_manager(run_script, tmp_path):
+def test_a_server_that_is_importing_for_another_manager(run_job):
     """The first manager ends silently, or has a worker replaced after that import.
 
     The server's time limit for an answer excludes that import.
     """
-    (tmp_path / "busy.py").write_text(NOTING + BUSY)
-    done = run_script(
-        JOB
-        + """
+    lines = """
 import threading
 from cseq.processes.launcher import forkserver
 class Clock(threading.local):  # of each thread
@@ -384,7 +359,8 @@ for each in (ended, killed):
 import busy
 os.remove("begun")
 other = manager(busy.Indexer)
-exists("begun")
+while not os.path.exists("begun"):
+    time.sleep(0.001)
 ended.finish()
 goes, looks, forkserver.time = False, [], Clock()
 testing.kill(killed, 0)
@@ -399,23 +375,17 @@ print([np.concatenate(list(each)).tolist() == list(range(12)) for each in (kille
 for each in (killed, other):
     each.finish()
 """
-    )
+    done = run_job(lines, busy=BUSY)
     assert done.stdout == "[True, True]\n", done.stderr
     assert done.stderr == "worker 0 was killed by SIGKILL and is being replaced\n"
 
 
 @linux
-def test_a_module_that_ends_the_server_while_another_waits_for_its_own(run_script, tmp_path):
+def test_a_module_that_ends_the_server_while_another_waits_for_its_own(run_job):
     """The log names only that module; the workers of both start."""
-    (tmp_path / "fatal.py").write_text(NOTING + BUSY + "if 'server' in process: os._exit(3)\n")
-    (tmp_path / "fine.py").write_text(NOTING)
-    (tmp_path / "entry.py").write_text("def run(sock): sock.sendall(b'!') or sock.recv(1)\n")
-    done = run_script(
-        """
-import logging, os, time
+    lines = """
 from concurrent.futures import ThreadPoolExecutor
 from cseq.processes.launcher import make_launcher
-logging.basicConfig(format="%(message)s")
 first, second = (make_launcher("forkserver", entry="entry:run") for _ in range(2))
 first.preload(["fatal"])
 second.preload(["fine"])
@@ -432,6 +402,11 @@ with ThreadPoolExecutor(2) as pool:
         child.sock.close()
 print(*(each.close(time.monotonic() + 60) for each in (first, second)))
 """
+    done = run_job(
+        lines,
+        fatal=BUSY + "if 'server' in process: os._exit(3)\n",
+        fine="",
+        entry="def run(sock): sock.sendall(b'!') or sock.recv(1)\n",
     )
     assert done.stdout == "b'!'\nb'!'\nTrue True\n", done.stderr
     assert "module fatal ends the process" in done.stderr
@@ -439,16 +414,16 @@ print(*(each.close(time.monotonic() + 60) for each in (first, second)))
 
 
 @linux
-def test_a_hanging_import_counts_as_a_workers(run_script, tmp_path):
+def test_a_hanging_import_counts_as_a_workers(run_job):
     """With a timeout, a server that hangs in an import is given up, and workers are watched."""
-    (tmp_path / "slow.py").write_text(
-        NOTING + "import time\nif 'cseq' in process: time.sleep(1000)\n"
-    )
-    done = run_script(
-        JOB + "import slow\n"
-        "try:\n    run(slow.Indexer, timeout=0.1)\n"
-        "except cseq.WorkerTimeout as error:\n    print('slow.py' in str(error))\n"
-    )
+    lines = """
+import slow
+try:
+    run(slow.Indexer, timeout=0.1)
+except cseq.WorkerTimeout as error:
+    print('slow.py' in str(error))
+"""
+    done = run_job(lines, slow=SLEEPS)
     assert done.stdout == "True\n", done.stderr
     assert "importing module slow takes more than 1 s, so" in done.stderr
 
@@ -476,6 +451,7 @@ def right(*managers):
 def ended(*pids):
     return [not os.path.exists(f"/proc/{pid}") for pid in pids]
 
+a, p = manager()
 """
 
 
@@ -499,17 +475,14 @@ print(ended(p) == [p != q], right(b))
 b.finish()
 print(ended(p, q))
 """
-    done = run_script(f"{SHARED}a, p = manager()\n{more}\n{ends}")
+    done = run_script(f"{SHARED}{more}\n{ends}")
     assert done.stdout.splitlines() == [printed, "True", "True True", "[True, True]"], done.stderr
 
 
 @linux
 def test_the_death_of_a_shared_fork_server(run_script):
     """Existing managers continue, and their new workers share a new one."""
-    done = run_script(
-        SHARED
-        + """
-a, p = manager()
+    more = """
 b, _ = manager()
 os.kill(p, signal.SIGKILL)
 for m in (a, b):
@@ -520,17 +493,14 @@ print(q == r != p)
 a.finish(), b.finish()
 print(ended(p, q))
 """
-    )
+    done = run_script(SHARED + more)
     assert done.stdout.splitlines() == ["True", "True", "True", "[True, True]"], done.stderr
 
 
 @linux
 def test_a_forked_program_has_fork_servers_of_its_own(run_script):
     """The parent's server stays with the parent."""
-    done = run_script(
-        SHARED
-        + """
-a, p = manager()
+    more = """
 pid = os.fork()
 if pid == 0:
     b, q = manager()
@@ -541,7 +511,7 @@ if pid == 0:
 os.waitpid(pid, 0)
 print(right(a), server(a) == p)
 """
-    )
+    done = run_script(SHARED + more)
     assert done.stdout.splitlines() == ["True True", "[True]", "True True"], done.stderr
 
 
@@ -557,9 +527,6 @@ def test_a_module_that_starts_workers_when_workers_import_it(run_script, tmp_pat
     done = run_script("import training\n")
     assert "RuntimeError: a module that worker processes import starts worker" in done.stderr
     assert "if __name__ == '__main__':" in done.stderr
-
-
-# --- choices that depend on the system -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -580,14 +547,10 @@ def test_start_methods_of_other_systems(monkeypatch, platform, lacks, methods):
     assert start_methods() == methods
 
 
-def test_an_unknown_method_is_an_error_that_names_the_known():
-    """`make_launcher` raises ValueError with the value and the choices."""
+def test_launchers_that_cannot_be(monkeypatch):
+    """The method is unknown, or a frozen program has no interpreter for processes."""
     with pytest.raises(ValueError, match=r"'magic'.*'spawn'"):
         make_launcher("magic", entry="entries:answer")
-
-
-def test_a_frozen_program_is_not_started_as_if_it_were_python(monkeypatch):
-    """Spawning needs an interpreter: a frozen application without one raises an OSError."""
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(OSError, match="set_executable"):
         make_launcher("spawn", entry="entries:answer").launch(0)

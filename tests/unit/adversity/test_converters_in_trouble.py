@@ -17,9 +17,6 @@ from cseq import testing
 pytestmark = pytest.mark.needs("Linux")
 
 
-# -- converters
-
-
 @pytest.fixture
 def converters_on_the_cpu(monkeypatch):
     """Make 'cuda' run its whole path with the CPU in the role of the device."""
@@ -32,12 +29,9 @@ def converters_on_the_cpu(monkeypatch):
 def test_converters_give_what_test_mode_gives(compat):
     """The second stage, in threads and in processes, changes neither order nor values."""
     m = manager(out_type="cuda", num_converters=2)
-    with m.start_test("cpu"):
-        expected = digest(m)
-    m.set_epoch(0)
     with m.start(compat=compat):
         assert len(testing.pids(m)) == (3 if compat is None else 5)
-        assert digest(m) == expected
+        assert digest(m) == converted()
         # A converter thread publishes the result before it releases its batch.
         until(lambda: held.slots(m).taken == 0)
 
@@ -45,19 +39,15 @@ def test_converters_give_what_test_mode_gives(compat):
 @pytest.mark.usefixtures("converters_on_the_cpu")
 def test_a_dead_converter_is_replaced():
     """A killed converter process is replaced like any worker."""
-    m = manager(out_type="cuda", num_converters=1)
-    with m.start_test("cpu"):
-        expected = digest(m)
-    m.set_epoch(0)
+    m, got = manager(out_type="cuda", num_converters=1), []
     with m.start(compat=False):
-        got = []
         for number, batch in enumerate(m):
             got += digest([batch])
             if number in (3, 20):
                 # The converter comes after the three workers.
                 testing.kill(m, 3)
         assert m.stats().restarts >= 1
-    assert got == expected
+    assert got == converted()
 
 
 @pytest.fixture
@@ -74,9 +64,6 @@ def exports(tmp_path, monkeypatch):
 
     yield make
     made[0].close()
-
-
-MakeExports = "Callable[..., exporting.Exports]"
 
 
 def test_batches_of_a_dead_converter_are_converted_again(exports):
@@ -98,8 +85,7 @@ def test_batches_of_a_dead_converter_are_converted_again(exports):
 def test_converters_get_the_memory_of_cancelled_batches_back(exports, large):
     """When an epoch is abandoned, each tensor of its converted batches is released once."""
     theirs = exports(tell_at=10)
-    worker = Squares if large else Small
-    m = manager(worker, out_type="cuda", num_converters=1)
+    m = manager(Squares if large else Small, out_type="cuda", num_converters=1)
     with m.start(compat=False):
         iterator = iter(m)
         first = digest([next(iterator)])
@@ -125,8 +111,7 @@ class Small(Squares):
 def test_an_interrupted_import_is_made_again(exports, monkeypatch):
     """After Ctrl-C while a batch leaves a converter process, the next batch is the same one."""
     theirs = exports()
-    strikes = {3, 30, 31, 55}
-    calls = []
+    strikes, calls = {3, 30, 31, 55}, []
     open_once = exporting.open_once
 
     def strike(*place):

@@ -1,7 +1,5 @@
 """Signals at any time, and the trainer's end: nothing is lost, and nothing remains."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -18,6 +16,7 @@ import pytest
 from adverse import GUARD
 from checkout import import_path
 from conftest import SHM, is_my_file, shm_names
+from indexers import Large, Raising
 from interrupting import SHARES, first_hits, handled, in_shares, interrupted, places
 from killing import await_death
 
@@ -26,9 +25,6 @@ from cseq.engine.worker import ENTRY
 from cseq.processes.launcher import make_launcher
 
 pytestmark = pytest.mark.needs("fork")
-
-
-# -- signals
 
 
 START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequence", None, 1)]
@@ -41,10 +37,7 @@ START = [("MPSequence", "fork", 3), ("MPSequence", "forkserver", 17), ("MTSequen
 @pytest.mark.parametrize("verb", ["start", "finish", "__exit__"])
 @pytest.mark.parametrize(("kind", "method", "step"), START)
 def test_ctrl_c_anywhere_in_start_and_finish(verb, kind, method, step, share):
-    """A signal handler raises anywhere in `start`, in `finish` or at the end of a `with`.
-
-    Nothing remains, and all of them work again, as does a loop.
-    """
+    """If a handler raises anywhere in one, nothing remains, and all work again."""
     options = {"start_method": method} if method else {}
     hits = 0
     for countdown in places(share, step):
@@ -77,9 +70,7 @@ class Paced:
 
 TAKING = (
     "engine/pool.py", "tickets/batches.py", "encoding/transport.py", "memory/arena.py",
-    "encoding/codec.py",
-    "crews/processes.py",
-    "crews/threads.py",
+    "encoding/codec.py", "crews/processes.py", "crews/threads.py",
 )  # fmt: skip
 
 
@@ -88,12 +79,9 @@ TAKING = (
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize("ahead", [1, 4])
 def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind, ordered, ahead, share):
-    """Wherever a signal handler raises while a batch is taken, no batch is lost or doubled.
-
-    This holds in the middle of an epoch, and at its end, where no more tickets are posted. The
-    caller always has what was taken: there is no point in between.
-    """
-    worker = Wide if kind == "proc" else Paced
+    """Wherever a signal handler raises in it, no batch is lost or doubled."""
+    # With four batches ahead, this is the end of an epoch, where no more tickets are posted.
+    worker = Large if kind == "proc" else Paced
     m = cseq.MSequence(
         worker, 60, batch_size=10, shuffle=False, out_type="null", thread_type=kind, buffer=3,
         num_workers=1, ordered=ordered, **({"start_method": "fork"} if kind == "proc" else {}),
@@ -116,11 +104,6 @@ def test_ctrl_c_anywhere_in_the_taking_of_a_batch(kind, ordered, ahead, share):
             assert held.slots(m).total <= 16
 
 
-def indices_of(batches):
-    """Return the first index of each batch."""
-    return [int(batch[0, 0]) for batch in batches]
-
-
 def refused(verb, *arguments):
     """Try an invalid call in the middle of a call; return whether it was refused."""
     try:
@@ -136,57 +119,54 @@ def refused(verb, *arguments):
 def test_a_signal_handler_in_the_taking_of_a_batch(verb, share):
     """It may inspect and finish, but not take or begin anything, even in the middle of a decode."""
     m = cseq.MPSequence(
-        Wide, 60, batch_size=10, shuffle=False, out_type="null", buffer=3, num_workers=1,
+        Large, 60, batch_size=10, shuffle=False, out_type="null", buffer=3, num_workers=1,
         start_method="fork",
     )  # fmt: skip
 
     def step(countdown):
         m.start()
         iterator = iter(m)
-        got = indices_of([next(iterator)])
+        got = [next(iterator)]
 
         def handler():
-            assert m.state_dict()["consumed"] in (10, 20)
+            state = m.state_dict()
+            assert state["consumed"] in (10, 20)
             assert m.stats().batches in (1, 2)
             if verb == "finish":
                 m.finish()
                 return
-            state = m.state_dict()
-            assert refused(next, iterator)
-            assert refused(iter, m)
+            for call in (m.start, m.start_test, partial(next, iterator), partial(iter, m)):
+                assert refused(call)
             assert refused(m.set_epoch, 5)
             assert refused(m.load_state_dict, state)
-            assert refused(m.start)
-            assert refused(m.start_test)
 
         ends = (InterruptedError,) if verb == "finish" else ()
         with handled(countdown, *TAKING, by=handler) as struck, contextlib.suppress(*ends):
-            got.extend(indices_of([next(iterator)]))
+            got.append(next(iterator))
         if verb == "take" or not struck.is_set():
-            assert got + indices_of(iterator) == list(range(0, 60, 10))
+            assert [int(batch[0, 0]) for batch in (*got, *iterator)] == list(range(0, 60, 10))
         m.finish()
         return struck.is_set()
 
     assert first_hits(step, share=share) > 5
 
 
+MAKING = (
+    "crews/inline.py", "engine/pool.py", "tickets/batches.py", "indexing/indexer.py",
+    "encoding/failure.py",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("bad", [True, False])
 def test_ctrl_c_anywhere_in_test_mode(bad):
     """Wherever a signal handler raises while a batch is made, none is lost, or skipped twice."""
-    worker = RaisesOnce(10) if bad else np.arange(60)
+    worker = Raising(KeyError, 10) if bad else np.arange(60)
     m = cseq.MTSequence(worker, 60, batch_size=10, shuffle=False, out_type="null", on_error="skip")
     with m.start_test():
         for countdown in range(1, 30):
             iterator = iter(m)
             got = [next(iterator)[0]]
-            with interrupted(
-                countdown,
-                "crews/inline.py",
-                "engine/pool.py",
-                "tickets/batches.py",
-                "indexing/indexer.py",
-                "encoding/failure.py",
-            ):
+            with interrupted(countdown, *MAKING):
                 got.append(next(iterator)[0])
             skipped = len(m.skipped) - bad * (countdown - 1)
             assert m.state_dict()["consumed"] // 10 == len(got) + skipped
@@ -196,15 +176,9 @@ def test_ctrl_c_anywhere_in_test_mode(bad):
 
 
 BEGINNING = (
-    "sequence.py",
-    "engine/pool.py",
-    "tickets/batches.py",
-    "order/place.py",
-    "manager.py",
-    "runs.py",
-    "order/sampler.py",
-    "crews/inline.py",
-)
+    "sequence.py", "engine/pool.py", "tickets/batches.py", "order/place.py", "manager.py",
+    "runs.py", "order/sampler.py", "crews/inline.py",
+)  # fmt: skip
 
 
 class Epochs:
@@ -214,15 +188,9 @@ class Epochs:
         self.m = cseq.MTSequence(
             np.arange(60), 60, batch_size=10, seed=5, out_type="null", num_workers=1
         )
-        self.kind = kind
+        self.start = self.m.start if kind == "thread" else self.m.start_test
         self.orders = [cseq.permutation(60, 5, epoch).reshape(6, 10).tolist() for epoch in range(9)]
         self.iterators: list[tuple[Any, list[list[int]], list[int]]] = []
-
-    def start(self):
-        if self.kind == "thread":
-            self.m.start()
-        else:
-            self.m.start_test()
 
     def begin(self, taken):
         self.iterators.append((iter(self.m), [], []))
@@ -307,9 +275,7 @@ def test_a_signal_handler_in_the_indexer_of_test_mode():
     class Acts:
         def __getitem__(self, indices):
             np.random.random()  # noqa: NPY002 - the global one
-            refusals.append(refused(next, iterator))
-            refusals.append(refused(iter, m))
-            refusals.append(refused(m.set_epoch, 5))
+            refusals.extend([refused(next, iterator), refused(iter, m), refused(m.set_epoch, 5)])
             return indices
 
     m = cseq.MTSequence(Acts, 60, batch_size=10, shuffle=False, out_type="null")
@@ -338,32 +304,14 @@ def test_a_signal_handler_in_a_start(kind, by):
             epochs.start()
         if struck.is_set() and by == "start":
             assert len(list(epochs.m)) == 6
-        if struck.is_set() and by == "finish":
+        elif struck.is_set():
             epochs.m.finish()
-        if epochs.kind == "thread" and by == "finish" and struck.is_set():
-            assert threading.active_count() == before
+            assert kind == "test" or threading.active_count() == before
         return struck.is_set()
 
     assert first_hits(step) > 5
     epochs.m.finish()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("cseq-w")]
-
-
-class RaisesOnce:
-    def __init__(self, sample):
-        self.sample = sample
-
-    def __getitem__(self, indices):
-        if self.sample in indices:
-            raise KeyError(self.sample)
-        return indices
-
-
-class Wide:
-    """Batches that are leased in place."""
-
-    def __getitem__(self, indices):
-        return np.repeat(indices[:, None], 1024, axis=1)
 
 
 def in_a_group(folder, source, *args):
@@ -404,10 +352,7 @@ for number, batch in enumerate(m):
 
 @pytest.mark.parametrize("how", ["group", "thread"])
 def test_ctrl_c_gives_one_traceback(tmp_path, how):
-    """The waiting loop raises KeyboardInterrupt; nothing is printed after it.
-
-    Busy workers are killed silently, long before their batch is over.
-    """
+    """The waiting loop raises KeyboardInterrupt; busy workers are killed silently."""
     with in_a_group(tmp_path, INTERRUPTED, how) as trainer:
         _, errors = trainer.communicate(timeout=GUARD)
     assert errors.count("Traceback") == 1
@@ -416,15 +361,12 @@ def test_ctrl_c_gives_one_traceback(tmp_path, how):
 
 PREEMPTED = """
 import os, signal, sys, threading
+import numpy as np
 import cseq
-
-class Worker:
-    def __getitem__(self, indices):
-        return indices
 
 stop = []
 signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
-m = cseq.MPSequence(Worker, 10**6, batch_size=8, out_type="null", num_workers=2)
+m = cseq.MPSequence(np.arange(10**6), batch_size=8, out_type="null", num_workers=2)
 with m.start():
     iterator = iter(m)
     next(iterator)
