@@ -1,5 +1,6 @@
 """The functions for indexers: `rng`, `empty` and `worker_info`, in every pool."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -129,3 +130,21 @@ def test_at_close(kind, tmp_path):
     batch = stream(kind, Closing, 1, num_workers=1)[0].copy()
     assert (tmp_path / "closed").read_text() == "None None 0"
     assert batch.shape == (100_000,)
+
+
+def test_contexts_are_one_for_each_thread():
+    """Only its own thread sees a context, and leaving one restores the previous one."""
+    one, two = context.BatchContext(0, 2, 7), context.BatchContext(1, 2, 7)
+    assert context.enter(one) is None
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(cseq.worker_info()))
+    thread.start()
+    thread.join()
+    left = context.enter(two)
+    assert left is one
+    assert cseq.worker_info() == cseq.WorkerInfo(1, 2, None, None)
+    context.enter(left)
+    assert cseq.worker_info() == cseq.WorkerInfo(0, 2, None, None)
+    context.enter(None)
+    assert seen == [None]
+    assert cseq.worker_info() is None
