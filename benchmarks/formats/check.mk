@@ -6,7 +6,8 @@ check-formats:
 	$(call in,.formats-venv,.formats)
 
 .formats: build $(VENV)/.libraries
-	$(PY) -m pytest tests/nightly/test_formats.py tests/project/test_examples.py -k "formats or how-to/data" $(ARGS)
+	$(PY) -m pytest tests/nightly/test_benchmarks.py tests/project/test_examples.py \
+		-k "every_format or formats or how-to/data" $(ARGS)
 	$(PY) benchmarks/formats/run.py --rounds $(ROUNDS) $(FORMATS)
 
 $(VENV)/.libraries: benchmarks/formats/requirements.txt | $(VENV)/.test
