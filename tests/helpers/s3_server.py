@@ -1,7 +1,7 @@
 """A subset of S3 on loopback, in a process of its own, that can be slow or fail.
 
-It knows GET with Range and If-Match, HEAD, PUT of one part, DELETE and ListObjectsV2, in buckets of
-any name. `S3Server` starts it, and tells it how to fail::
+It knows GET with Range and If-Match, HEAD, and ListObjectsV2 without a delimiter, in buckets of any
+name. `S3Server` starts it, and tells it how to fail::
 
     with S3Server({"train/0.tar": data}, delay=0.2) as server:
         store = S3Store("any", **server.options)
@@ -11,11 +11,8 @@ any name. `S3Server` starts it, and tells it how to fail::
         assert server.count("train/0.tar") == 2
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-import fnmatch
 import hashlib
 import json
 import os
@@ -27,6 +24,7 @@ import sys
 import time
 import xml.sax.saxutils
 from email.utils import formatdate
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -68,17 +66,9 @@ class Seen(NamedTuple):
 class S3Server:
     """The server's process, from `with` to its end.
 
-    Parameters
-    ----------
-    objects : dict[str, bytes] or path, optional
-        Keys and their contents, in memory; or a folder, whose files are read on request.
-    delay : float, default: 0
-        Seconds before each answer.
-    seed : int, default: 0
-        Seed of the random faults, which depend on the key and on the number of its requests, not on
-        the order of the requests.
-    page : int, default: 1000
-        The maximum number of keys in one page of a listing.
+    `objects` are keys and their contents, in memory, or a folder, whose files are read on request.
+    Each answer waits for `delay` seconds. Random faults depend on `seed`, the key and the number of
+    its requests, not on the order of the requests. One page of a listing has at most `page` keys.
     """
 
     def __init__(self, objects=(), *, delay=0.0, seed=0, page=1000):
@@ -88,13 +78,10 @@ class S3Server:
 
     def __enter__(self):
         folder = None if self.folder is None else str(Path(self.folder).resolve())
-        settings = json.dumps({**self.settings, "folder": folder})
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, settings], stdin=pipe, stdout=pipe, text=True
-        )
-        port = self.process.stdout.readline().strip()
-        self.endpoint = f"http://127.0.0.1:{port}"
+        command = [sys.executable, __file__, json.dumps({**self.settings, "folder": folder})]
+        ends = dict.fromkeys(["stdin", "stdout"], subprocess.PIPE)
+        self.process = subprocess.Popen(command, text=True, **ends)
+        self.endpoint = f"http://127.0.0.1:{self.process.stdout.readline().strip()}"
         try:
             for key, data in self.objects.items():
                 self.put(key, data)
@@ -119,13 +106,8 @@ class S3Server:
     @property
     def options(self):
         """The arguments of `obstore.store.S3Store` after the bucket's name."""
-        return {
-            "endpoint": self.endpoint,
-            "region": "us-east-1",
-            "access_key_id": "key",
-            "secret_access_key": "secret",
-            "client_options": {"allow_http": True},
-        }
+        secrets = {"access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
+        return {"endpoint": self.endpoint, "client_options": {"allow_http": True}, **secrets}
 
     def put(self, key, data):
         """Make an object, or replace a key's object, whose ETag then changes."""
@@ -135,28 +117,13 @@ class S3Server:
         self._ask("remove", key=key)
 
     def fail(self, kind, *, key="*", method="GET", **options):
-        """Let requests fail from now on.
+        """Let requests fail from now on: with a status, such as "503", or one of `FAULTS`.
 
-        Parameters
-        ----------
-        kind : str
-            A status, such as "503", or one of `FAULTS`.
-        key : str, default: "*"
-            The keys: an `fnmatch` pattern. The key of a listing is its prefix.
-        method : str, default: "GET"
-            The requests: "GET", "HEAD", "LIST", "PUT" or "*".
-        after : int, default: 0
-            The number of a key's requests that are answered first.
-        times : int, optional
-            The maximum number of a key's requests that fail.
-        chance : float, default: 1
-            The probability that one of the others fails.
-        at : float, default: 0.5
-            The fraction of the body that is sent.
-        seconds : float, optional
-            How long an answer hangs or stalls; by default, until the client leaves.
-        retry_after : int, optional
-            The seconds that a 503 asks the client to wait.
+        `key` is an `fnmatch` pattern of keys (for a listing, of the prefix), and `method` is "GET",
+        "HEAD", "LIST" or "*". Of a key's requests, the first `after` are answered; each of the
+        others fails with the probability `chance`, at most `times` of them. `at` is the fraction of
+        the body that is sent. An answer hangs or stalls for `seconds`, or until the client leaves.
+        A 503 asks the client to wait for `retry_after` seconds.
         """
         if not (kind in FAULTS or kind.isdecimal()):
             raise ValueError(f"kind={kind!r} is neither a status nor one of {', '.join(FAULTS)}")
@@ -171,7 +138,7 @@ class S3Server:
     def log(self, key="*", method="*"):
         """Return the requests for these keys since `forget`, in the order in which they ended."""
         seen = [Seen(*one) for one in json.loads(self._ask("log"))]
-        return [one for one in seen if fits(one.key, key) and method in ("*", one.method)]
+        return [one for one in seen if fnmatchcase(one.key, key) and method in ("*", one.method)]
 
     def count(self, key="*", method="GET"):
         """Return the number of requests for these keys since `forget`."""
@@ -195,14 +162,7 @@ class S3Server:
             return answer.read().decode()
 
 
-def fits(key, pattern):
-    """Return whether a pattern matches a key."""
-    return fnmatch.fnmatchcase(key, pattern)
-
-
 class Stored(NamedTuple):
-    """An object: its content or the place where it lies, its size, and the tag of its version."""
-
     data: bytes | str
     size: int
     etag: str
@@ -214,63 +174,6 @@ class Stored(NamedTuple):
         with open(self.data, "rb") as file:
             file.seek(first)
             return file.read(stop - first)
-
-
-class Objects:
-    """The stored objects: in memory, and in the files of a folder."""
-
-    def __init__(self, folder):
-        self.folder = folder and Path(folder)
-        self.kept = {}
-
-    def put(self, key, data):
-        """Store an object in memory; return its ETag."""
-        etag = f'"{hashlib.md5(data).hexdigest()}"'
-        self.kept[key] = Stored(data, len(data), etag, time.time())
-        return etag
-
-    def find(self, key):
-        if key in self.kept or not (self.folder and key):
-            return self.kept.get(key)
-        path = self.folder / key
-        if not path.is_file():
-            return None
-        stat = path.stat()
-        etag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
-        return Stored(str(path), stat.st_size, etag, stat.st_mtime)
-
-    def keys(self, prefix):
-        """Return all keys with a prefix, in S3's order."""
-        found = set(self.kept)
-        if self.folder:
-            files = (path for path in self.folder.rglob("*") if path.is_file())
-            found.update(path.relative_to(self.folder).as_posix() for path in files)
-        return sorted(key for key in found if key.startswith(prefix))
-
-
-class Rules:
-    def __init__(self, seed):
-        self.seed = seed
-        self.rules = []
-        self.asked = {}
-        self.failed = {}
-
-    def pick(self, method, key):
-        """Return the rule that makes this request fail, or None."""
-        nth = self.asked[method, key] = self.asked.get((method, key), -1) + 1
-        for number, rule in enumerate(self.rules):
-            failed = self.failed.get((number, key), 0)
-            if (
-                rule["method"] in ("*", method)
-                and fits(key, rule["key"])
-                and nth >= rule.get("after", 0)
-                and failed < rule.get("times", float("inf"))
-                and random.Random(f"{self.seed}/{number}/{method}/{key}/{nth}").random()
-                < rule.get("chance", 1.0)
-            ):
-                self.failed[number, key] = failed + 1
-                return rule
-        return None
 
 
 class Asked(NamedTuple):
@@ -290,12 +193,13 @@ class Reply(NamedTuple):
     body: bytes | memoryview = b""
 
 
+XML, AS_XML = '<?xml version="1.0" encoding="UTF-8"?>', {"Content-Type": "application/xml"}
+
+
 def error_reply(status, code, headers=()):
     """Return an error as S3 reports it."""
-    body = f'<?xml version="1.0" encoding="UTF-8"?><Error><Code>{code}</Code></Error>'
-    return Reply(
-        f"{status} {code}", {"Content-Type": "application/xml", **dict(headers)}, body.encode()
-    )
+    body = f"{XML}<Error><Code>{code}</Code></Error>"
+    return Reply(f"{status} {code}", {**AS_XML, **dict(headers)}, body.encode())
 
 
 def span_of(header, size):
@@ -310,16 +214,49 @@ def span_of(header, size):
 
 
 class Served:
-    """The running server: its objects, rules and log."""
+    """The running server: its objects, in memory and in the files of a folder, rules and log."""
 
-    def __init__(self, settings):
-        self.objects = Objects(settings["folder"])
-        self.rules = Rules(settings["seed"])
-        self.delay = settings["delay"]
-        self.page = settings["page"]
-        self.seen = []
-        self.now = 0
-        self.most = 0
+    def __init__(self, folder, delay, seed, page):
+        self.folder, self.kept = folder and Path(folder), {}
+        self.delay, self.seed, self.page = delay, seed, page
+        # By key: requests of each method, and failures by each rule.
+        self.rules, self.asked, self.failed = [], {}, {}
+        self.seen, self.now, self.most = [], 0, 0
+
+    def find(self, key):
+        if key in self.kept or not (self.folder and key):
+            return self.kept.get(key)
+        path = self.folder / key
+        if not path.is_file():
+            return None
+        stat = path.stat()
+        etag = f'"{stat.st_mtime_ns:x}-{stat.st_size:x}"'
+        return Stored(str(path), stat.st_size, etag, stat.st_mtime)
+
+    def keys(self, prefix):
+        """Return all keys with a prefix, in S3's order."""
+        found = set(self.kept)
+        if self.folder:
+            files = (path for path in self.folder.rglob("*") if path.is_file())
+            found.update(path.relative_to(self.folder).as_posix() for path in files)
+        return sorted(key for key in found if key.startswith(prefix))
+
+    def rule_for(self, method, key):
+        """Return the rule that makes this request fail, or one that lets it pass."""
+        nth = self.asked[method, key] = self.asked.get((method, key), -1) + 1
+        for number, rule in enumerate(self.rules):
+            failed = self.failed.get((number, key), 0)
+            drawn = random.Random(f"{self.seed}/{number}/{method}/{key}/{nth}").random()
+            if (
+                rule["method"] in ("*", method)
+                and fnmatchcase(key, rule["key"])
+                and nth >= rule.get("after", 0)
+                and failed < rule.get("times", float("inf"))
+                and drawn < rule.get("chance", 1.0)
+            ):
+                self.failed[number, key] = failed + 1
+                return rule
+        return {"kind": ""}
 
     async def serve(self, reader, writer):
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -347,19 +284,16 @@ class Served:
         key = asked.query["key"]
         match asked.key:
             case "put":
-                self.objects.put(key, asked.body)
+                etag = f'"{hashlib.md5(asked.body).hexdigest()}"'
+                self.kept[key] = Stored(asked.body, len(asked.body), etag, time.time())
             case "remove":
-                self.objects.kept.pop(key)
+                self.kept.pop(key)
             case "fail":
-                self.rules.rules.append(json.loads(asked.body))
+                self.rules.append(json.loads(asked.body))
             case "heal":
-                self.rules.rules.clear()
-                self.rules.failed.clear()
+                self.rules, self.failed = [], {}
             case "forget":
-                self.rules.asked.clear()
-                self.rules.failed.clear()
-                self.seen.clear()
-                self.most = self.now
+                self.asked, self.failed, self.seen, self.most = {}, {}, [], self.now
             case "slow":
                 self.delay = json.loads(asked.body)
         told = {"log": json.dumps(self.seen), "peak": str(self.most)}
@@ -370,7 +304,7 @@ class Served:
         lists = not asked.key and asked.method == "GET"
         method = "LIST" if lists else asked.method
         key = asked.query.get("prefix", "") if lists else asked.key
-        rule = self.rules.pick(method, key) or {"kind": ""}
+        rule = self.rule_for(method, key)
         seen = [method, key, asked.headers.get("range", ""), 0, rule["kind"], 0, time.monotonic()]
         self.now += 1
         self.most = max(self.most, self.now)
@@ -418,12 +352,7 @@ class Served:
         """Return a healthy server's answer."""
         if not asked.key:
             return self.listing(asked.query)
-        if asked.method == "PUT":
-            return Reply("200 OK", {"ETag": self.objects.put(asked.key, asked.body)})
-        if asked.method == "DELETE":
-            self.objects.kept.pop(asked.key, None)
-            return Reply("204 No Content", {})
-        found = self.objects.find(asked.key)
+        found = self.find(asked.key)
         if found is None:
             return error_reply(404, "NoSuchKey")
         if asked.headers.get("if-match", found.etag) not in (found.etag, "*"):
@@ -444,44 +373,31 @@ class Served:
 
     def listing(self, query):
         """Return a page of a bucket's keys in ListObjectsV2's format."""
-        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-        after = query.get("continuation-token", query.get("start-after", ""))
-        room = min(int(query.get("max-keys", self.page)), self.page)
+        prefix, after = query.get("prefix", ""), query.get("continuation-token", "")
 
         def written(text):
             encodes = query.get("encoding-type") == "url"
             return xml.sax.saxutils.escape(quote(text) if encodes else text)
 
-        entries, last, more = [], "", False
-        for key in self.objects.keys(prefix):
-            rest = key[len(prefix) :]
-            folder = delimiter and delimiter in rest
-            name = prefix + rest.partition(delimiter)[0] + delimiter if folder else key
-            if name <= after or name == last:
-                continue
-            if len(entries) == room:
-                more = True
-                break
-            last = name
-            if folder:
-                entries.append(f"<CommonPrefixes><Prefix>{written(name)}</Prefix></CommonPrefixes>")
-                continue
-            found = self.objects.find(key)
+        keys = [key for key in self.keys(prefix) if key > after]
+        page, more, entries = keys[: self.page], len(keys) > self.page, []
+        for key in page:
+            found = self.find(key)
             date = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(found.changed))
             entries.append(
                 f"<Contents><Key>{written(key)}</Key><LastModified>{date}</LastModified>"
                 f"<ETag>{xml.sax.saxutils.escape(found.etag)}</ETag><Size>{found.size}</Size>"
                 "<StorageClass>STANDARD</StorageClass></Contents>"
             )
-        token = f"<NextContinuationToken>{written(last)}</NextContinuationToken>" if more else ""
+        token = "NextContinuationToken"
+        token = f"<{token}>{written(page[-1])}</{token}>" if more else ""
         body = (
-            '<?xml version="1.0" encoding="UTF-8"?>'
-            '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
-            f"<Prefix>{written(prefix)}</Prefix><KeyCount>{len(entries)}</KeyCount>"
-            f"<MaxKeys>{room}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>{token}"
+            f'{XML}<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+            f"<Prefix>{written(prefix)}</Prefix><KeyCount>{len(page)}</KeyCount>"
+            f"<MaxKeys>{self.page}</MaxKeys><IsTruncated>{str(more).lower()}</IsTruncated>{token}"
             f"{''.join(entries)}</ListBucketResult>"
         )
-        return Reply("200 OK", {"Content-Type": "application/xml"}, body.encode())
+        return Reply("200 OK", AS_XML, body.encode())
 
     async def send(self, writer, asked, reply, stop=None):
         """Write an answer, with its body up to `stop`; return the number of bytes of the body."""
@@ -509,15 +425,14 @@ async def passed(reader, seconds):
 def reset(writer):
     """Close a connection so that the client sees an error instead of an end."""
     sock = writer.get_extra_info("socket")
-    sock.setsockopt(
-        socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
-    )
+    at_once = struct.pack("hh" if os.name == "nt" else "ii", 1, 0)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
     writer.transport.abort()
 
 
 async def main():
     """Serve until standard input ends."""
-    served = Served(json.loads(sys.argv[1]))
+    served = Served(**json.loads(sys.argv[1]))
     server = await asyncio.start_server(served.serve, "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
