@@ -144,9 +144,8 @@ def test_weights_beyond_floats_are_no_shares_of_tokens():
 
 def test_a_unit_is_anywhere_in_its_block():
     """A source that comes once in ten blocks comes equally often at each place of a block."""
-    order = cseq.Mixture(
-        shuffled({"a": 7, "b": 9}), {"a": 1, "b": 159}, block=16, epoch_size=160 * 4000
-    )
+    sources = shuffled({"a": 7, "b": 9})
+    order = cseq.Mixture(sources, {"a": 1, "b": 159}, block=16, epoch_size=160 * 4000)
     places = np.flatnonzero(owners(order) == 0)
     assert len(places) == 4000
     counts = np.bincount(places % 16, minlength=16)
@@ -157,9 +156,8 @@ def test_a_unit_is_anywhere_in_its_block():
 def test_neighbouring_blocks_have_orders_of_their_own(weights):
     """In blocks of two, the previous block does not predict which source comes first."""
     sources = shuffled({f"s{k}": 9 for k in range(len(weights))})
-    order = cseq.Mixture(
-        sources, dict(zip(sources, weights, strict=True)), block=2, epoch_size=40_000
-    )
+    shares = dict(zip(sources, weights, strict=True))
+    order = cseq.Mixture(sources, shares, block=2, epoch_size=40_000)
     pairs = owners(order).reshape(-1, 2)
     is_first = (pairs[:, 0] < pairs[:, 1])[pairs[:, 0] != pairs[:, 1]]
     n = len(is_first)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -297,6 +297,7 @@ def file_with(data, name):
         os.close(fd)
 
 
+@cache
 def image():
     """Return the file of a run in this process, and its name."""
     manager = cseq.MTSequence(np.arange(64), batch_size=4, num_workers=2, out_type="null", seed=1)
@@ -328,16 +329,13 @@ def look_at(data, name):
 @given(data=st.data())
 def test_an_overwritten_run(data):
     """Any word of a run's file may be anything: the file is read, or refused."""
-    whole, name = IMAGE.setdefault("image", image())
+    whole, name = image()
     changed = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 8))):
         at = data.draw(st.integers(0, 140) | st.integers(0, 20_000))
         changed[at : at + 8] = data.draw(st.binary(min_size=8, max_size=8))
     size = data.draw(st.just(len(changed)) | st.integers(0, len(changed)))
     look_at(bytes(changed[:size]), name)
-
-
-IMAGE = {}
 
 
 def test_a_run_that_is_cut_off():
